@@ -1,0 +1,35 @@
+# make demo    raw text -> tokenizer -> token files -> a small trained model -> samples; no download, two CPU cores
+# make test    every test         make lint    ruff         make clean    remove what the targets above made
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# Two threads on a laptop, more where there are more cores; torchrun sets its own.
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+$(VENV)/core: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/tests: $(VENV)/core requirements-test.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+demo: $(VENV)/core
+	$(PY) prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
+	$(PY) pretrain.py config/demo.py
+	$(PY) sample.py --init_from=out/demo
+
+test: $(VENV)/tests
+	$(PY) -m ruff check .
+	$(PY) -m pytest -q
+
+lint: $(VENV)/tests
+	$(PY) -m ruff check .
+
+clean:
+	rm -rf data/demo data/debug out/demo out/debug .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

@@ -1,0 +1,180 @@
+"""Configuration for every script: module-level literals, override files, --key=value.
+
+A script writes its settings as plain assignments with a trailing comment, then calls `config = configure(globals())`:
+
+    python pretrain.py config/small.py --learning_rate=1e-3        # default < files < flags, wherever they stand
+    python pretrain.py --help                                      # every key: type, default and its comment
+
+Keys are the script's public lowercase bool, int, float and str names. The set is closed and typed: an unknown key or a
+value of another type is one line on standard error and exit status 1. An override file is Python that you run, so it
+may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, imports and functions stay its own.
+"""
+
+import ast
+import difflib
+import io
+import os
+import sys
+import tokenize
+from collections.abc import Mapping
+from types import TracebackType
+
+TYPES = (bool, int, float, str)
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's in a setting; printed as one line, without a traceback."""
+
+    one_line = True
+
+
+def configure(namespace: dict, argv: list[str] | None = None) -> dict:
+    """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
+
+    `argv` defaults to the command line. Prints help and exits 0 on --help; prints one line and exits 1 on a mistake.
+    """
+    sys.excepthook = one_line_excepthook
+    argv = sys.argv[1:] if argv is None else argv
+    keys = {k: v for k, v in namespace.items() if is_key(k, v)}
+    try:
+        if "--help" in argv or "-h" in argv:
+            print(help_text(namespace, keys))
+            raise SystemExit(0)
+        config = resolve(keys, argv)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None  # SystemExit with a text: the text on stderr, exit status 1
+    namespace.update(config)
+    return config
+
+
+def resolve(keys: Mapping[str, object], argv: list[str]) -> dict:
+    """Defaults `keys` overridden by the files, then by the flags of `argv`. Raises ConfigError."""
+    files = [arg for arg in argv if not arg.startswith("-")]
+    flags = [arg for arg in argv if arg.startswith("-")]
+    config = dict(keys)
+    for path in files:
+        config.update(read_file(path, config))
+    seen = set()
+    for flag in flags:
+        key, value = parse_flag(flag, keys)
+        if key in seen:
+            raise ConfigError(f"config: --{key} is given twice in command line; give it once")
+        seen.add(key)
+        config[key] = value
+    return config
+
+
+def read_file(path: str, config: Mapping[str, object]) -> dict:
+    """Values that the override file `path` sets, checked. It sees the current values as names."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            source = f.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
+    scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
+    try:
+        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
+    except Exception as error:
+        line = error.lineno if isinstance(error, SyntaxError) else last_line(error, path)
+        raise ConfigError(f"config: {path}:{line}: {type(error).__name__}: {error}") from None
+    found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config)}
+    return {k: checked(k, v, config, path) for k, v in found.items()}
+
+
+def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
+    """'--key=value' -> (key, value of the key's type). The value is a Python literal, or any text for a str key."""
+    key, equals, text = flag.removeprefix("--").partition("=")
+    if not flag.startswith("--") or not equals:
+        raise ConfigError(f"config: cannot read {flag!r}; settings are written --key=value{nearest(key.lstrip('-'), keys)}")
+    if key in keys and type(keys[key]) is str and not (text[:1] in "'\"" and text[:1] == text[-1:] and len(text) > 1):
+        return key, text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    return key, checked(key, value, keys, "command line")
+
+
+def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> object:
+    """`value` if `key` exists and has its type (an int is accepted for a float). Raises ConfigError."""
+    if key not in keys:
+        raise ConfigError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
+    want = type(keys[key])
+    if want is float and type(value) is int:
+        return float(value)
+    if type(value) is not want:
+        name = "True or False" if want is bool else want.__name__
+        raise ConfigError(f"config: {key} must be {name}, got {value!r} in {where}")
+    return value
+
+
+def is_key(name: str, value: object) -> bool:
+    """Public, lowercase and of a plain type: a setting. Constants (IGNORE), modules and functions are not."""
+    return not name.startswith("_") and name == name.lower() and type(value) in TYPES
+
+
+def is_setting(name: str, value: object, config: Mapping[str, object]) -> bool:
+    """Whether a name that an override file defined is meant as a setting. Its imports, functions and classes are its own;
+    everything else must be a known key, so that a misspelt one, or one set to None, is never passed over."""
+    return name in config or not (callable(value) or type(value) is type(os))
+
+
+def nearest(key: str, keys: Mapping[str, object]) -> str:
+    match = difflib.get_close_matches(key, keys, n=1)
+    return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
+
+
+def last_line(error: Exception, path: str) -> int:
+    """Line of `path` in which `error` was raised."""
+    line, tb = 0, error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == path:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    return line
+
+
+def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> str:
+    """The script's docstring, then one line per key: type, default, and the comment that follows it in the source."""
+    comments = trailing_comments(namespace.get("__file__", ""))
+    lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
+    width = max((len(key) for key in keys), default=0)
+    for key, default in keys.items():
+        lines.append(f"  {key:<{width}}  {type(default).__name__:<5}  {default!r:<20}  {comments.get(key, '')}".rstrip())
+    return "\n".join(lines)
+
+
+def trailing_comments(path: str) -> dict[str, str]:
+    """{name: comment} for the `name = value  # comment` lines at the left margin of a Python file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            tokens = list(tokenize.generate_tokens(io.StringIO(f.read()).readline))
+    except (OSError, tokenize.TokenError):
+        return {}
+    comments, name = {}, ""
+    for token in tokens:
+        if token.type == tokenize.NAME and token.start[1] == 0:
+            name = token.string
+        elif token.type == tokenize.COMMENT and token.start[1] > 0 and name and name not in comments:
+            comments[name] = token.string.lstrip("# ")
+        elif token.type == tokenize.NEWLINE:
+            name = ""
+    return comments
+
+
+def write_config(config: Mapping[str, object], path: str, command: str = "") -> None:
+    """Write the resolved settings as an override file, whole or not at all."""
+    lines = [f'"""Resolved configuration; re-run with: {command}"""' if command else '"""Resolved configuration."""']
+    lines += [f"{key} = {value!r}" for key, value in config.items()]
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write("\n".join(lines) + "\n")
+    os.replace(path + ".tmp", path)
+
+
+def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    """sys.excepthook: errors that are the user's to mend (`one_line = True` on the class) print without a traceback."""
+    if getattr(kind, "one_line", False):
+        print(error, file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, tb)

@@ -1,0 +1,344 @@
+"""The model: a Llama-shaped decoder, its chunked loss, its key-value cache, and its arithmetic (parameters, FLOPs, memory).
+
+RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; optional QK-norm (then it is
+Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging Face's names, so a checkpoint needs no renaming.
+
+    model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
+    model(idx)          -> logits (B, T, V)
+    model(idx, cache=c) -> logits (B, T, V) of the new positions, keys and values appended to the cache
+
+Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V vocab.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100  # a target with this value is not trained on
+# Elements of the largest logits block that the loss holds. 2**22 floats are 16 MiB: large enough for full-speed matrix
+# products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations.
+CHUNK_ELEMENTS = 2**22
+
+
+class ModelError(ValueError):
+    one_line = True
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: int
+    block_size: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0  # 0 = n_head; fewer = grouped-query attention
+    n_embd: int = 768
+    head_dim: int = 0  # 0 = n_embd // n_head
+    ffn_dim: int = 0  # 0 = 8/3 n_embd rounded up to a multiple of 64: SwiGLU's three matrices cost as much as 4x two
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # Llama 3.1's long-context frequencies, as its config.json has them
+    norm_eps: float = 1e-5
+    qk_norm: bool = False  # RMSNorm on each head's query and key before the rotation (Qwen3)
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_head < 1 or self.n_head % self.n_kv_head:
+            raise ModelError(f"model: n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ModelError(f"model: n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.head_dim % 2:
+            raise ModelError(f"model: head_dim={self.head_dim} must be even: rotary positions turn pairs")
+        self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (arXiv:1910.07467). Under autocast the result is cast once here: the linear layers that share
+    it would otherwise each cast it again."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return y.to(compute_dtype(x))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """dtype in which matrix products run now: autocast's where it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def rope_frequencies(cfg: ModelConfig) -> Tensor:
+    """Angle per position of each pair of features, (D/2,) float32 (arXiv:2104.09864)."""
+    inv_freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
+    if not cfg.rope_scaling:
+        return inv_freq
+    # Llama 3.1: slow down the long wavelengths by `factor`, leave the short ones, blend in between.
+    s = cfg.rope_scaling
+    turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (keep + (1 - keep) / s["factor"])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, H, T, D) by the angles given as cos and sin (..., T, D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        H, K, D, C = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.n_embd
+        self.head_dim, self.dropout, self.grouped = D, cfg.dropout, K < H
+        self.q_proj = nn.Linear(C, H * D, bias=False)
+        self.k_proj = nn.Linear(C, K * D, bias=False)
+        self.v_proj = nn.Linear(C, K * D, bias=False)
+        self.o_proj = nn.Linear(H * D, C, bias=False)
+        self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        mask = None
+        if cache is not None:
+            k, v, mask = cache.append(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=cache is None,
+            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.grouped,
+        )  # fmt: skip
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.mlp = MLP(cfg)
+        self.dropout = cfg.dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin, cache), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
+
+
+class Transformer(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more work
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, D/2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02), the matrices that write to the residual stream scaled by 1/sqrt(2 n_layer)."""
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back."""
+        T = idx.shape[1]
+        if cache is None:
+            assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
+            cos, sin = self.cos[:T], self.sin[:T]
+        else:
+            positions = cache.extend(T)  # (B, T)
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (B, 1, T, D/2)
+        x = F.dropout(self.embed_tokens(idx), self.cfg.dropout, self.training)
+        for i, block in enumerate(self.layers):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, None if cache is None else cache.layers[i])
+        x = self.norm(x)
+        if targets is None:
+            return self.lm_head(x)
+        return cross_entropy_sum(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    def compile_blocks(self, compile_fn: Callable) -> None:
+        """Compile block by block. All blocks share one graph, so this starts fast, and gradients leave each block as soon
+        as its backward is done, which is what lets communication overlap: one graph of the whole model would keep them."""
+        for block in self.layers:
+            block.forward = compile_fn(block.forward)
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Sum over valid targets of -log softmax(hidden @ weight.T)[target], without ever holding all the logits.
+
+    hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE -> 0-d float32.
+    """
+    dtype = compute_dtype(hidden)
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, dtype, torch.is_grad_enabled())
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Head and loss over blocks of tokens. The gradients are formed in forward, while a block's logits exist: that is the
+    same arithmetic as autograd's with (N, V) replaced by (chunk, V) in memory, and nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_grad: bool) -> Tensor:
+        N, V = hidden.shape[0], weight.shape[0]
+        chunk = max(1, CHUNK_ELEMENTS // V)
+        w = weight.to(dtype)
+        loss = torch.zeros((), device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if with_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_grad else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, N, chunk):
+                h, t = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
+                chunk_loss, grad_logits = softmax_cross_entropy(h @ w.T, t, with_grad)
+                loss += chunk_loss
+                if with_grad:
+                    grad_hidden[start : start + chunk] = grad_logits @ w
+                    add_product(grad_weight, grad_logits.T, h)
+        if with_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None, None
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """logits (n, V) any dtype, targets (n,) -> (sum of losses, 0-d float32; its gradient (n, V) in the logits' dtype)."""
+    valid = targets != IGNORE
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    x = logits.float()
+    lse = x.logsumexp(dim=1, keepdim=True)
+    loss = ((lse - x.gather(1, index)) * valid.unsqueeze(1)).sum()
+    if not with_grad:
+        return loss, None
+    x = x.sub_(lse) if x.data_ptr() != logits.data_ptr() else x - lse
+    p = x.exp_()
+    p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+    return loss, p.mul_(valid.unsqueeze(1)).to(logits.dtype)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can pass float16's 65504, so float16 goes up first."""
+    if a.dtype == torch.float32:
+        out.addmm_(a, b)
+    elif a.dtype == torch.float16:
+        out += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    else:
+        out += a @ b
+
+
+# ---- key-value cache ------------------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of past positions for a batch of left-padded rows.
+
+    All rows share one write position, `length`; row b holds padding before `start[b]`, which is never attended to and
+    does not count as a position. (L, B, K, max_length, D) twice.
+    """
+
+    def __init__(self, cfg: ModelConfig, start: Tensor, max_length: int, device: torch.device | str, dtype: torch.dtype):
+        shape = (cfg.n_layer, len(start), cfg.n_kv_head, max_length, cfg.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.start = start.to(device)  # (B,) int64
+        self.padded = bool((start > 0).any())
+        self.length, self.mask = 0, None
+        self.layers = [LayerCache(self, k, v) for k, v in zip(self.keys, self.values, strict=True)]
+
+    def extend(self, T: int) -> Tensor:
+        """Make room for T new positions; -> their rotary positions (B, T), 0 for padding."""
+        begin, self.length = self.length, self.length + T
+        assert self.length <= self.keys.shape[3], f"cache holds {self.keys.shape[3]} positions, {self.length} asked"
+        query = torch.arange(begin, self.length, device=self.start.device)
+        key = torch.arange(self.length, device=self.start.device)
+        if T == 1 and not self.padded:
+            self.mask = None  # the one new position sees everything
+        else:
+            seen = (key <= query[:, None]) & (key >= self.start[:, None, None])  # (B, T, length)
+            self.mask = (seen | (key == query[:, None])).unsqueeze(1)  # padding sees itself: an empty row would be NaN
+        return (query - self.start[:, None]).clamp(min=0)
+
+
+class LayerCache:
+    """One layer's part of a KVCache."""
+
+    def __init__(self, whole: KVCache, keys: Tensor, values: Tensor) -> None:
+        self.whole, self.keys, self.values = whole, keys, values
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store k, v (B, K, T, D) of the positions just made room for; -> all keys, all values, attention mask."""
+        end, T = self.whole.length, k.shape[2]
+        self.keys[:, :, end - T : end] = k
+        self.values[:, :, end - T : end] = v
+        return self.keys[:, :, :end], self.values[:, :, :end], self.whole.mask
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def parameter_table(cfg: ModelConfig) -> dict[str, int]:
+    """{part: number of parameters}, without building the model. Tied embeddings are counted once."""
+    C, D, L = cfg.n_embd, cfg.head_dim, cfg.n_layer
+    table = {
+        "embedding": cfg.vocab_size * C,
+        "attention": L * (2 * C * cfg.n_head * D + 2 * C * cfg.n_kv_head * D),
+        "mlp": L * 3 * C * cfg.ffn_dim,
+        "norms": L * (2 * C + (2 * D if cfg.qk_norm else 0)) + C,
+        "head": 0 if cfg.tie_embeddings else cfg.vocab_size * C,
+    }
+    return table | {"total": sum(table.values())}
+
+
+def flops_per_token(cfg: ModelConfig, T: int) -> float:
+    """Forward and backward FLOPs per trained token at sequence length T: 6 per matrix parameter + 12 L H D T for attention
+    (PaLM, arXiv:2204.02311, appendix B: the causal half is not subtracted, so that figures compare with published ones)."""
+    table = parameter_table(cfg)
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd  # the embedding lookup multiplies nothing
+    return 6 * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
