@@ -13,6 +13,7 @@ may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscor
 import ast
 import difflib
 import io
+import math
 import os
 import sys
 import tokenize
@@ -42,7 +43,8 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
             raise SystemExit(0)
         config = resolve(keys, argv)
     except ConfigError as error:
-        raise SystemExit(str(error)) from None  # SystemExit with a text: the text on stderr, exit status 1
+        line = " ".join(str(error).splitlines())  # a value or another's message may hold line breaks
+        raise SystemExit(line) from None  # SystemExit with a text: the text on stderr, exit status 1
     namespace.update(config)
     return config
 
@@ -74,24 +76,33 @@ def read_file(path: str, config: Mapping[str, object]) -> dict:
         raise ConfigError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
-        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
-    except Exception as error:
-        line = error.lineno if isinstance(error, SyntaxError) else last_line(error, path)
-        raise ConfigError(f"config: {path}:{line}: {type(error).__name__}: {error}") from None
-    found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config)}
+        tree = ast.parse(source, path)
+        exec(compile(tree, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
+    except SyntaxError as error:
+        raise ConfigError(f"config: {path}:{error.lineno or 1}: SyntaxError: {error.msg}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"config: {path}:{last_line(error, path)}: {type(error).__name__}: {error}") from None
+    imported = imported_names(tree)
+    found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config, imported)}
     return {k: checked(k, v, config, path) for k, v in found.items()}
 
 
+def imported_names(tree: ast.AST) -> set[str]:
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
 def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
-    """'--key=value' -> (key, value of the key's type). The value is a Python literal, or any text for a str key."""
+    """'--key=value' -> (key, value of the key's type). A str key takes the text as it is, others a Python literal."""
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
-        raise ConfigError(f"config: cannot read {flag!r}; settings are written --key=value{nearest(key.lstrip('-'), keys)}")
-    if key in keys and type(keys[key]) is str and not (text[:1] in "'\"" and text[:1] == text[-1:] and len(text) > 1):
+        hint = nearest(key.lstrip("-"), keys)
+        raise ConfigError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
+    if type(keys.get(key)) is str:
         return key, text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
         value = text
     return key, checked(key, value, keys, "command line")
 
@@ -101,7 +112,7 @@ def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> 
     if key not in keys:
         raise ConfigError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
     want = type(keys[key])
-    if want is float and type(value) is int:
+    if want is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is not want:
         name = "True or False" if want is bool else want.__name__
@@ -114,10 +125,10 @@ def is_key(name: str, value: object) -> bool:
     return not name.startswith("_") and name == name.lower() and type(value) in TYPES
 
 
-def is_setting(name: str, value: object, config: Mapping[str, object]) -> bool:
-    """Whether a name that an override file defined is meant as a setting. Its imports, functions and classes are its own;
-    everything else must be a known key, so that a misspelt one, or one set to None, is never passed over."""
-    return name in config or not (callable(value) or type(value) is type(os))
+def is_setting(name: str, value: object, config: Mapping[str, object], imported: set[str]) -> bool:
+    """Whether a name that an override file defined is meant as a setting. Its imports, functions and classes are its
+    own; everything else must be a known key, so that a misspelt one, or one set to None, is never passed over."""
+    return name in config or not (name in imported or callable(value) or type(value) is type(os))
 
 
 def nearest(key: str, keys: Mapping[str, object]) -> str:
@@ -141,7 +152,8 @@ def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> st
     lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
     width = max((len(key) for key in keys), default=0)
     for key, default in keys.items():
-        lines.append(f"  {key:<{width}}  {type(default).__name__:<5}  {default!r:<20}  {comments.get(key, '')}".rstrip())
+        comment = comments.get(key, "")
+        lines.append(f"  {key:<{width}}  {type(default).__name__:<5}  {default!r:<20}  {comment}".rstrip())
     return "\n".join(lines)
 
 
@@ -165,11 +177,16 @@ def trailing_comments(path: str) -> dict[str, str]:
 
 def write_config(config: Mapping[str, object], path: str, command: str = "") -> None:
     """Write the resolved settings as an override file, whole or not at all."""
-    lines = [f'"""Resolved configuration; re-run with: {command}"""' if command else '"""Resolved configuration."""']
-    lines += [f"{key} = {value!r}" for key, value in config.items()]
+    lines = [repr(f"Resolved configuration; re-run with: {command}" if command else "Resolved configuration.")]
+    lines += [f"{key} = {literal(value)}" for key, value in config.items()]
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         f.write("\n".join(lines) + "\n")
     os.replace(path + ".tmp", path)
+
+
+def literal(value: object) -> str:
+    """Python source of a setting. For infinity and NaN repr gives names that Python does not define."""
+    return f"float('{value}')" if type(value) is float and not math.isfinite(value) else repr(value)
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:

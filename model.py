@@ -1,7 +1,7 @@
-"""The model: a Llama-shaped decoder, its chunked loss, its key-value cache, and its arithmetic (parameters, FLOPs, memory).
+"""The model: a Llama-shaped decoder, its chunked loss, its key-value cache; parameter, FLOPs and memory arithmetic.
 
-RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; optional QK-norm (then it is
-Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging Face's names, so a checkpoint needs no renaming.
+RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; optional QK-norm (then it
+is Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging Face's names without "model.".
 
     model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
     model(idx)          -> logits (B, T, V)
@@ -24,6 +24,9 @@ IGNORE = -100  # a target with this value is not trained on
 # Elements of the largest logits block that the loss holds. 2**22 floats are 16 MiB: large enough for full-speed matrix
 # products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations.
 CHUNK_ELEMENTS = 2**22
+# On a CPU with bfloat16 units, two products and a softmax take 0.2 to 0.4 of the time of torch's fused attention up to
+# 256 tokens, forward and backward (its tiles are small); at 1024 they take 1.4 times.
+PLAIN_ATTENTION_LENGTH = 512
 
 
 class ModelError(ValueError):
@@ -119,14 +122,25 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        mask = None
+        dropout = self.dropout if self.training else 0.0
         if cache is not None:
             k, v, mask = cache.append(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=cache is None,
-            dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.grouped,
-        )  # fmt: skip
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped)
+        elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH:
+            y = plain_causal_attention(q, k, v, dropout)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D)."""
+    B, H, T, D = q.shape
+    q = (q * D**-0.5).view(B, k.shape[1], -1, D)  # heads that share keys become more rows of one product
+    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = (q @ k.mT).view(B, H, T, T) + future
+    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    return (weights.view(B, k.shape[1], -1, T) @ v).view(B, H, T, D)
 
 
 class MLP(nn.Module):
@@ -173,7 +187,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02), the matrices that write to the residual stream scaled by 1/sqrt(2 n_layer)."""
+        """GPT-2's initialisation: N(0, 0.02); what writes to the residual stream is scaled by 1/sqrt(2 n_layer)."""
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -200,8 +214,8 @@ class Transformer(nn.Module):
         return cross_entropy_sum(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def compile_blocks(self, compile_fn: Callable) -> None:
-        """Compile block by block. All blocks share one graph, so this starts fast, and gradients leave each block as soon
-        as its backward is done, which is what lets communication overlap: one graph of the whole model would keep them."""
+        """Compile block by block. All blocks share one graph, so this starts fast, and a block's gradients are out as
+        soon as its backward is done, so communication overlaps: one graph of the whole model would hold them back."""
         for block in self.layers:
             block.forward = compile_fn(block.forward)
 
@@ -219,8 +233,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and loss over blocks of tokens. The gradients are formed in forward, while a block's logits exist: that is the
-    same arithmetic as autograd's with (N, V) replaced by (chunk, V) in memory, and nothing is computed twice."""
+    """Head and loss over blocks of tokens. The gradients are formed in forward, while a block's logits exist: the same
+    arithmetic as autograd's with (N, V) replaced by (chunk, V) in memory, and nothing is computed twice."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_grad: bool) -> Tensor:
@@ -249,7 +263,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """logits (n, V) any dtype, targets (n,) -> (sum of losses, 0-d float32; its gradient (n, V) in the logits' dtype)."""
+    """logits (n, V), targets (n,) -> (sum of losses, 0-d float32; its gradient (n, V) in the logits' dtype)."""
     valid = targets != IGNORE
     index = targets.masked_fill(~valid, 0).unsqueeze(1)
     x = logits.float()
@@ -264,7 +278,7 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, with_grad: bool) -> t
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can pass float16's 65504, so float16 goes up first."""
+    """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can pass float16's 65504: float32 there."""
     if a.dtype == torch.float32:
         out.addmm_(a, b)
     elif a.dtype == torch.float16:
@@ -283,7 +297,9 @@ class KVCache:
     does not count as a position. (L, B, K, max_length, D) twice.
     """
 
-    def __init__(self, cfg: ModelConfig, start: Tensor, max_length: int, device: torch.device | str, dtype: torch.dtype):
+    def __init__(
+        self, cfg: ModelConfig, start: Tensor, max_length: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         shape = (cfg.n_layer, len(start), cfg.n_kv_head, max_length, cfg.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -337,8 +353,34 @@ def parameter_table(cfg: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(cfg: ModelConfig, T: int) -> float:
-    """Forward and backward FLOPs per trained token at sequence length T: 6 per matrix parameter + 12 L H D T for attention
-    (PaLM, arXiv:2204.02311, appendix B: the causal half is not subtracted, so that figures compare with published ones)."""
+    """Forward and backward FLOPs per trained token at length T: 6 per matrix parameter, 12 L H D T for attention.
+
+    As in PaLM (arXiv:2204.02311, appendix B) the causal half is not subtracted, so that figures compare with published
+    ones. The embedding lookup multiplies nothing."""
     table = parameter_table(cfg)
-    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd  # the embedding lookup multiplies nothing
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
     return 6 * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
+
+
+def memory_table(
+    cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool, compiled: bool
+) -> dict[str, float]:
+    """{part: bytes} that one rank holds at the peak of a training step, without building the model.
+
+    Weights, gradients and optimizer state are float32. Activations are what autograd keeps of each block: the normed
+    inputs of the linear layers, query, key, value and attention's output, and SwiGLU's factors (torch.compile
+    recomputes the cheap ones), in the compute dtype, and the residual stream in float32.
+    """
+    size = dtype.itemsize
+    table = parameter_table(cfg)
+    total, matrices = table["total"], table["attention"] + table["mlp"]
+    C, F_, HD, KD, N = cfg.n_embd, cfg.ffn_dim, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, B * T
+    state = 4 * matrices + 8 * (total - matrices) if optimizer == "muon" else 8 * total
+    block = N * (2 * 4 * C + size * (2 * C + 3 * HD + 2 * KD + (2 if compiled else 4) * F_))
+    if activation_checkpointing:
+        activations = block + cfg.n_layer * N * 4 * C
+    else:
+        activations = cfg.n_layer * block + (size * matrices if size < 4 else 0)  # autocast's copies of the matrices
+    chunk = min(N, max(1, CHUNK_ELEMENTS // cfg.vocab_size)) * cfg.vocab_size
+    head = chunk * (8 + 2 * size) + 2 * 4 * cfg.vocab_size * C + N * C * (4 + size)
+    return {"weights": 4 * total, "gradients": 4 * total, "optimizer": state, "activations": activations, "head": head}

@@ -1,0 +1,238 @@
+"""Small things that every training script needs: device and dtype, seeds, signals, the log. A closed list."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Dense bfloat16 (float16 where there is no bfloat16) peak in TFLOP/s, from the vendors' data sheets.
+GPU_PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71, "T4": 65,
+}  # fmt: skip
+
+
+class SetupError(ValueError):
+    one_line = True
+
+
+# ---- device, dtype, seeds -------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """'auto' takes cuda, then mps, then cpu. On several GPUs each rank takes its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cuda", "mps", "cpu"):
+        raise SetupError(f"config: device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise SetupError(f"config: device={name!r}, but torch sees no CUDA device; use device='cpu'")
+        if local_rank >= torch.cuda.device_count():
+            raise SetupError(
+                f"config: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
+                f"lower --nproc_per_node or use device='cpu'"
+            )
+        device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+        return device
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    if name not in DTYPES:
+        raise SetupError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 natively (emulated it would be slower than float32)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell: float32 there
+        return bool(flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16"))
+    return False
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`, weights and sums in float32; nothing when dtype is float32."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of one device: the data sheet's for a known GPU, else that of a large matrix product measured now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = [peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name]
+        if known:
+            return known[0] * 1e12
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(8):
+        synchronize(device)
+        begin = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed torch's generators. Weights are drawn with rank 0's seed on every rank; dropout then differs by rank."""
+    torch.manual_seed(seed + rank)
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# ---- memory, hardware -----------------------------------------------------------------------------------------------
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: on the GPU, else resident in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+class StopSignal:
+    """Turns SIGTERM and Ctrl-C into a flag that the loop reads after each step; a second Ctrl-C stops at once.
+
+    torchrun passes a terminal's Ctrl-C on a second time within moments, so a repeat counts only after two seconds.
+    """
+
+    def __init__(self) -> None:
+        self.received, self.at = 0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
+            raise KeyboardInterrupt
+        if not self.received:
+            self.received, self.at = number, time.monotonic()
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell reports it; 143 for a signal that only another rank received."""
+        return 128 + (self.received or signal.SIGTERM)
+
+
+# ---- log ------------------------------------------------------------------------------------------------------------
+
+
+class RunLog:
+    """The line for people on standard output and the object for programs in out_dir/log.jsonl, from one dict of values.
+
+    Only rank 0 writes. A resumed run drops what an interrupted one logged after its checkpoint: those steps come again.
+    """
+
+    def __init__(self, out_dir: str, max_steps: int, start_step: int, enabled: bool) -> None:
+        self.enabled, self.max_steps = enabled, max_steps
+        if not enabled:
+            return
+        self.path = Path(out_dir) / "log.jsonl"
+        keep_events_until(self.path, start_step)
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.bar = tqdm(total=max_steps, initial=start_step, disable=not sys.stdout.isatty(), leave=False, unit="step")
+
+    def advance(self) -> None:
+        if self.enabled:
+            self.bar.update()
+
+    def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
+        """Append {"event", "step", **values} to log.jsonl. JSON has no NaN and no infinity: they become null."""
+        if self.enabled:
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+            self.file.flush()
+
+    def print(self, text: str) -> None:
+        if self.enabled:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def train(self, step: int, values: Mapping[str, float], step_s: float, eta_s: float, peak_gib: float) -> None:
+        """One training line. `values` has loss, lr, grad_norm, tokens, tokens_per_s, mfu; else what is not 0 comes last."""
+        self.write("train", step, values)
+        named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu")
+        parts = [
+            f"step {step:6d}/{self.max_steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}",
+            f"norm {values['grad_norm']:.2f}", f"{1000 * step_s:.0f} ms", f"{values['tokens_per_s']:,.0f} tok/s",
+            f"mfu {100 * values['mfu']:.1f}%", f"{peak_gib:.1f} GiB", f"eta {clock(eta_s)}",
+        ]  # fmt: skip
+        parts += [f"{key} {value:.4g}" for key, value in values.items() if value and key not in named]
+        self.print(" | ".join(parts))
+
+    def close(self) -> None:
+        if self.enabled:
+            self.bar.close()
+            self.file.close()
+
+
+def keep_events_until(path: Path, step: int) -> None:
+    """Drop the events of `path` after `step`, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if event["step"] <= step:
+            kept.append(line)
+    tmp = path.with_suffix(".jsonl.tmp")
+    tmp.write_text("".join(kept), encoding="utf-8")
+    os.replace(tmp, path)
+
+
+def clock(seconds: float) -> str:
+    """3725 -> '1:02:05'."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
