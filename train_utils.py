@@ -131,6 +131,14 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
 
 
+def process_bytes(device: torch.device) -> float:
+    """Memory of the process itself, before there is a model: what is resident on a CPU, and the 100 MB of kernels that
+    torch loads when they are first used. On a GPU the figures count tensors only."""
+    if device.type == "cuda":
+        return 0.0
+    return peak_memory_gib(device) * 2**30 + 100e6
+
+
 def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

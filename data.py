@@ -1,0 +1,1137 @@
+"""Data: reading raw files, the token-file format, and the order in which training sees tokens.
+
+    python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes the format described here
+    python pretrain.py --data_dir=data/x                            # reads it
+
+Three parts, in the order in which data flows. *Raw files*: every container becomes a stream of documents, in bounded
+memory; what cannot be read is reported, never dropped in silence. *Token files*: a writer and a reader side by side.
+*Order*: sample number -> window of tokens, a pure function of the seed, so that a run can resume anywhere and on any
+number of processes.
+
+A data directory holds, for each split that has text (train, val, test):
+    train_00000.npy       1-D uint16 (vocab_size <= 65536) or uint32: <|endoftext|> document <|endoftext|> document ...
+    train_00000.off.npy   int64, n_documents + 1: where each document starts (at its <|endoftext|>), where the last ends
+    manifest.json         written last: sizes, sha256 of every file, the tokenizer's fingerprint; without it: incomplete
+and the tokenizer's own files. The last shard of a split closes with one more <|endoftext|>, so that the end of the last
+document is learned too. Documents do not cross shards; windows do.
+"""
+
+import bz2
+import codecs
+import csv
+import glob
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import os
+import queue
+import re
+import sys
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+    import torch
+
+READ_BYTES = 2**20
+MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
+FORMAT = "groundup tokens 1"
+SHARD_TOKENS = 2**27  # 256 MiB as uint16
+
+
+class DataError(ValueError):
+    """What the user can mend: shown as one line."""
+
+    one_line = True
+
+
+# ---- raw files: which, and in which parts ----------------------------------------------------------------------------
+
+
+def find_files(input: str) -> list[str]:
+    """Paths for `input`: files, directories, globs, comma-separated; "-" is standard input. In the order given, without
+    repetition; a directory is read recursively in the byte order of relative paths, less hidden files and *.tmp.
+
+    Raises DataError for a part that matches no file.
+    """
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in input.split(","))):
+        matches = [part] if part == "-" or os.path.exists(part) else sorted(glob.glob(part, recursive=True))
+        files = [file for match in matches for file in (list_directory(match) if os.path.isdir(match) else [match])]
+        if not files:
+            raise DataError(f"data: no file matches {part!r}; give files, directories or globs, separated by commas")
+        found += files
+    return list(dict.fromkeys(found))
+
+
+def list_directory(top: str) -> list[str]:
+    files = []
+    for folder, folders, names in os.walk(top):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
+        files += [os.path.join(folder, name) for name in names]
+    return sorted(files, key=lambda file: os.fsencode(os.path.relpath(file, top)))
+
+
+def work_units(path: str, txt_split: str = "file", unit_bytes: int = 2**26) -> list[tuple[int, int | None]]:
+    """The (begin, end) parts of a file for `read_documents`, which different processes may read; all of it = (0, None).
+
+    Bytes of a plain line-oriented file; row groups of a parquet file; anything else is one part. A function of the file
+    alone, so the parts and their order do not depend on the number of processes.
+    """
+    if path == "-":
+        return [(0, None)]
+    with open_stream(path) as stream:
+        kind = container(path, stream.peek(), txt_split)
+        plain = stream.raw.plain
+    if kind == "parquet":
+        try:
+            return [(k, k + 1) for k in range(open_parquet(path).metadata.num_row_groups)]
+        except Damage:
+            return [(0, None)]  # to be reported by the one who reads it
+    size = os.path.getsize(path)
+    if not plain or kind not in LINE_KINDS or size <= unit_bytes:
+        return [(0, None)]
+    return [(begin, min(begin + unit_bytes, size)) for begin in range(0, size, unit_bytes)]
+
+
+def container(path: str, head: bytes, txt_split: str) -> str:
+    """How to read a file, from its first bytes and, where these cannot tell, its name:
+    parquet, csv, tsv, array, values (JSON objects over several lines), jsonl, or the txt_split of plain text."""
+    name = re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
+    suffix, head = os.path.splitext(name)[1], head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
+    if suffix in (".json", ".jsonl", ".ndjson") or (path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)):
+        if head.startswith(b"["):
+            return "array"
+        return "values" if head.split(b"\n")[0].strip() == b"{" else "jsonl"
+    if txt_split not in ("file", "blank", "line"):
+        raise DataError(f"data: txt_split must be file, blank or line, got {txt_split!r}")
+    return txt_split
+
+
+# ---- raw files: bytes ------------------------------------------------------------------------------------------------
+
+
+class Damage(Exception):
+    """The rest of an input cannot be read. args: reason, detail."""
+
+
+class Source(io.RawIOBase):
+    """Byte pieces as a file. Where the input is damaged the file ends early, with .damage = (reason, detail) set: what
+    came before is kept."""
+
+    def __init__(self, chunks: Iterator[bytes], plain: bool, file: BinaryIO | None) -> None:
+        self.chunks = chunks
+        self.plain = plain  # the bytes are those on disk
+        self.file = file  # to close, if any
+        self.rest = memoryview(b"")
+        self.damage: tuple[str, str] | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        super().close()
+        if self.file:
+            self.file.close()
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.rest:
+            try:
+                self.rest = memoryview(next(self.chunks))
+            except StopIteration:
+                return 0
+            except Damage as damage:
+                self.damage = damage.args
+                return 0
+        n = min(len(buffer), len(self.rest))
+        buffer[:n], self.rest = self.rest[:n], self.rest[n:]
+        return n
+
+
+def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
+    """A file from byte `begin` on (plain files only), or standard input.
+
+    Compression, UTF-16 and UTF-32 are recognised by the first bytes and undone.
+    """
+    try:
+        file = sys.stdin.buffer if path == "-" else open(path, "rb")
+        if begin:
+            file.seek(begin)
+        first = file.read(READ_BYTES)
+    except OSError as error:
+        raise DataError(f"data: cannot read {path}: {error.strerror}") from None
+    chunks = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b""))
+    compressed = next((suffix for magic, suffix in MAGIC.items() if first.startswith(magic) and not begin), "")
+    if compressed:
+        chunks = decompress(chunks, path, compressed)
+    plain = not compressed and not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE))
+    chunks = chunks if begin else transcode(chunks)
+    return io.BufferedReader(Source(chunks, plain, None if path == "-" else file), READ_BYTES)
+
+
+def new_decompressor(path: str, suffix: str) -> tuple[Callable, tuple[type[Exception], ...]]:
+    """A function that makes a decompressor, and what that raises for damaged data."""
+    if suffix == "gz":
+        return partial(zlib.decompressobj, wbits=31), (zlib.error,)
+    if suffix == "bz2":
+        return bz2.BZ2Decompressor, (OSError,)
+    if suffix == "xz":
+        return lzma.LZMADecompressor, (lzma.LZMAError,)
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"data: {path} needs zstandard; run: pip install zstandard") from None
+    return zstandard.ZstdDecompressor().decompressobj, (zstandard.ZstdError,)
+
+
+def decompress(chunks: Iterator[bytes], path: str, suffix: str) -> Iterator[bytes]:
+    """Any number of compressed streams, one after the other, as gzip, bzip2, xz and zstd files may hold."""
+    new, errors = new_decompressor(path, suffix)
+    decompressor = new()
+    for chunk in chunks:
+        # small pieces, since one of them may become a thousand times larger
+        for begin in range(0, len(chunk), 2**11):
+            piece = chunk[begin : begin + 2**11]
+            # zeros between and after streams are padding
+            while piece := piece.lstrip(b"\0") if decompressor.eof else piece:
+                if decompressor.eof:
+                    decompressor = new()
+                try:
+                    yield decompressor.decompress(piece)
+                except errors as error:
+                    raise Damage("truncated_file", f"damaged {suffix} data: {error}") from None
+                piece = decompressor.unused_data
+    if not decompressor.eof:
+        raise Damage("truncated_file", f"the {suffix} data end too early")
+
+
+def transcode(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """UTF-16 and UTF-32, known by their byte order mark, become UTF-8; other bytes pass. The first piece has 4 or more
+    bytes if there are as many, so that a look at it finds a mark or a magic number."""
+    head = b""
+    while len(head) < 4 and (chunk := next(chunks, None)) is not None:
+        head += chunk
+    chunks = itertools.chain([head], chunks)
+    # UTF-32 first: its little-endian mark begins with UTF-16's
+    marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+    marks |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+    encoding = next((encoding for mark, encoding in marks.items() if head.startswith(mark)), None)
+    if encoding is None:
+        yield from chunks
+        return
+    decoder = codecs.getincrementaldecoder(encoding)()
+    try:
+        for chunk in chunks:
+            yield decoder.decode(chunk).encode()
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise Damage("bad_encoding", str(error)) from None
+
+
+def skip_mark(stream: io.BufferedReader) -> int:
+    """Pass over a UTF-8 byte order mark; its length."""
+    return len(stream.read(3)) if stream.peek(3).startswith(codecs.BOM_UTF8) else 0
+
+
+def decode(raw: bytes, first: str = "utf-8", cut: bool = False) -> tuple[str, str]:
+    """Text and its encoding, UTF-8 or GB18030, which much Chinese text is in; `first` is tried first.
+
+    cut: the bytes may end within a character. Raises UnicodeDecodeError if neither fits.
+    """
+    failures = []
+    for encoding in (first, "gb18030" if first == "utf-8" else "utf-8"):
+        try:
+            decoder = codecs.getincrementaldecoder(encoding)() if cut else None
+            return decoder.decode(raw) if cut else raw.decode(encoding), encoding
+        except UnicodeDecodeError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def guess_encoding(head: bytes) -> str:
+    """What most lines beyond ASCII are in. A single one may fit both: C4 A9 CE B2 is two letters in either."""
+    votes = 0
+    for line in head.split(b"\n"):
+        try:
+            votes += not line.isascii() and (1 if decode(line, cut=True)[1] == "utf-8" else -1)
+        except UnicodeDecodeError:
+            continue
+    return "gb18030" if votes < 0 else "utf-8"
+
+
+# ---- raw files: records ----------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """One line, element or row of a file, or a problem in its place."""
+
+    value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if input is damaged
+    line: int  # from 1, within the part that is read; of parquet: row in the file
+    offset: int  # where it starts, in bytes; of parquet: row in the file from 0. Transcoded or unpacked: in that text
+    encoding: str = "utf-8"
+    problem: str = ""  # bad_json, bad_encoding, bad_csv, truncated_file
+    detail: str = ""
+
+
+def read_records(
+    path: str, txt_split: str = "file", begin: int = 0, end: int | None = None, columns: list[str] | None = None
+) -> Iterator[Record]:
+    """All records of a part of a file (see `work_units`), in order, problems included. columns: of parquet, to read.
+
+    A line belongs to the part that holds its first byte, a paragraph to the part that holds the blank line before it:
+    whatever the cuts, every record is read once.
+    """
+    stream = open_stream(path)
+    head = stream.peek()
+    kind, decoded = container(path, head, txt_split), partial(text_record, encoding=guess_encoding(head))
+    assert not begin or kind in (*LINE_KINDS, "parquet"), f"{path}: {kind} is read as a whole, {begin=}"
+    if begin and kind in LINE_KINDS:
+        stream.close()
+        stream = open_stream(path, begin - 1)
+    with stream:
+        if kind == "parquet":
+            yield from parquet_records(path, begin, end, columns)
+        elif kind in ("csv", "tsv"):
+            yield from csv_records(map(decoded, read_lines(stream, 0, None)), "," if kind == "csv" else "\t")
+        elif kind in ("array", "values"):
+            yield from json_records(stream)
+        elif kind == "file":
+            yield from file_record(stream)
+        elif kind == "blank":
+            yield from map(decoded, paragraphs(read_lines(stream, begin, None), begin, end))
+        else:
+            lines = (line for line in read_lines(stream, begin, end) if line.problem or line.value.strip())
+            yield from map(jsonl_record, map(decoded, lines)) if kind == "jsonl" else map(decoded, lines)
+
+
+def read_lines(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
+    """Lines, as bytes, that start in [begin, end); the stream stands at begin - 1, or at 0.
+
+    Split at "\n" only: text may hold U+2028 and other things that `str.splitlines` takes for line ends. A line that
+    damage cuts short is left out.
+    """
+    offset = begin - 1 + len(stream.readline()) if begin else 0
+    line, mark = 0, 0 if begin else skip_mark(stream)  # the mark is part of the first line
+    while (end is None or offset < end) and (raw := stream.readline()):
+        line += 1
+        if stream.raw.damage and not raw.endswith(b"\n"):
+            break
+        yield Record(raw, line, offset)
+        offset, mark = offset + mark + len(raw), 0
+    if stream.raw.damage:
+        yield damaged(stream, line, offset)
+
+
+def damaged(stream: io.BufferedReader, line: int, offset: int) -> Record:
+    reason, detail = stream.raw.damage
+    return Record(None, line, offset, problem=reason, detail=detail)
+
+
+def paragraphs(lines: Iterator[Record], begin: int, end: int | None) -> Iterator[Record]:
+    """Runs of lines after the blank lines that start in [begin, end); the start of the file counts as a blank line."""
+    mine, held = begin == 0, []
+    for record in lines:
+        if not record.problem and record.value.strip():
+            if mine:
+                held.append(record)
+            elif end is not None and record.offset >= end:
+                return  # all of the part lies within one paragraph
+            continue
+        if held:
+            yield held[0]._replace(value=b"".join(line.value for line in held))
+            held = []
+        if record.problem:
+            yield record
+        if end is not None and record.offset >= end:
+            return
+        mine = True
+    if held:
+        yield held[0]._replace(value=b"".join(line.value for line in held))
+
+
+def text_record(record: Record, encoding: str) -> Record:
+    """Bytes to text, without the line end; Windows line ends become "\n"."""
+    if record.problem:
+        return record
+    try:
+        text, encoding = decode(record.value, encoding)
+    except UnicodeDecodeError as error:
+        text = record.value.decode("utf-8", "replace")
+        return record._replace(value=text, problem="bad_encoding", detail=str(error))
+    return record._replace(value=text.replace("\r\n", "\n").removesuffix("\n"), encoding=encoding)
+
+
+def jsonl_record(record: Record) -> Record:
+    if record.problem:
+        return record
+    try:
+        return record._replace(value=json.loads(record.value))
+    except (ValueError, RecursionError) as error:
+        return record._replace(value=None, problem="bad_json", detail=str(error))
+
+
+def file_record(stream: io.BufferedReader) -> Iterator[Record]:
+    """A whole text file as one record; of a damaged one, what came before the damage."""
+    offset, raw = skip_mark(stream), stream.read()
+    try:
+        text, encoding = decode(raw, cut=bool(stream.raw.damage))
+        yield Record(text.replace("\r\n", "\n"), 1, 0, encoding)
+    except UnicodeDecodeError as error:
+        line, offset = 1 + raw.count(b"\n", 0, error.start), offset + error.start
+        yield Record(None, line, offset, problem="bad_encoding", detail=str(error))
+    if stream.raw.damage:
+        yield damaged(stream, 1 + raw.count(b"\n"), offset + len(raw))
+
+
+def csv_records(lines: Iterator[Record], delimiter: str) -> Iterator[Record]:
+    """Rows as {column: text}, the first row naming the columns. A quoted field may hold line ends."""
+    csv.field_size_limit(2**30)  # characters; 128 Ki otherwise, less than a long article
+    held: list[Record] = []  # the lines that the row at hand is made of
+    damage: list[Record] = []
+    names: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for record in lines:
+            if record.value is None:
+                damage.append(record)
+                return
+            held.append(record)
+            yield record.value + "\n"  # also of a line that cannot be decoded: its quotes decide where the row ends
+
+    rows = csv.reader(texts(), delimiter=delimiter, strict=True)
+    while True:
+        held.clear()
+        try:
+            row, detail = next(rows), ""
+        except StopIteration:
+            break
+        except csv.Error as error:
+            row, detail = [], str(error)
+        where = held[0].line, held[0].offset
+        undecodable = next((line for line in held if line.problem), None)
+        if undecodable:
+            yield undecodable
+        elif detail or (names and row and len(row) != len(names)):
+            detail = detail or f"{len(row)} fields, but {len(names)} columns"
+            yield Record(None, *where, problem="bad_csv", detail=detail)
+        elif not names:
+            names = row
+        elif row:
+            encoding = next((line.encoding for line in held if line.encoding != "utf-8"), "utf-8")
+            yield Record(dict(zip(names, row, strict=True)), *where, encoding)
+    yield from damage
+
+
+def is_near_end(error: json.JSONDecodeError, text: str) -> bool:
+    """Whether more text may mend the error: a string that is open, or a word, number or escape cut off at the end."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text) - len("-Infinity") - 1
+
+
+class JsonStream:
+    """The elements of a JSON array, or JSON objects one after the other, from text in pieces: (element, line, offset).
+
+    Holds the pieces of one element. Raises ValueError at what is not JSON; what came before has been given out.
+    """
+
+    WHITE_SPACE = re.compile(r"[ \t\n\r]*")
+
+    def __init__(self, chunks: Iterator[str]) -> None:
+        self.chunks = chunks
+        self.text, self.pos = "", 0  # what is held; what of it has been used
+        self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
+
+    def __iter__(self) -> Iterator[tuple[object, int, int]]:
+        if self._next_character() != "[":
+            while self._next_character():
+                yield self._element()
+            return
+        separator = self._step()
+        if self._next_character() == "]":
+            separator = self._step()
+        while separator != "]":
+            yield self._element()
+            separator = self._next_character()
+            if separator not in (",", "]"):
+                raise ValueError(f"expected , or ] but found {separator or 'the end'!r}")
+            self._step()
+        if self._next_character():
+            raise ValueError("text after the end of the array")
+
+    def _element(self) -> tuple[object, int, int]:
+        self._next_character()
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.pos)
+            except json.JSONDecodeError as error:
+                if not is_near_end(error, self.text) or not self._read():
+                    raise
+                continue
+            # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
+            if self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+") and self._read():
+                continue
+            found = value, self.line, self.offset
+            self._use(end)
+            return found
+
+    def _next_character(self) -> str:
+        """The next one that is no white space, "" at the end."""
+        while True:
+            self._use(self.WHITE_SPACE.match(self.text, self.pos).end())
+            if self.pos < len(self.text) or not self._read():
+                return self.text[self.pos : self.pos + 1]
+
+    def _step(self) -> str:
+        self._use(self.pos + 1)
+        return self.text[self.pos - 1]
+
+    def _use(self, end: int) -> None:
+        used = self.text[self.pos : end]
+        self.line += used.count("\n")
+        self.offset += len(used) if used.isascii() else len(used.encode("utf-8", "surrogatepass"))
+        self.pos = end
+
+    def _read(self) -> bool:
+        """Hold at least twice as much: an element that is parsed again and again still takes linear time in all."""
+        held = [self.text[self.pos :]]
+        wanted = max(1, len(held[0]))
+        while wanted > 0 and (chunk := next(self.chunks, "")):
+            held.append(chunk)
+            wanted -= len(chunk)
+        if len(held) > 1:
+            self.text, self.pos = "".join(held), 0
+        return len(held) > 1
+
+
+class TextChunks:
+    """The text of a stream in pieces. The first bytes beyond ASCII decide between UTF-8 and GB18030."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self.stream, self.encoding = stream, ""
+        self.decoder: codecs.IncrementalDecoder | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises UnicodeDecodeError."""
+        while raw := self.stream.read1(READ_BYTES):
+            if self.decoder is None and not raw.isascii():
+                self.encoding = decode(raw, cut=True)[1]
+                self.decoder = codecs.getincrementaldecoder(self.encoding)()
+            text = self.decoder.decode(raw) if self.decoder else raw.decode("ascii")
+            if text:
+                yield text
+        if self.decoder and not self.stream.raw.damage:
+            self.decoder.decode(b"", final=True)
+
+
+def json_records(stream: io.BufferedReader) -> Iterator[Record]:
+    skipped, chunks = skip_mark(stream), TextChunks(stream)
+    elements = JsonStream(iter(chunks))
+    elements.offset = skipped
+    try:
+        for value, line, offset in elements:
+            yield Record(value, line, offset, chunks.encoding or "utf-8")
+    except (ValueError, RecursionError) as error:
+        if not stream.raw.damage:
+            reason = "bad_encoding" if isinstance(error, UnicodeDecodeError) else "bad_json"
+            detail = f"{error}; the rest of the file is left out"
+            yield Record(None, elements.line, elements.offset, problem=reason, detail=detail)
+    if stream.raw.damage:
+        yield damaged(stream, elements.line, elements.offset)
+
+
+def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
+    """Raises DataError without pyarrow, Damage if the file's own table of contents, at its end, cannot be read."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"data: {path} needs pyarrow; run: pip install pyarrow") from None
+    if path == "-":
+        raise DataError("data: parquet cannot be read from standard input; give the file's name")
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise Damage("truncated_file", str(error)) from None
+
+
+def parquet_records(path: str, begin: int, end: int | None, columns: list[str] | None) -> Iterator[Record]:
+    """Rows of the row groups [begin, end)."""
+    row = 0
+    try:
+        file = open_parquet(path)
+        groups = range(file.metadata.num_row_groups)
+        row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
+        wanted = columns and [name for name in columns if name in file.schema_arrow.names]
+        for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
+            for value in batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows:
+                row += 1
+                yield Record(value, row, row - 1)
+    except Damage as damage:
+        reason, detail = damage.args
+        yield Record(None, 1, 0, problem=reason, detail=detail)
+    except OSError as error:  # pyarrow's, for damaged pages
+        yield Record(None, row + 1, row, problem="truncated_file", detail=str(error))
+
+
+# ---- raw files: documents --------------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    text: str
+    path: str
+    offset: int  # of its record, see Record
+
+
+class Report:
+    """What was not read, or only after mending. Made in a worker, added up in the parent.
+
+    problems: places where documents are lost, by reason: bad_json, bad_field (no text), bad_encoding, bad_csv,
+    truncated_file (damaged or cut; what came before was read). mended: documents by kind: gb18030, surrogates.
+    places: (path, line, byte offset, "reason: detail") of the first max_places problems.
+    """
+
+    def __init__(self, strict: bool = False, max_places: int = 10_000) -> None:
+        self.strict, self.max_places = strict, max_places
+        self.problems: Counter[str] = Counter()
+        self.mended: Counter[str] = Counter()
+        self.places: list[tuple[str, int, int, str]] = []
+
+    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
+        """Raises DataError if strict."""
+        detail = " ".join(detail.split())
+        if self.strict:
+            raise DataError(f"data: {path}:{line}: {reason} at byte {offset}: {detail}; mend it, or use strict=False")
+        self.problems[reason] += 1
+        if len(self.places) < self.max_places:
+            self.places.append((path, line, offset, f"{reason}: {detail}"))
+
+    def merge(self, other: "Report") -> None:
+        self.problems += other.problems
+        self.mended += other.mended
+        self.places += other.places[: self.max_places - len(self.places)]
+
+
+def read_documents(
+    path: str, text_key: str = "text", txt_split: str = "file", begin: int = 0, end: int | None = None,
+    report: Report | None = None,
+) -> Iterator[Document]:
+    """The documents of a file, or of a part of it from `work_units`, holding one record at a time.
+
+    text_key: where the text is in a JSON object or a row: 'text', 'a.b' for b within a, 'title,body' to join several
+    with a line end. txt_split: what a document is in plain text: 'file', 'blank' (between blank lines) or 'line'.
+    What cannot be read goes to the report and is left out, or raises DataError if the report is strict. A file that
+    cannot be opened raises DataError.
+    """
+    report = report if report is not None else Report()
+    keys = [key.strip() for key in text_key.split(",")]
+    columns = [key.split(".")[0] for key in keys]
+    lines_before = partial(count_lines, path, begin)
+    for record in read_records(path, txt_split, begin, end, columns):
+        reason, detail, text = record.problem, record.detail, ""
+        if not reason:
+            text, detail = find_text(record.value, keys)
+            reason = "bad_field" if detail else ""
+        if reason:
+            report.add(path, lines_before() + record.line, record.offset, reason, detail)
+            continue
+        if record.encoding != "utf-8":
+            report.mended[record.encoding] += 1
+        if not is_encodable(text):
+            report.mended["surrogates"] += 1
+            text = join_surrogates(text)
+        yield Document(text, path, record.offset)
+
+
+@lru_cache(maxsize=16)
+def count_lines(path: str, begin: int) -> int:
+    """Lines before the first one that starts at `begin` or later. Counted only when a line is to be named."""
+    if begin == 0:
+        return 0
+    with open(path, "rb") as f:
+        if f.read(4) == b"PAR1":
+            return 0  # begin is a row group, and rows are counted from the file's start
+        f.seek(0)
+        blocks = iter(lambda: f.read(min(READ_BYTES, begin - 1 - f.tell())), b"")
+        return 1 + sum(block.count(b"\n") for block in blocks)
+
+
+def find_text(value: object, keys: list[str]) -> tuple[str, str]:
+    """(text, "") or ("", what is wrong). Anything but a string is wrong: the text "None" helps nobody."""
+    if isinstance(value, str):
+        return value, ""
+    texts = []
+    for key in keys:
+        found = value
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(found, str):
+            has = f"keys: {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
+            kind = "no" if found is None else f"{type(found).__name__}, not"
+            return "", f"{kind} text under {key!r} ({has[:200]})"
+        texts.append(found)
+    return "\n".join(texts), ""
+
+
+def is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def join_surrogates(text: str) -> str:
+    r"""JSON's \ud83d\ude00 written as two halves becomes the character; half of one becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# ---- token files: writer ---------------------------------------------------------------------------------------------
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id < vocab_size."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def npy_header(dtype: np.dtype, length: int) -> bytes:
+    """The header that `np.save` gives a 1-D array: 128 bytes whatever the length, so it can be filled in at the end."""
+    fields = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': ({length},), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode("ascii") + b"\n"
+
+
+class ShardWriter:
+    """Writes one split. Tokens go to disk as they come; a shard's name appears when the shard is complete."""
+
+    def __init__(
+        self, data_dir: str | Path, split: str, vocab_size: int, eot_id: int, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
+        self.dir, self.split = Path(data_dir), split
+        self.vocab_size, self.eot_id, self.shard_tokens = vocab_size, eot_id, shard_tokens
+        self.dtype = token_dtype(vocab_size)
+        self.shards: list[dict] = []  # manifest entries of the shards that are complete
+        self.file = None  # of the shard being written
+        self.dir.mkdir(parents=True, exist_ok=True)
+
+    def add(self, ids: np.ndarray, n_bytes: int) -> None:
+        """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
+
+        Raises DataError for an id outside the vocabulary: a cast would wrap it silently into another token.
+        """
+        ids = np.asarray(ids)
+        assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.shape=} {ids.dtype=}"
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            raise DataError(f"data: token id {bad} is outside the tokenizer's vocab_size={self.vocab_size}")
+        if self.file and self.n_tokens + 1 + len(ids) > self.shard_tokens:
+            self._finish_shard(closing=False)
+        if not self.file:
+            self._open_shard()
+        self.starts.append(self.n_tokens)
+        self._write([self.eot_id])
+        self._write(ids)
+        self.n_bytes += n_bytes
+
+    def close(self) -> list[dict]:
+        """Finish the split; its shards as entries for `write_manifest`. A split without documents has none."""
+        if self.file:
+            self._finish_shard(closing=True)
+        return self.shards
+
+    def _open_shard(self) -> None:
+        self.name = f"{self.split}_{len(self.shards):05d}"
+        self.file = open(self.dir / f"{self.name}.npy.tmp", "wb", buffering=2**20)
+        self.file.write(npy_header(self.dtype, 0))  # the length is filled in when it is known
+        self.n_tokens, self.n_bytes, self.starts = 0, 0, []
+
+    def _write(self, ids: np.ndarray | list[int]) -> None:
+        self.file.write(np.asarray(ids).astype(self.dtype.newbyteorder("<")).tobytes())
+        self.n_tokens += len(ids)
+
+    def _finish_shard(self, closing: bool) -> None:
+        n_documents, end = len(self.starts), self.n_tokens
+        if closing:
+            self._write([self.eot_id])
+        self.file.seek(0)
+        self.file.write(npy_header(self.dtype, self.n_tokens))
+        self.file.close()
+        self.file = None
+        tokens, offsets = self.dir / f"{self.name}.npy", self.dir / f"{self.name}.off.npy"
+        with open(f"{offsets}.tmp", "wb") as f:
+            f.write(npy_header(np.dtype(np.int64), n_documents + 1))
+            f.write(np.array([*self.starts, end], dtype="<i8").tobytes())
+        for path in (tokens, offsets):
+            os.replace(f"{path}.tmp", path)
+        self.shards.append({
+            "split": self.split, "file": tokens.name, "offsets": offsets.name, "tokens": self.n_tokens,
+            "documents": n_documents, "bytes": self.n_bytes, "sha256": file_sha256(tokens),
+            "offsets_sha256": file_sha256(offsets),
+        })  # fmt: skip
+
+
+def write_manifest(
+    data_dir: str | Path, vocab_size: int, eot_id: int, tokenizer_fingerprint: str, shards: list[dict], info: dict
+) -> dict:
+    """Declare the directory complete. `info` is the preparer's own record (inputs, configuration, counts)."""
+    manifest = {
+        "format": FORMAT, "vocab_size": vocab_size, "eot_id": eot_id, "dtype": token_dtype(vocab_size).name,
+        "tokenizer_fingerprint": tokenizer_fingerprint, "splits": {}, "info": info,
+    }  # fmt: skip
+    for shard in shards:
+        split = manifest["splits"].setdefault(shard["split"], {"tokens": 0, "documents": 0, "bytes": 0, "shards": []})
+        for total in ("tokens", "documents", "bytes"):
+            split[total] += shard[total]
+        split["shards"].append({key: value for key, value in shard.items() if key != "split"})
+    path = Path(data_dir, "manifest.json")
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        json.dump(manifest, f, indent=1, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+    return manifest
+
+
+# ---- token files: reader ---------------------------------------------------------------------------------------------
+
+
+def read_manifest(data_dir: str | Path) -> dict:
+    """manifest.json of a data directory. Raises DataError where there is none, or another program's."""
+    path = Path(data_dir, "manifest.json")
+    how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    if not Path(data_dir).is_dir():
+        raise DataError(f"data: no directory {data_dir}; {how}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}") from None
+    except ValueError as error:
+        raise DataError(f"data: {path} is damaged ({error}); {how}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"data: {path} is not of the format {FORMAT!r}; {how}")
+    return manifest
+
+
+def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
+    """Read-only memory map of a 1-D .npy file. Raises DataError if it is not what the manifest says."""
+    header = npy_header(np.dtype(dtype), length)
+    try:
+        with open(path, "rb") as f:
+            found = f.read(len(header))
+            size, expected = f.seek(0, os.SEEK_END), len(header) + length * np.dtype(dtype).itemsize
+    except FileNotFoundError:
+        raise DataError(f"data: {path} is missing; copy it again or rerun prepare.py") from None
+    if found != header:
+        begins = found[10:].decode("ascii", "replace").strip()
+        raise DataError(f"data: {path} is no .npy file of {length} {dtype} (begins {begins!r}); rerun prepare.py")
+    if size != expected:
+        raise DataError(f"data: {path} ends at byte {size} instead of {expected}; copy it again or rerun prepare.py")
+    mapped = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=len(header), shape=(length,))
+    return np.asarray(mapped)  # the same memory; slices of the subclass np.memmap take three times as long
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None:
+    """Raise DataError naming the first id >= vocab_size; ids[0] is token `offset` of the file."""
+    if ids.max(initial=0) >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        raise DataError(
+            f"data: {path} holds token id {ids[first]} at offset {offset + first}, but the tokenizer has "
+            f"vocab_size={vocab_size}; rerun prepare.py"
+        )
+
+
+class TokenData:
+    """One split of a data directory as one long row of tokens, mapped read-only.
+
+    The sizes of its files are checked here and ids as they are fetched, so a terabyte opens fast. `verify` reads all.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str) -> None:
+        self.dir, self.split = Path(data_dir), split
+        self.manifest = read_manifest(data_dir)
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.eot_id: int = self.manifest["eot_id"]
+        self.tokenizer_fingerprint: str = self.manifest["tokenizer_fingerprint"]
+        if split not in self.manifest["splits"]:
+            has = ", ".join(self.manifest["splits"]) or "none"
+            raise DataError(f"data: {data_dir} has no split {split!r} (has: {has}); rerun prepare.py with more text")
+        entry = self.manifest["splits"][split]
+        self.n_bytes: int = entry["bytes"]
+        self.n_documents: int = entry["documents"]
+        self.paths = [self.dir / shard["file"] for shard in entry["shards"]]
+        self.shards = [
+            map_array(path, self.manifest["dtype"], shard["tokens"])
+            for path, shard in zip(self.paths, entry["shards"], strict=True)
+        ]
+        self.offsets = [
+            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1) for shard in entry["shards"]
+        ]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])  # of each shard, in tokens of the split
+        self.n_tokens = int(self.ends[-1])
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what decides the token stream: equal fingerprints, equal tokens."""
+        parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
+        parts += [shard["sha256"] for shard in self.manifest["splits"][self.split]["shards"]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Raise DataError unless `fingerprint` (`Tokenizer.fingerprint()`) made these tokens."""
+        if fingerprint != self.tokenizer_fingerprint:
+            raise DataError(
+                f"data: {self.dir} was prepared with another tokenizer ({self.tokenizer_fingerprint[:12]}, not "
+                f"{fingerprint[:12]}); put its tokenizer files back or rerun prepare.py"
+            )
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as int64, across shards. Raises DataError for an id beyond the vocabulary."""
+        assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=} {self.n_tokens=}"
+        out = np.empty(length, dtype=np.int64)
+        filled, k = 0, int(np.searchsorted(self.ends, start, side="right"))
+        while filled < length:
+            shard = self.shards[k]
+            begin = start + filled - (int(self.ends[k]) - len(shard))
+            piece = shard[begin : begin + length - filled]
+            check_ids(piece, self.vocab_size, self.paths[k], begin)
+            out[filled : filled + len(piece)] = piece
+            filled, k = filled + len(piece), k + 1
+        return out
+
+
+def verify(data_dir: str | Path) -> dict:
+    """Read every byte of a data directory and compare it with the manifest, which is returned.
+
+    Raises DataError for the first file whose sha256, size, offsets, document starts, ids or totals are not as promised.
+    """
+    manifest = read_manifest(data_dir)
+    for split, entry in manifest["splits"].items():
+        data = TokenData(data_dir, split)
+        for k, shard in enumerate(entry["shards"]):
+            for name, sha256 in ((shard["file"], shard["sha256"]), (shard["offsets"], shard["offsets_sha256"])):
+                if file_sha256(data.dir / name) != sha256:
+                    raise DataError(f"data: {data.dir / name} changed since it was written (sha256); rerun prepare.py")
+            verify_shard(data, k, last=k == len(entry["shards"]) - 1)
+        for total in ("tokens", "documents", "bytes"):
+            if sum(shard[total] for shard in entry["shards"]) != entry[total]:
+                raise DataError(f"data: {data.dir}/manifest.json: {total} of {split} do not add up; rerun prepare.py")
+    return manifest
+
+
+def verify_shard(data: TokenData, k: int, last: bool) -> None:
+    """Ids, offsets and delimiters of one shard, a block at a time."""
+    tokens, offsets, path = data.shards[k], data.offsets[k], data.paths[k]
+    for begin in range(0, len(tokens), 2**24):
+        check_ids(tokens[begin : begin + 2**24], data.vocab_size, path, begin)
+    closing = [len(tokens) - 1] if last else []  # the last shard of a split ends with one more delimiter
+    if offsets[0] != 0 or np.any(np.diff(offsets) < 1) or offsets[-1] != len(tokens) - len(closing):
+        raise DataError(f"data: the document offsets of {path} are not increasing from 0 to its end; rerun prepare.py")
+    starts = np.concatenate([offsets[:-1], closing]).astype(np.int64)
+    wrong = starts[tokens[starts] != data.eot_id]
+    if len(wrong):
+        raise DataError(f"data: {path} has no <|endoftext|> at offset {wrong[0]}; rerun prepare.py")
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def window_count(n_tokens: int, block_size: int) -> int:
+    """Training windows per epoch. One window's worth is left for the offset that moves their borders every epoch."""
+    return (n_tokens - 1) // block_size - 1
+
+
+def hash_words(count: int, *parts: int | str) -> np.ndarray:
+    """`count` pseudo-random uint64, the same on every machine, from the parts."""
+    return np.frombuffer(hashlib.shake_256(repr(parts).encode()).digest(8 * count), dtype="<u8")
+
+
+def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """index (any shape) int64 in [0, n) -> its place under a pseudo-random bijection of [0, n), without a table.
+
+    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible whatever f
+    is. It permutes a power of four; a result >= n is fed in again until it is below ("cycle walking", Black and Rogaway
+    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not alike.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for key in keys:
+            f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64, wrapping modulo 2**64
+            f = (f ^ (f >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((f ^ (f >> np.uint64(31))) & mask)
+        return (left << half) | right
+
+    flat = encrypt(np.asarray(index, dtype=np.uint64).reshape(-1))
+    while len(outside := np.flatnonzero(flat >= n)):
+        flat[outside] = encrypt(flat[outside])
+    return flat.astype(np.int64).reshape(np.shape(index))
+
+
+class Sampler:
+    """Sample number -> where its window of block_size + 1 tokens starts.
+
+    Every window comes once per epoch, in an order and with borders that differ between epochs. Nothing to save, nothing
+    to skip: sample 10**9 costs what sample 0 does.
+
+    One source of tokens. A mixture would map a sample number to (source, number within the source) and ask its Sampler.
+    """
+
+    def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
+        self.block_size, self.seed = block_size, seed
+        self.n_windows = window_count(n_tokens, block_size)
+        if self.n_windows < 1:
+            raise DataError(
+                f"data: {n_tokens} training tokens are too few for block_size={block_size}, which needs "
+                f"{2 * block_size + 1}; prepare more text or lower block_size"
+            )
+
+    def start(self, sample: np.ndarray) -> np.ndarray:
+        """Sample numbers, any shape, -> int64 token offsets. Neighbours share one token: each is a target once."""
+        epochs, positions = np.divmod(np.asarray(sample, dtype=np.int64), self.n_windows)
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            words = hash_words(9, "windows", self.seed, int(epoch))
+            offset = int(words[8] % np.uint64(self.block_size))
+            starts[now] = offset + self.block_size * permute(positions[now], self.n_windows, words[:8])
+        return starts
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def load_windows(data: TokenData, starts: np.ndarray, block_size: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Inputs and targets, each (len(starts), block_size) int64: targets are the inputs one token later."""
+    import torch
+
+    rows = np.stack([data.window(int(start), block_size + 1) for start in starts])
+    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+
+class Batches:
+    """This rank's micro-batches, from start_step on for ever, loaded ahead by a thread.
+
+    A step of B = batch_size * accum_steps * world_size samples takes the samples step * B ... step * B + B - 1; rank r
+    has the r-th part of them, cut into micro-batches in order. So the samples of a step, and their order, depend on
+    neither the number of ranks nor that of micro-steps.
+    """
+
+    def __init__(
+        self, data: TokenData, block_size: int, batch_size: int, accum_steps: int, seed: int, rank: int = 0,
+        world_size: int = 1, device: "str | torch.device" = "cpu", start_step: int = 0, ahead: int = 4,
+    ) -> None:  # fmt: skip
+        import torch
+
+        assert 0 <= rank < world_size, f"{rank=} {world_size=}"
+        assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
+        self.data, self.block_size, self.batch_size, self.accum_steps = data, block_size, batch_size, accum_steps
+        self.rank, self.start_step, self.device = rank, start_step, torch.device(device)
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.samples_per_step = batch_size * accum_steps * world_size
+        self.sampler = Sampler(data.n_tokens, block_size, seed)
+        self.n_taken = 0  # micro-batches handed out
+        self.queue: queue.Queue = queue.Queue(maxsize=ahead)
+        self.stop, self.error = threading.Event(), None
+        self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
+        self.thread.start()
+
+    def position(self, step: int) -> int:
+        """Number of the first sample of a step (the first step is 0), over all ranks."""
+        return step * self.samples_per_step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch (from 0) that the next micro-batch's step begins in."""
+        return self.position(self.start_step + self.n_taken // self.accum_steps) // self.sampler.n_windows
+
+    def samples(self, step: int, micro_step: int) -> np.ndarray:
+        """Sample numbers of this rank's micro-batch, (batch_size,) int64."""
+        first = self.position(step) + (self.rank * self.accum_steps + micro_step) * self.batch_size
+        return np.arange(first, first + self.batch_size)
+
+    def next(self) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """The next micro-batch, x and y (batch_size, block_size) int64 on the device. Raises what the thread raised."""
+        if self.error is None:
+            item = self.queue.get()
+            self.error = item if isinstance(item, BaseException) else None
+        if self.error is not None:
+            raise self.error
+        self.n_taken += 1
+        x, y = item
+        pinned = self.device.type == "cuda"
+        return x.to(self.device, non_blocking=pinned), y.to(self.device, non_blocking=pinned)
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        self.stop.set()
+        while self.thread.is_alive():
+            try:
+                self.queue.get_nowait()  # make room, in case the thread waits for it
+            except queue.Empty:
+                self.thread.join(timeout=0.01)
+        self.error = self.error or RuntimeError("next() after close()")
+
+    def _work(self) -> None:
+        try:
+            for batch in self._load():
+                self.queue.put(batch)
+                if self.stop.is_set():
+                    return
+        except Exception as error:
+            self.queue.put(error)  # raised by next(), in the thread that can act on it
+
+    def _load(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.device)  # a thread begins on device 0; pinning there would open a context on it
+        first = self.start_step * self.accum_steps
+        for block in itertools.count(first, 32):  # many micro-batches' samples at once: numpy is slow on few numbers
+            samples = [self.samples(*divmod(k, self.accum_steps)) for k in range(block, block + 32)]
+            for starts in self.sampler.start(np.stack(samples)):
+                x, y = load_windows(self.data, starts, self.block_size)
+                # from page-locked memory the copy to the device runs while the host goes on
+                yield (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+
+
+def val_batches(
+    data: TokenData, block_size: int, batch_size: int, eval_steps: int = 0, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+    """This rank's share of the evaluation batches (x, y), on the CPU: all ranks together have the same for any number.
+
+    eval_steps batches of windows spread evenly over the split; 0, or more than there are: every window once, in order.
+    """
+    n_windows = (data.n_tokens - 1) // block_size
+    if n_windows < 1:
+        raise DataError(
+            f"data: the {data.split} split of {data.dir} has {data.n_tokens} tokens, but block_size={block_size} needs "
+            f"{block_size + 1}; prepare more text or lower block_size"
+        )
+    n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
+    starts = np.arange(n) * n_windows // n * block_size
+    for first in range(rank * batch_size, n, world_size * batch_size):
+        yield load_windows(data, starts[first : first + batch_size], block_size)

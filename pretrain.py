@@ -1,0 +1,396 @@
+"""Pretraining: next-token prediction on prepared token files.
+
+python pretrain.py config/debug.py                                       # CPU, seconds, makes its own data
+torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py     # 4 GPUs, or 4 CPU processes
+python pretrain.py config/llama_1b.py --plan_only=True                   # parameters, FLOPs, memory, time, no more
+"""
+
+import dataclasses
+import gc
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import ddp as dist
+import prepare
+import train_utils
+from configurator import ConfigError, configure, write_config
+from data import Batches, TokenData, val_batches
+from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
+from optim import SCHEDULES, Optimizer, learning_rate_at
+from sample import SamplingParams, begin_prompt, generate, never_sampled
+from tokenizer import Tokenizer
+
+# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
+data_dir = "data/demo"  # prepared by prepare.py
+init_from = ""  # "" = new weights; else a run, checkpoint or Hugging Face Llama/Qwen3 directory (architecture, weights)
+resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # weights, data order, dropout
+# model
+n_layer = 6
+n_head = 6
+n_kv_head = 0  # 0 = n_head; fewer = grouped-query attention
+n_embd = 384
+head_dim = 0  # 0 = n_embd / n_head
+ffn_dim = 0  # 0 = 8/3 n_embd rounded up to 64
+block_size = 256  # tokens per sequence
+vocab_size = 0  # 0 = the tokenizer's
+rope_theta = 10000.0
+norm_eps = 1e-5
+qk_norm = False  # RMSNorm on queries and keys (Qwen3)
+tie_embeddings = True
+dropout = 0.0
+# batch
+batch_size = 16  # sequences per rank and micro-step
+total_batch_tokens = 0  # tokens per step, all ranks and micro-steps; 0 = one micro-step on each rank
+max_steps = 2000
+# optimizer
+optimizer = "muon"  # muon = Muon for the blocks' matrices, AdamW for the rest; adamw
+learning_rate = 1e-3  # peak
+min_lr = 1e-4  # at the end of the schedule
+schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
+warmup_steps = 100
+warmup_fraction = 0.0  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
+decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
+decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
+stable_lr = 0.0  # wcsd: the plateau
+weight_decay = 0.1  # on matrices only
+beta1 = 0.9
+beta2 = 0.95
+momentum = 0.95  # Muon's
+grad_clip = 1.0  # global norm; 0.0 = off
+max_skipped = 20  # stop after this many steps in a row without a finite gradient
+# system
+device = "auto"  # auto | cpu | cuda | mps
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
+timeout_s = 300.0  # give up on a collective after this long
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop
+# evaluation, log, checkpoints
+eval_every = 250  # steps; also before the first and after the last step
+eval_steps = 50  # batches of batch_size windows, over all ranks; 0 = the whole validation split
+sample_prompts = ""  # continued at each evaluation; several separated by |
+log_every = 10  # steps
+save_every = 500  # steps; also after the last step
+keep_last = 2  # newest checkpoints kept
+keep_best = 2  # best checkpoints by validation loss kept besides (0 to 2)
+
+ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in globals()]
+DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
+# These decide which tokens a step sees; a resumed run must not change them.
+DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
+
+
+class TrainingError(RuntimeError):
+    one_line = True
+
+
+def choose_architecture(config: dict, token_vocab: int) -> ModelConfig:
+    """From init_from's checkpoint, else from the keys. Raises ConfigError where the two or the tokenizer disagree."""
+    asked = {key: config[key] for key in ARCHITECTURE}
+    if not config["init_from"]:
+        asked["vocab_size"] = asked["vocab_size"] or token_vocab
+        cfg = ModelConfig(**asked)
+    else:
+        path = checkpoint.resolve(config["init_from"])
+        cfg = checkpoint.load_config(path)
+        for key in set(ARCHITECTURE) - {"block_size", "dropout"}:
+            if asked[key] != DEFAULTS[key] and asked[key] != getattr(cfg, key):
+                raise ConfigError(f"config: {key}={asked[key]} but {path} has {getattr(cfg, key)}; leave {key} out")
+        cfg = dataclasses.replace(cfg, block_size=asked["block_size"], dropout=asked["dropout"])
+    if token_vocab > cfg.vocab_size:
+        raise ConfigError(f"config: vocab_size={cfg.vocab_size} is less than the data's {token_vocab} token ids")
+    return cfg
+
+
+def check_config(config: dict, world_size: int) -> int:
+    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
+    tokens_per_micro = config["batch_size"] * config["block_size"] * world_size
+    total = config["total_batch_tokens"] or tokens_per_micro
+    if total % tokens_per_micro or tokens_per_micro <= 0:
+        raise ConfigError(
+            f"config: total_batch_tokens={total} must be a multiple of batch_size*block_size*world_size = "
+            f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
+        )
+    choices = {"schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must")}
+    for key, allowed in choices.items():
+        if config[key] not in allowed:
+            raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
+    for key in ("max_steps", "log_every", "eval_every", "save_every", "keep_last", "max_skipped"):
+        if config[key] < 1:
+            raise ConfigError(f"config: {key} must be at least 1, got {config[key]}")
+    if config["schedule"] == "wcsd" and not config["stable_lr"]:
+        raise ConfigError("config: schedule='wcsd' needs stable_lr, the learning rate of its plateau")
+    return total // tokens_per_micro
+
+
+def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
+    """Checkpoint of out_dir to continue from, or None to start. Raises ConfigError where `resume` forbids it."""
+    out = Path(config["out_dir"])
+    used = out.exists() and any(out.iterdir())
+    if config["resume"] == "never":
+        if used and not config["overwrite"]:
+            raise ConfigError(f"config: resume='never' but {out} is not empty; use another out_dir or overwrite=True")
+        return None
+    path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
+    if path is None:
+        if config["resume"] == "must":
+            raise ConfigError(f"config: resume='must' but {out} has no checkpoint")
+        return None
+    saved = checkpoint.load_config(path)
+    differ = [f.name for f in dataclasses.fields(cfg) if getattr(saved, f.name) != getattr(cfg, f.name)]
+    differ = [key for key in differ if key != "dropout"]
+    if differ:
+        detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
+        raise ConfigError(f"config: {path} has another architecture: {detail}; use another out_dir, or init_from")
+    return path
+
+
+def prepare_out_dir(out_dir: str, clear: bool) -> None:
+    if clear:
+        shutil.rmtree(out_dir, ignore_errors=True)
+    os.makedirs(out_dir, exist_ok=True)
+
+
+def check_data_order(saved: dict, now: dict, path: Path) -> None:
+    """A resumed run goes on with the very next sample only if everything that orders samples is unchanged."""
+    differ = [key for key in now if saved.get(key) != now[key]]
+    if differ:
+        detail = ", ".join(f"{key}={saved.get(key)} (asked {now[key]})" for key in differ)
+        raise ConfigError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
+
+
+def plan(
+    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
+    train_tokens: int,
+) -> str:  # fmt: skip
+    """What this run will take, as text: parameters, tokens, FLOPs, memory by part, time."""
+    params = parameter_table(cfg)
+    total = params["total"]
+    tokens_per_step = config["total_batch_tokens"]
+    accum_steps = tokens_per_step // (config["batch_size"] * config["block_size"] * world_size)
+    tokens = tokens_per_step * config["max_steps"]
+    flops = flops_per_token(cfg, config["block_size"])
+    memory = memory_table(
+        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
+        config["activation_checkpointing"], config["compile"], device.type,
+    )  # fmt: skip
+    memory["process"] = train_utils.process_bytes(device)
+    shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
+    epochs = f", {tokens / train_tokens:.2f} epochs of {train_tokens:,}" if train_tokens else ""
+    seconds = tokens * flops / (peak * world_size)
+    lines = [
+        f"parameters  {total:,}: {shares}",
+        f"batch       {tokens_per_step:,} tokens per step = {config['batch_size']} sequences x {config['block_size']} "
+        f"tokens x {accum_steps} micro-steps x {world_size} ranks",
+        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter{epochs}",
+        f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
+        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
+        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+    ]
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], batch_size: int,
+    token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
+) -> dict[str, float]:  # fmt: skip
+    """Mean loss over validation windows that the ranks share out: nats per token, bits per byte of text."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
+    for x, y in batches:
+        counts = [y.numel(), token_bytes[y].sum().item()]
+        missing = (0, 0, 0, batch_size - len(x))  # fill the last batch up: another shape would be compiled again
+        x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
+        with train_utils.autocast(device, dtype):
+            nats = model(x.to(device), y.to(device))
+        sums += torch.tensor([nats.item(), *counts], dtype=torch.float64)
+    nats, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
+    model.train()
+    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / n_bytes}
+
+
+def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples: list[str]) -> None:
+    log.write("eval", step, scores)
+    log.print(
+        f"step {step:6d}/{log.max_steps} | val loss {scores['val_loss']:.4f} | {scores['val_bpb']:.4f} bits per byte"
+    )
+    for text in samples:
+        log.print(f"    {text!r}")
+
+
+def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: int) -> list[str]:
+    """Continuations of the prompts (separated by |), with the same random numbers at each evaluation."""
+    ids = [begin_prompt(tokenizer, prompt) for prompt in prompts.split("|") if prompt]
+    if not ids:
+        return []
+    params = SamplingParams(
+        max_new_tokens=64, temperature=0.8, top_p=0.95, seed=seed, stop_ids=tokenizer.stop_ids,
+        banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
+    )  # fmt: skip
+    return [tokenizer.decode(a + b) for a, b in zip(ids, generate(model, ids, params), strict=True)]
+
+
+def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, world: dist.World, samples_per_step: int) -> None:
+    """Raise on every rank, naming the ranks whose loss of this step was not finite and where their data lies."""
+    bad = [rank for rank, finite in enumerate(dist.gather_objects(bool(loss_sum.isfinite()))) if not finite]
+    where = f"loss not finite on rank {', '.join(map(str, bad))}" if bad else "loss finite, gradient not"
+    share = samples_per_step // world.world_size
+    first = (step - 1) * samples_per_step + (bad[0] if bad else 0) * share
+    raise TrainingError(
+        f"pretrain: step {step}: {skipped} steps in a row without a finite gradient; {where}; samples {first} to "
+        f"{first + share - 1}; lower learning_rate or continue from an earlier checkpoint"
+    )
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    accum_steps = check_config(config, world_size)
+    tokens_per_step = accum_steps * batch_size * block_size * world_size
+    config["total_batch_tokens"] = tokens_per_step
+    torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+
+    # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
+    if plan_only and vocab_size and not Path(data_dir).exists():
+        print(plan(choose_architecture(config, 0), config, world_size, torch_device, torch_dtype, peak, train_tokens=0))
+        sys.exit(0)
+    if Path(data_dir).name == "debug":
+        prepare.make_debug_data(data_dir)
+    train_data, val_data = TokenData(data_dir, "train"), TokenData(data_dir, "val")
+    tokenizer = Tokenizer.load(data_dir)
+    train_data.check_tokenizer(tokenizer.fingerprint())
+    cfg = choose_architecture(config, tokenizer.vocab_size)
+    order = {key: config[key] for key in DATA_KEYS} | {"data": train_data.fingerprint}
+    resume_from = find_resume(config, cfg, verbose=rank == 0)
+    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
+    if resume_from:
+        check_data_order(state["order"], order, resume_from)
+    if rank == 0:
+        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, train_data.n_tokens), flush=True)
+    if plan_only:
+        sys.exit(0)
+
+    # ---- processes, run directory
+    stop_signal = train_utils.StopSignal()
+    world = dist.init(torch_device.type, timeout_s)
+    if world.is_main:
+        prepare_out_dir(out_dir, clear=resume == "never" and overwrite)
+        write_config(config, f"{out_dir}/config.py", command=f"python pretrain.py {out_dir}/config.py")
+
+    # ---- model, optimizer
+    train_utils.seed_everything(seed)
+    raw_model = Transformer(cfg)
+    if resume_from or init_from:
+        checkpoint.load_weights(raw_model, resume_from or checkpoint.resolve(init_from))
+    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    ddp = dist.DDP(raw_model, bucket_mb=bucket_mb)
+    opt = Optimizer(ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    if compile:
+        raw_model.compile_blocks(partial(torch.compile, dynamic=False))
+    model = raw_model  # compiled block by block, so it is the same object
+
+    # ---- state: fresh, or exactly as it was
+    start_step, val_loss = state.get("step", 0), state.get("val_loss", math.nan)
+    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    if resume_from:
+        opt.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        if rank_state:  # absent for a rank that the saved run did not have
+            train_utils.set_rng_state(rank_state["rng"], torch_device)
+    batches = Batches(
+        train_data, block_size, batch_size, accum_steps, seed, world.rank, world_size, torch_device, start_step
+    )
+    val = partial(val_batches, val_data, block_size, batch_size, eval_steps, world.rank, world_size)
+    token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
+    warmup = round(warmup_fraction * max_steps) or warmup_steps
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    save_failed, stopping = False, False
+
+    # ---- the loop
+    gc.collect()
+    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
+    if start_step == 0:
+        scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
+        report_evaluation(log, 0, scores, sample_texts(model, tokenizer, sample_prompts, seed))
+    mark_time, mark_step = time.perf_counter(), start_step
+    for step in range(start_step + 1, max_steps + 1):
+        lr = learning_rate_at(
+            step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
+        )
+        loss_sum = torch.zeros((), device=torch_device)
+        for micro_step in range(accum_steps):
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            x, y = batches.next()  # (B, T), (B, T)
+            with train_utils.autocast(torch_device, torch_dtype):
+                loss = model(x, y) * (world_size / tokens_per_step)  # the model returns a sum; ddp averages over ranks
+            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
+            loss_sum += loss.detach()
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
+        # <<< optimizer step
+        log.advance()
+
+        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        if step % log_every == 0 or last or stopping:
+            step_s = (time.perf_counter() - mark_time) / (step - mark_step)
+            tokens_per_s = tokens_per_step / step_s
+            values = {
+                "loss": dist.all_reduce_sum(loss_sum.clone()).item() / world_size, "lr": lr,
+                "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
+                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size, "skipped": int(skipped[0]),
+            }  # fmt: skip
+            log.train(step, values, step_s, step_s * (max_steps - step), train_utils.peak_memory_gib(torch_device))
+            if skipped[1] >= max_skipped:
+                stop_not_finite(step, int(skipped[1]), loss_sum, world, tokens_per_step // block_size)
+            mark_time, mark_step = time.perf_counter(), step
+        pause = time.perf_counter()
+        if step % eval_every == 0 or last:
+            scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
+            val_loss = scores["val_loss"]
+            report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
+        if step % save_every == 0 or last or stopping:
+            state = {"step": step, "order": order, "val_loss": val_loss, "skipped": skipped.tolist()}
+            state |= {"optimizer": opt.state_dict(), "scaler": scaler.state_dict()}
+            rank_state = {"rng": train_utils.rng_state(torch_device)}
+            try:
+                path = checkpoint.save(
+                    out_dir, step, raw_model, tokenizer, state, rank_state, world,
+                    val_loss=val_loss, keep_last=keep_last, keep_best=keep_best,
+                )  # fmt: skip
+                log.write("save", step, {"path": str(path)})
+            except checkpoint.CheckpointError as error:
+                log.print(str(error))  # go on: the disk may have room again at the next save
+                save_failed = True
+            else:
+                save_failed = False
+        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+        if stopping:
+            log.print(f"stopped by a signal after step {step}; run the same command to continue")
+            break
+
+    batches.close()
+    log.close()
+    dist.close()
+    sys.exit(stop_signal.exit_code if stopping else int(save_failed))

@@ -1,0 +1,417 @@
+"""configurator.py: precedence, types, mistakes, help, and a resolved configuration that gives the same values again."""
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import configurator
+from configurator import ConfigError, configure, resolve, write_config
+
+ROOT = Path(configurator.__file__).parent
+KEYS = {
+    "learning_rate": 1e-3,
+    "max_steps": 100,
+    "warmup_steps": 10,
+    "compile": True,
+    "prompt": "once",
+    "out_dir": "out/x",
+    "grad_clip": 1.0,
+}
+
+
+@pytest.fixture
+def override(tmp_path):
+    """Writes an override file and returns its path."""
+
+    def write(source: str, name: str = "config.py") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def changed(argv: list[str]) -> dict:
+    """The settings that differ from the defaults."""
+    config = resolve(KEYS, argv)
+    assert list(config) == list(KEYS)
+    assert {k: type(v) for k, v in config.items()} == {k: type(v) for k, v in KEYS.items()}
+    return {k: v for k, v in config.items() if v != KEYS[k]}
+
+
+def mistake(argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(KEYS, argv)
+    return str(caught.value)
+
+
+# ---- precedence -----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_then_files_then_flags_wherever_they_stand(override):
+    first = override("learning_rate = 0.1\nmax_steps = 1", "first.py")
+    second = override("learning_rate = 0.2\nout_dir = 'second'", "second.py")
+    assert changed([]) == {}
+    assert changed([first]) == {"learning_rate": 0.1, "max_steps": 1}
+    assert changed([first, second]) == {"learning_rate": 0.2, "max_steps": 1, "out_dir": "second"}
+    assert changed([second, first]) == {"learning_rate": 0.1, "max_steps": 1, "out_dir": "second"}
+    flag, others = "--learning_rate=0.3", {"max_steps": 1, "out_dir": "second"}
+    for argv in ([flag, first, second], [first, flag, second], [first, second, flag]):
+        assert changed(argv) == {"learning_rate": 0.3} | others
+
+
+def test_values_are_computed_from_those_so_far(override):
+    path = override(
+        """
+        import math
+        from math import pi, ceil
+        from pathlib import Path
+        _factor = 3  # a helper
+        def twice(x):
+            return 2 * x
+        class Shape:
+            width = 7
+        max_steps = twice(warmup_steps) * _factor + ceil(pi) + Shape.width
+        learning_rate = math.sqrt(learning_rate)
+        out_dir = str(Path("out") / Path(__file__).stem)
+        """
+    )
+    want = {"max_steps": 71, "learning_rate": math.sqrt(1e-3), "out_dir": os.path.join("out", "config")}
+    assert changed([path]) == want
+    again = override("max_steps = max_steps + 1", "again.py")
+    assert changed([path, again])["max_steps"] == 72
+
+
+def test_configure_writes_into_the_namespace_and_returns_everything():
+    namespace = {
+        "__name__": "x", "_private": 1, "SHOUT": 2, "steps": 3, "rate": 0.5, "name": "n", "flag": False,
+        "module": os, "function": len, "table": [1], "nothing": None,
+    }  # fmt: skip
+    before = dict(namespace)
+    hook = sys.excepthook
+    try:
+        config = configure(namespace, ["--steps=4", "--flag=True"])
+    finally:
+        sys.excepthook = hook
+    assert config == {"steps": 4, "rate": 0.5, "name": "n", "flag": True}
+    assert namespace == before | {"steps": 4, "flag": True}
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--learning_rate=1", 1.0),
+        ("--learning_rate=-1e-30", -1e-30),
+        ("--learning_rate=1e999", math.inf),
+        ("--max_steps=-1", -1),
+        ("--max_steps=1_000_000", 10**6),
+        ("--max_steps=0x10", 16),
+        ("--compile=False", False),
+        ("--prompt=", ""),
+        ("--prompt=a=b", "a=b"),
+        ("--prompt=--max_steps=5", "--max_steps=5"),
+        ("--prompt=从前有座山, 山里有座庙🙂", "从前有座山, 山里有座庙🙂"),
+        ("--prompt=1", "1"),
+        ("--prompt=True", "True"),
+        ("--prompt=None", "None"),
+        ('--prompt="a" and "b"', '"a" and "b"'),
+        ('--prompt="quoted"', '"quoted"'),
+        ("--prompt='it''s'", "'it''s'"),
+        ("--prompt=two\nlines\\n", "two\nlines\\n"),
+        ("--prompt= spaces  ", " spaces  "),
+    ],
+)
+def test_flag_values(flag, value):
+    key = flag[2:].partition("=")[0]
+    got = resolve(KEYS, [flag])[key]
+    assert got == value and type(got) is type(KEYS[key])
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("max_steps=2.5", "max_steps must be int, got 2.5"),
+        ("max_steps=1e3", "max_steps must be int, got 1000.0"),
+        ("max_steps=True", "max_steps must be int, got True"),
+        ("max_steps=None", "max_steps must be int, got None"),
+        ("learning_rate=True", "learning_rate must be float, got True"),
+        ("learning_rate=[1]", "learning_rate must be float, got [1]"),
+        ("compile=1", "compile must be True or False, got 1"),
+        ("compile=None", "compile must be True or False, got None"),
+        ("max_stepz=1", "unknown key 'max_stepz'"),
+        ("zzz=1", "unknown key 'zzz'"),
+        ("zzz=None", "unknown key 'zzz'"),
+    ],
+)
+def test_wrong_types_and_unknown_keys_in_flags_and_files(setting, words, override):
+    in_flag, in_file = mistake([f"--{setting}"]), mistake([override(setting)])
+    assert in_flag.startswith(f"config: {words} in command line")
+    assert in_file.startswith(f"config: {words} in ") and "config.py" in in_file
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--compile=true", "compile must be True or False, got 'true'"),
+        ("--compile=false", "compile must be True or False, got 'false'"),
+        ("--compile=", "compile must be True or False, got ''"),
+        ("--learning_rate=fast", "learning_rate must be float, got 'fast'"),
+        ("--max_steps=2 * 3", "max_steps must be int, got '2 * 3'"),  # a flag is a value, not a program
+        ("--max_steps=__import__('os')", "max_steps must be int, got \"__import__('os')\""),
+        ("--max_steps={[]: 1}", "max_steps must be int, got '{[]: 1}'"),
+        ("--max_steps=" + "(" * 500, "max_steps must be int, got '((("),
+        ("--learning_rate=" + "9" * 400, "learning_rate must be float, got 999"),
+    ],
+)
+def test_values_that_are_no_literal_of_the_type(flag, words):
+    assert mistake([flag]).startswith("config: " + words)
+
+
+def test_text_for_a_number_in_a_file(override):
+    assert "learning_rate must be float, got '0.1' in " in mistake([override("learning_rate = '0.1'")])
+    assert "prompt must be str, got 5 in " in mistake([override("prompt = 5")])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("--learing_rate=1", "learning_rate"),
+        ("--learning-rate=1", "learning_rate"),
+        ("--max_steps", "max_steps"),
+        ("-max_steps=3", "max_steps"),
+        ("--no-compile", "compile"),
+    ],
+)
+def test_the_nearest_key_is_named(wrong, right):
+    assert f"did you mean '{right}'?" in mistake([wrong])
+
+
+def test_without_a_near_key_help_is_named():
+    assert mistake(["--zzz=1"]) == "config: unknown key 'zzz' in command line; --help lists the keys"
+
+
+def test_a_misspelt_key_in_a_file_is_not_a_new_variable(override):
+    path = override("learing_rate = 0.5")
+    assert mistake([path]) == f"config: unknown key 'learing_rate' in {path}; did you mean 'learning_rate'?"
+    assert "unknown key 'MAX_STEPS'" in mistake([override("MAX_STEPS = 5")])
+
+
+@pytest.mark.parametrize("flags", [["--max_steps=1", "--max_steps=2"], ["--max_steps=1", "--max_steps=1"]])
+def test_a_flag_given_twice(flags, override):
+    path = override("max_steps = 3")
+    assert "--max_steps is given twice" in mistake([flags[0], path, flags[1]])
+
+
+# ---- files that cannot be used --------------------------------------------------------------------------------------
+
+
+def test_unreadable_files(tmp_path, override):
+    missing = str(tmp_path / "nope.py")
+    assert mistake([missing]).startswith(f"config: cannot read {missing!r}: No such file or directory")
+    assert mistake([str(tmp_path)]).startswith(f"config: cannot read {str(tmp_path)!r}: Is a directory")
+    (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
+    assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
+    assert "settings are written --key=value" in mistake(["max_steps=5"])
+    assert "cannot read ''" in mistake([""])
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "words"),
+    [
+        ("max_steps = 1\n\nmax_steps = = 2\n", 3, "SyntaxError: invalid syntax"),
+        ("max_steps = 1\nif True:\nmax_steps = 2\n", 3, "SyntaxError: expected an indented block"),
+        ("max_steps = 1\nlearning_rate = max_stepz\n", 2, "NameError: name 'max_stepz' is not defined"),
+        ("def f():\n    return 1 / 0\n\nmax_steps = f()\n", 2, "ZeroDivisionError: division by zero"),
+        ("import json\nmax_steps = json.loads('x')\n", 2, "JSONDecodeError"),
+        ("max_steps = 1\nraise ValueError('two\\nlines')\n", 2, "ValueError: two"),
+        ("max_steps = 1\nexit(0)\n", 2, "SystemExit: 0"),
+    ],
+)
+def test_errors_in_a_file_name_its_line(source, line, words, override):
+    path = override(source)
+    assert mistake([path]).startswith(f"config: {path}:{line}: {words}")
+
+
+def test_nothing_is_applied_when_something_is_wrong(override, capsys):
+    namespace, hook = dict(KEYS), sys.excepthook
+    try:
+        with pytest.raises(SystemExit) as caught:
+            configure(namespace, [override("max_steps = 5\nprompt = '中文'"), "--learning_rate=fast"])
+    finally:
+        sys.excepthook = hook
+    assert caught.value.code == "config: learning_rate must be float, got 'fast' in command line"
+    assert namespace == KEYS
+
+
+# ---- the resolved configuration -------------------------------------------------------------------------------------
+
+
+def reread(config: dict, path: Path, command: str = "") -> dict:
+    write_config(config, str(path), command)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+    blank = {key: type(value)() for key, value in config.items()}
+    return resolve(blank, [str(path)])
+
+
+def same(a: dict, b: dict) -> bool:
+    """Equal with types, signs of zero and NaN."""
+    return [(k, type(v), repr(v)) for k, v in a.items()] == [(k, type(v), repr(v)) for k, v in b.items()]
+
+
+def test_resolved_configuration_gives_the_same_values(tmp_path):
+    config = {
+        "compile": True, "input": "a,b", "float_": 1.0, "max_steps": -(10**30), "off": False,  # builtins' names too
+        "tiny": 5e-324, "third": 1 / 3, "minus": -0.0, "endless": math.inf, "down": -math.inf, "nan": math.nan,
+        "quotes": "it's \"so\" '''", "lines": "a\nb\r\n\tc\\", "chinese": "从前有座山🙂\u2028",
+        "byte": "\udcff", "empty": "",
+    }  # fmt: skip
+    for command in ("", "python pretrain.py out/x/config.py", 'x "quoted"', "C:\\new\\users", '"""', "a\nb"):
+        assert same(reread(config, tmp_path / "config.py", command), config)
+
+
+VALUES = st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdefgh"), VALUES, min_size=1))
+def test_any_configuration_gives_the_same_values(tmp_path_factory, config):
+    assert same(reread(config, tmp_path_factory.mktemp("resolved") / "config.py"), config)
+
+
+def test_flags_win_over_a_resolved_configuration(tmp_path):
+    write_config(KEYS | {"learning_rate": 0.5, "max_steps": 7}, str(tmp_path / "config.py"))
+    path = str(tmp_path / "config.py")
+    assert changed([path, "--max_steps=8"]) == {"learning_rate": 0.5, "max_steps": 8}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    class Broken:
+        def __repr__(self) -> str:
+            raise OSError("no space left")
+
+    path = tmp_path / "config.py"
+    write_config(KEYS, str(path))
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="no space"):
+        write_config(KEYS | {"prompt": Broken()}, str(path))
+    assert path.read_bytes() == before
+
+
+# ---- as a script ----------------------------------------------------------------------------------------------------
+
+SCRIPT = '''
+"""Trains nothing.
+
+python script.py --max_steps=5
+"""
+
+import os
+
+from configurator import ConfigError, configure
+
+# ---- config
+learning_rate = 1e-3  # peak; 0 = off
+max_steps: int = 100  # number of steps # all of them
+prompt = "a # b"  # 提示: text to continue
+untold = False
+several = (  # in brackets
+    "x"
+)
+CONSTANT = 5  # no key
+
+
+def helper():
+    inner = 1  # not this
+    return inner
+
+
+class UsersMistake(ValueError):
+    one_line = True
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    os.makedirs("out")
+    if max_steps == 13:
+        raise UsersMistake("script: 13 步 is unlucky; take 14")
+    if max_steps == 14:
+        raise ValueError("a bug")
+    print(sorted(config.items()) == sorted((k, globals()[k]) for k in config), learning_rate, max_steps, prompt)
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs the script above in an empty directory and returns (process, names of the files that it made)."""
+    (tmp_path / "script.py").write_text(SCRIPT.lstrip(), encoding="utf-8")
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+
+    def run(*argv: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8")
+        command = [sys.executable, str(tmp_path / "script.py"), *argv]
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8")
+        return done, [path.name for path in cwd.iterdir()]
+
+    return run
+
+
+def test_script_runs_with_the_values(script, override):
+    done, made = script("--prompt=山=庙", override("max_steps = 7"))
+    assert (done.returncode, done.stderr, made) == (0, "", ["out"])
+    assert done.stdout == "True 0.001 7 山=庙\n"
+
+
+def test_help_comes_from_the_comments(script):
+    for flag in ("--help", "-h"):
+        done, made = script("--max_steps=5", flag)
+        assert (done.returncode, done.stderr, made) == (0, "", [])
+        doc, _, keys = done.stdout.partition("\n\nkeys")
+        assert doc == "Trains nothing.\n\npython script.py --max_steps=5"
+        assert [" ".join(line.split()) for line in keys.splitlines()[1:]] == [
+            "learning_rate float 0.001 peak; 0 = off",
+            "max_steps int 100 number of steps # all of them",
+            "prompt str 'a # b' 提示: text to continue",
+            "untold bool False",
+            "several str 'x' in brackets",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max_step=1"], "config: unknown key 'max_step' in command line; did you mean 'max_steps'?"),
+        (["--max_steps=中"], "config: max_steps must be int, got '中' in command line"),
+        (["nope.py"], "config: cannot read 'nope.py': No such file or directory"),
+        (["--untold=true"], "config: untold must be True or False, got 'true' in command line"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_1_and_makes_nothing(script, argv, words):
+    done, made = script(*argv)
+    assert (done.returncode, done.stdout, made) == (1, "", [])
+    assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
+
+
+def test_a_message_of_several_lines_becomes_one(script, override):
+    done, made = script(override("raise ValueError('first\\nsecond')"))
+    assert (done.returncode, made) == (1, [])
+    assert done.stderr.endswith("ValueError: first second\n") and done.stderr.count("\n") == 1
+
+
+def test_users_mistakes_later_are_one_line_but_bugs_keep_their_traceback(script):
+    done, _ = script("--max_steps=13")
+    assert (done.returncode, done.stderr) == (1, "script: 13 步 is unlucky; take 14\n")
+    os.rmdir(Path(done.args[1]).parent / "cwd" / "out")
+    done, _ = script("--max_steps=14")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: a bug\n")

@@ -1,0 +1,536 @@
+"""model.py against transformers' Llama and Qwen3, plain torch, and hand arithmetic."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import model
+from model import IGNORE, KVCache, ModelConfig, ModelError, Transformer, flops_per_token, parameter_table
+
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPES = {
+    "llama": {},
+    "llama tied": {"tie_embeddings": True},
+    "llama grouped queries": {"n_kv_head": 2},
+    "llama one key head, own head_dim": {"n_kv_head": 1, "head_dim": 24, "ffn_dim": 80},
+    "llama 3.1 frequencies": {"n_kv_head": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA31_ROPE},
+    "qwen3": {"qk_norm": True, "n_kv_head": 2, "head_dim": 32, "rope_theta": 1e6, "norm_eps": 1e-6},
+    "qwen3 tied": {"qk_norm": True, "tie_embeddings": True},
+}
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    base = {"vocab_size": 97, "block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64, "tie_embeddings": False}
+    return ModelConfig(**(base | changes))
+
+
+def random_model(cfg: ModelConfig, seed: int = 0) -> Transformer:
+    """Weights large enough for attention and softmax to be far from uniform; norm weights other than 1."""
+    net = Transformer(cfg)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.ndim == 1:
+                p.uniform_(0.5, 1.5, generator=generator)
+            else:
+                p.normal_(std=0.1, generator=generator)
+    return net
+
+
+def random_ids(cfg: ModelConfig, B: int, T: int, seed: int = 1) -> Tensor:
+    return torch.randint(cfg.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def batch_with_ignored(cfg: ModelConfig, B: int = 3, T: int = 11) -> tuple[Tensor, Tensor]:
+    x, y = random_ids(cfg, B, T), random_ids(cfg, B, T, seed=2)
+    y[0, 3:7], y[2, -1] = IGNORE, IGNORE
+    return x, y
+
+
+def gradients(net: Transformer, loss: Tensor) -> dict[str, Tensor]:
+    net.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# ---- logits ---------------------------------------------------------------------------------------------------------
+
+
+def as_transformers(net: Transformer) -> torch.nn.Module:
+    """The same weights in transformers' own class, with its eager attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    cfg = net.cfg
+    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if cfg.qk_norm else (LlamaConfig, LlamaForCausalLM)
+    hf = model_class(
+        config_class(
+            vocab_size=cfg.vocab_size,
+            hidden_size=cfg.n_embd,
+            intermediate_size=cfg.ffn_dim,
+            num_hidden_layers=cfg.n_layer,
+            num_attention_heads=cfg.n_head,
+            num_key_value_heads=cfg.n_kv_head,
+            head_dim=cfg.head_dim,
+            max_position_embeddings=cfg.block_size,
+            rms_norm_eps=cfg.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta} | (cfg.rope_scaling or {}),
+            tie_word_embeddings=cfg.tie_embeddings,
+            attn_implementation="eager",
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    weights = {name if name == "lm_head.weight" else "model." + name: p for name, p in net.state_dict().items()}
+    hf.load_state_dict(weights, strict=True)
+    return hf.eval()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers(shape):
+    net = random_model(tiny_config(**SHAPES[shape]))
+    idx = random_ids(net.cfg, 2, 64)
+    with torch.no_grad():
+        want = as_transformers(net)(idx).logits
+        got = net(idx)
+    assert want.std() > 0.5  # else 1e-5 would say nothing
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def eager_attention(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, enable_gqa=False) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v with the (T, S) matrix written out."""
+    assert dropout_p == 0.0
+    groups = q.shape[1] // k.shape[1]
+    assert enable_gqa == (groups > 1)
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    return torch.matmul(scores.softmax(dim=-1), v)
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
+def test_fused_eager_and_cached_attention_agree(shape, monkeypatch):
+    net = random_model(tiny_config(**SHAPES[shape]))
+    idx = random_ids(net.cfg, 2, 20)
+    with torch.no_grad():
+        fused = net(idx)
+        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 20, "cpu", torch.float32)
+        token_by_token = torch.cat([net(idx[:, t : t + 1], cache=cache) for t in range(20)], dim=1)
+        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 20, "cpu", torch.float32)
+        in_pieces = torch.cat([net(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)], dim=1)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
+        eager = net(idx)
+    for other in (eager, token_by_token, in_pieces):
+        torch.testing.assert_close(other, fused, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("H", "K", "T"), [(4, 4, 9), (6, 2, 9), (4, 1, 1)])
+def test_attention_in_two_products_equals_eager(H, K, T):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, T, 8, generator=generator, requires_grad=True) for heads in (H, K, K))
+    weight = torch.randn(2, H, T, 8, generator=generator)
+    got = model.plain_causal_attention(q, k, v, dropout=0.0)
+    want = eager_attention(q, k, v, is_causal=True, enable_gqa=K < H)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    got_grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
+    for a, b in zip(got_grads, torch.autograd.grad((want * weight).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_in_two_products_drops_weights():
+    q, k = torch.zeros(1, 2, 200, 4), torch.zeros(1, 1, 200, 4)
+    v = torch.arange(200).eq(0).float().view(1, 1, 200, 1)  # row t then gives the weight of key 0: 1 / (t + 1), or 0
+    torch.manual_seed(0)
+    ratio = model.plain_causal_attention(q, k, v.expand(1, 1, 200, 4), dropout=0.2)[..., 0] * torch.arange(1.0, 201)
+    assert set(ratio.mul(100).round().unique().tolist()) == {0.0, 125.0}  # dropped, or 1 / (1 - 0.2)
+    assert ratio.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.06)  # 400 draws: three standard deviations
+
+
+def test_both_attentions_are_as_exact_in_bfloat16(monkeypatch):
+    net = random_model(tiny_config(n_kv_head=2))
+    idx = random_ids(net.cfg, 4, 32)
+    error = {}
+    with torch.no_grad():
+        exact = net(idx)
+        for length in (0, 512):
+            monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", length)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                error[length] = relative_error(net(idx), exact)
+    assert error[0] != error[512]  # they are two computations
+    assert error[512] < 1.3 * error[0] and error[0] < 0.02
+
+
+@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, eager_attention])
+def test_ragged_left_padded_batch_equals_single_rows(attention, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)  # eager: where a row without keys would be NaN
+    net = random_model(tiny_config(n_kv_head=2))
+    lengths, new = [9, 1, 5], 6
+    rows = [random_ids(net.cfg, 1, n + new, seed=n) for n in lengths]
+    width = max(lengths)
+    start = torch.tensor([width - n for n in lengths])
+    prompts = torch.zeros(3, width, dtype=torch.int64)
+    for b, n in enumerate(lengths):
+        prompts[b, width - n :] = rows[b][0, :n]
+    cache = KVCache(net.cfg, start, width + new, "cpu", torch.float32)
+    with torch.no_grad():
+        pieces = [net(prompts, cache=cache)]
+        for t in range(new):
+            column = torch.stack([rows[b][0, n + t] for b, n in enumerate(lengths)])
+            pieces.append(net(column.unsqueeze(1), cache=cache))
+        batch = torch.cat(pieces, dim=1)
+        assert batch.isfinite().all()
+        for b, row in enumerate(rows):
+            torch.testing.assert_close(batch[b : b + 1, start[b] :], net(row), atol=2e-5, rtol=1e-5)
+
+
+def test_positions_count_from_the_first_token_of_each_row():
+    cache = KVCache(tiny_config(), torch.tensor([0, 2]), 5, "cpu", torch.float32)
+    assert cache.extend(4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
+    assert cache.extend(1).tolist() == [[4], [2]]
+
+
+def test_cache_refuses_more_than_it_holds():
+    cfg = tiny_config()
+    cache = KVCache(cfg, torch.zeros(1, dtype=torch.int64), 4, "cpu", torch.float32)
+    with pytest.raises(AssertionError, match="4 positions, 5 asked"):
+        Transformer(cfg)(random_ids(cfg, 1, 5), cache=cache)
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("elements", [1, 97, 7 * 97 + 5, 33 * 97, 2**22])  # chunks of 1, 1, 7, all 33, all rows
+def test_loss_and_gradients_equal_cross_entropy(elements, tie_embeddings, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", elements)
+    net = random_model(tiny_config(n_kv_head=2, tie_embeddings=tie_embeddings))
+    x, y = batch_with_ignored(net.cfg)
+    want = F.cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum")
+    want_grads = gradients(net, want * 0.25)
+    got = net(x, y)
+    assert got.dtype == torch.float32 and got.shape == ()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for name, grad in gradients(net, got * 0.25).items():
+        assert relative_error(grad, want_grads[name]) < 1e-6, name
+
+
+# One rounding to bfloat16 is at most 2**-9 = 0.2 %, to float16 2**-12 = 0.02 %; a gradient passes some tens of them, of
+# either sign. The logits are the same rounded numbers on both sides, so the loss only differs by float32 sums.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
+@pytest.mark.parametrize("elements", [5 * 97, 2**22])
+def test_loss_and_gradients_under_autocast(dtype, tolerance, elements, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", elements)
+    net = random_model(tiny_config(n_kv_head=2, tie_embeddings=True))
+    x, y = batch_with_ignored(net.cfg)
+    exact = gradients(net, net(x, y))
+    with torch.autocast("cpu", dtype=dtype):
+        logits = net(x)
+        want = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum")
+        got = net(x, y)
+    assert logits.dtype == dtype and got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    want_grads, got_grads = gradients(net, want), gradients(net, got)
+    for name, grad in got_grads.items():
+        assert grad.dtype == torch.float32
+        assert relative_error(grad, want_grads[name]) < tolerance, name
+        # Neither further from float32's gradient than autograd's own half precision.
+        assert relative_error(grad, exact[name]) < 1.2 * relative_error(want_grads[name], exact[name]) + 1e-4, name
+
+
+def test_all_targets_ignored_is_zero_with_zero_gradients():
+    net = random_model(tiny_config())
+    x = random_ids(net.cfg, 2, 8)
+    loss = net(x, torch.full_like(x, IGNORE))
+    assert loss.item() == 0.0
+    for grad in gradients(net, loss).values():
+        assert grad.eq(0).all()
+
+
+def test_loss_without_gradient_equals_loss_with_it():
+    net = random_model(tiny_config())
+    x, y = batch_with_ignored(net.cfg)
+    with torch.no_grad():
+        evaluated = net(x, y)
+    assert not evaluated.requires_grad
+    assert torch.equal(evaluated, net(x, y).detach())
+
+
+HEAD_MEMORY = """
+    import sys
+    import torch
+    import torch.nn.functional as F
+    from model import IGNORE, cross_entropy_sum
+
+    def peak_bytes():  # of this process's own address space: getrusage would remember the parent's before exec
+        with open("/proc/self/status", encoding="utf-8") as f:
+            return 1024 * int(next(line for line in f if line.startswith("VmHWM")).split()[1])
+
+    def chunked(hidden, weight, targets):
+        return cross_entropy_sum(hidden, weight, targets)
+
+    def plain(hidden, weight, targets):
+        return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    N, C, V = 4096, 256, 32000
+    loss_of = {"chunked": chunked, "plain": plain}[sys.argv[1]]
+    hidden, weight = torch.randn(N, C, requires_grad=True), (torch.randn(V, C) * 0.05).requires_grad_()
+    targets = torch.randint(V, (N,))
+    targets[::7] = IGNORE
+    loss_of(hidden[:8], weight[:64], targets[:8] % 64).backward()  # what libraries set up once is not the head's
+    hidden.grad = weight.grad = None
+    before = peak_bytes()
+    loss = loss_of(hidden, weight, targets)
+    loss.backward()
+    print(peak_bytes() - before)
+    torch.save([loss.detach(), hidden.grad, weight.grad], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_head_takes_a_fifth_of_the_memory_of_full_logits(tmp_path):
+    env = dict(os.environ, PYTHONPATH=str(Path(model.__file__).parent), OMP_NUM_THREADS="1")
+    peak, results = {}, {}
+    for which in ("chunked", "plain"):
+        command = [sys.executable, "-c", textwrap.dedent(HEAD_MEMORY), which, str(tmp_path / which)]
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        peak[which], results[which] = int(out.stdout), torch.load(tmp_path / which, weights_only=True)
+    for got, want in zip(results["chunked"], results["plain"], strict=True):
+        assert relative_error(got, want) < 1e-6
+    assert peak["plain"] > 2 * 4096 * 32000 * 4  # at the least the logits and their gradient: the measure measures
+    assert 5 * peak["chunked"] < peak["plain"], {which: f"{n / 2**20:.0f} MiB" for which, n in peak.items()}
+
+
+# ---- initialisation, dropout, precision -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layer", [1, 8])
+def test_initial_standard_deviations(n_layer):
+    torch.manual_seed(0)
+    net = Transformer(tiny_config(n_layer=n_layer, n_embd=128, vocab_size=512, qk_norm=True))
+    for name, p in net.named_parameters():
+        if p.ndim == 1:
+            assert p.eq(1).all(), name
+            continue
+        residual = name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
+        want = 0.02 / (2 * n_layer) ** 0.5 if residual else 0.02
+        # The estimate of a deviation from n numbers has standard error want / sqrt(2 n), here 0.6 % at most.
+        assert p.std().item() == pytest.approx(want, rel=0.03), name
+        assert abs(p.mean().item()) < 5 * want / p.numel() ** 0.5, name
+
+
+def test_dropout_acts_in_training_only():
+    net = random_model(tiny_config(dropout=0.3))
+    x, y = batch_with_ignored(net.cfg)
+    torch.manual_seed(0)
+    first, second = net(x, y), net(x, y)
+    torch.manual_seed(0)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, net(x, y))
+    net.eval()
+    without = random_model(tiny_config(dropout=0.0))
+    assert torch.equal(net(x, y), net(x, y))
+    assert torch.equal(net(x, y), without(x, y))
+
+
+def test_dropout_is_where_it_should_be(monkeypatch):
+    seen = []
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+
+    def watched_dropout(x: Tensor, p: float, training: bool) -> Tensor:
+        seen.append(("x", x.shape[-1], p if training else 0.0))
+        return dropout(x, p, training)
+
+    def watched_attention(*args: Tensor, dropout_p: float, **options: bool) -> Tensor:
+        seen.append(("attention", dropout_p))
+        return attention(*args, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(F, "dropout", watched_dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched_attention)
+    net = random_model(tiny_config(dropout=0.3))
+    for p in (0.3, 0.0):  # in training, then in evaluation
+        seen.clear()
+        net.train(p > 0)(random_ids(net.cfg, 1, 4))
+        block = [("attention", p), ("x", 64, p), ("x", 64, p)]
+        assert seen == [("x", 64, p), *block, *block]  # embedding, then both sub-layers of two blocks
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_recomputes_and_gives_the_same_gradients(dropout):
+    net = random_model(tiny_config(dropout=dropout))
+    x, y = batch_with_ignored(net.cfg)
+    calls = []
+    net.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def run(checkpointing: bool) -> tuple[dict[str, Tensor], int]:
+        net.activation_checkpointing = checkpointing
+        calls.clear()
+        torch.manual_seed(0)
+        return gradients(net, net(x, y)), len(calls)
+
+    (plain, plain_calls), (recomputed, recomputed_calls) = run(False), run(True)
+    assert (plain_calls, recomputed_calls) == (1, 2)
+    for name in plain:
+        assert torch.equal(plain[name], recomputed[name]), name
+
+
+@pytest.mark.parametrize("plain_length", [0, 512])  # torch's fused attention, and the one in two products
+def test_bfloat16_autocast_computes_in_bfloat16(plain_length, monkeypatch):
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", plain_length)
+    net = random_model(tiny_config(qk_norm=True, n_kv_head=2))
+    x, y = batch_with_ignored(net.cfg)
+    seen = {}
+    for name, module in net.named_modules():
+        if name.endswith(("_proj", "q_norm", "k_norm")):
+            module.register_forward_hook(lambda _, args, out, n=name: seen.update({n: {args[0].dtype, out.dtype}}))
+    net.layers[1].register_forward_hook(lambda _, args, out: seen.update(residual=out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = net(x, y)
+    assert seen.pop("residual") == torch.float32  # sums of many layers keep full precision
+    assert len(seen) == 2 * 9  # among them what goes into attention (q_norm, k_norm, v_proj) and comes out (o_proj)
+    assert all(dtypes == {torch.bfloat16} for dtypes in seen.values()), seen
+    assert loss.dtype == torch.float32
+    assert all(grad.dtype == torch.float32 for grad in gradients(net, loss).values())
+
+
+def test_blocks_compile_to_one_graph():
+    net, plain = random_model(tiny_config(n_layer=3)), random_model(tiny_config(n_layer=3))
+    x, y = batch_with_ignored(net.cfg)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    names = list(net.state_dict())
+    net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
+    assert list(net.state_dict()) == names
+    got, want = gradients(net, net(x, y)), gradients(plain, plain(x, y))
+    assert len(graphs) == 1
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        *[tiny_config(**changes) for changes in SHAPES.values()],
+        ModelConfig(vocab_size=50304, n_layer=12, n_head=12, n_embd=768),
+        ModelConfig(vocab_size=32000, n_layer=3, n_head=16, n_kv_head=4, n_embd=512, head_dim=64, qk_norm=True),
+    ],
+)
+def test_parameter_table_counts_what_is_built(cfg):
+    with torch.device("meta"):
+        net = Transformer(cfg)
+    table = parameter_table(cfg)
+    assert table["total"] == sum(p.numel() for p in net.parameters())
+    assert table["total"] == sum(count for part, count in table.items() if part != "total")
+    parts = {"embedding": "embed_tokens", "attention": "_proj", "mlp": "mlp", "norms": "norm", "head": "lm_head"}
+    counted = dict.fromkeys(parts, 0)
+    for name, p in net.named_parameters():
+        part = "mlp" if "mlp" in name else next(part for part, mark in parts.items() if mark in name)
+        counted[part] += p.numel()
+    assert counted == {part: table[part] for part in parts}
+
+
+def test_known_shapes_of_a_92m_llama():
+    cfg = ModelConfig(vocab_size=64793, n_embd=512, n_layer=8, n_head=8, ffn_dim=1376, tie_embeddings=False)
+    with torch.device("meta"):
+        net = Transformer(cfg)
+    block = {
+        "input_layernorm.weight": (512,),
+        "self_attn.q_proj.weight": (512, 512),
+        "self_attn.k_proj.weight": (512, 512),
+        "self_attn.v_proj.weight": (512, 512),
+        "self_attn.o_proj.weight": (512, 512),
+        "post_attention_layernorm.weight": (512,),
+        "mlp.gate_proj.weight": (1376, 512),
+        "mlp.up_proj.weight": (1376, 512),
+        "mlp.down_proj.weight": (512, 1376),
+    }
+    want = {"embed_tokens.weight": (64793, 512), "norm.weight": (512,), "lm_head.weight": (64793, 512)}
+    want |= {f"layers.{i}.{name}": shape for i in range(8) for name, shape in block.items()}
+    assert {name: tuple(p.shape) for name, p in net.state_dict().items()} == want
+    # 2 * 64793 * 512 + 8 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 512
+    assert parameter_table(cfg)["total"] == 91_653_632
+    assert ModelConfig(vocab_size=64793, n_embd=512, n_head=8).ffn_dim == 1408  # 8/3 * 512 = 1365.3, up to 64 * 22
+
+
+def test_seven_billion_llama_counts():
+    # Llama 2 7B: 6,738,415,616 parameters, 6,476,271,616 without embedding and head (Hugging Face's model card).
+    table = parameter_table(
+        ModelConfig(
+            vocab_size=32000, n_embd=4096, n_layer=32, n_head=32, ffn_dim=11008, block_size=8, tie_embeddings=False
+        )
+    )
+    assert table["total"] == 6_738_415_616
+    assert table["total"] - table["embedding"] - table["head"] == 6_476_271_616
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2, "head_dim": 24, "tie_embeddings": True}])
+def test_flops_equal_torchs_count(changes, monkeypatch):
+    """With attention as two plain matrix products torch counts exactly flops_per_token: full T x T scores, backward
+    twice the forward, nothing for the embedding. Under bfloat16, because torch's counter has no formula for the addmm_
+    that sums the head's gradient in float32. (Nor has it one for the CPU's fused attention; a GPU's recomputes the
+    scores in backward: 14 instead of 12 L H D T.)"""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", 9 * 97)
+    net = Transformer(tiny_config(**changes))
+    x = random_ids(net.cfg, 2, 32)
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x, x).backward()
+    counted, formula = counter.get_total_flops(), flops_per_token(net.cfg, 32) * x.numel()
+    assert counted == formula
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n_head": 6, "n_kv_head": 4, "n_embd": 96}, ["n_head=6", "n_kv_head=4"]),
+        ({"n_head": 4, "n_kv_head": 8}, ["n_head=4", "n_kv_head=8"]),
+        ({"n_head": 0}, ["n_head=0"]),
+        ({"n_embd": 65}, ["n_embd=65", "n_head=4"]),
+        ({"head_dim": 17}, ["head_dim=17"]),
+        ({"n_embd": 20}, ["head_dim=5"]),
+    ],
+)
+def test_impossible_shapes_are_one_line(changes, named):
+    with pytest.raises(ModelError) as caught:
+        tiny_config(**changes)
+    text = str(caught.value)
+    assert text.startswith("model: ") and "\n" not in text and ModelError.one_line
+    assert all(words in text for words in named), text
+
+
+def test_derived_shapes():
+    cfg = ModelConfig(vocab_size=100, n_embd=768, n_head=12)
+    assert (cfg.n_kv_head, cfg.head_dim, cfg.ffn_dim) == (12, 64, 2048)

@@ -1,0 +1,439 @@
+"""pretrain.py as users run it: same result on 1 and 2 ranks, exact resume after kill -9, one line for each mistake.
+
+Runs in this process go through runpy, which executes the script as the command line would; what must be killed or needs
+ranks is a process of its own.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import ddp
+import prepare
+from data import TokenData, val_batches
+from model import ModelConfig, Transformer, parameter_table
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2", "--compile=False"]
+TINY += ["--device=cpu", "--dtype=float32", "--log_every=1", "--eval_steps=4", "--warmup_steps=2", "--learning_rate=1e-2"]
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "debug"
+    prepare.make_debug_data(path)
+    return path
+
+
+@pytest.fixture
+def run(data_dir, tmp_path, monkeypatch):
+    """run(*flags) -> exit status of pretrain.py in this process, with tmp_path/out as out_dir unless a flag says other."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(*flags: str) -> int:
+        given = {flag.partition("=")[0] for flag in flags}
+        common = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", *TINY]
+        argv = ["pretrain.py", *(flag for flag in common if flag.partition("=")[0] not in given), *flags]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "pretrain.py"), run_name="__main__")
+        return caught.value.code or 0
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def command(*flags: str, ranks: int = 1) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "pretrain.py"), *TINY, *flags]
+
+
+def start(*flags: str, ranks: int = 1) -> subprocess.Popen:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(*flags, ranks=ranks), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> str:
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    return output
+
+
+def events(out: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def losses(out: Path) -> list[float]:
+    return [event["loss"] for event in events(out, "train")]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Losses, validation and final state equal to the bit."""
+    for key in ("loss", "grad_norm", "lr", "tokens", "skipped"):
+        assert [e[key] for e in events(a, "train")] == [e[key] for e in events(b, "train")], key
+    assert [(e["step"], e["val_loss"]) for e in events(a, "eval")] == [(e["step"], e["val_loss"]) for e in events(b, "eval")]
+    weights, others = (load_file(out / "latest" / "model.safetensors") for out in (a, b))
+    assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+    mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
+    assert mine[0]["scaler"] == theirs[0]["scaler"]
+    for name, state in mine[0]["optimizer"].items():
+        assert all(torch.equal(state[key], theirs[0]["optimizer"][name][key]) for key in state), name
+    assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
+
+
+# ---- it trains ------------------------------------------------------------------------------------------------------
+
+
+def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
+    assert run("--max_steps=60", "--eval_every=30", "--save_every=30", "--sample_prompts=The |中文") == 0
+    out = tmp_path / "out"
+    evals = events(out, "eval")
+    assert [e["step"] for e in evals] == [0, 30, 60]
+    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 1
+    assert {"config.py", "log.jsonl", "latest", "best", "best2", "step_000030", "step_000060"} <= {p.name for p in out.iterdir()}
+    assert [e["step"] for e in events(out, "train")] == list(range(1, 61))
+    assert events(out, "train")[-1]["tokens"] == 60 * 64
+
+
+def test_logged_figures_are_those_of_the_model_and_the_text(run, tmp_path, data_dir):
+    """val_loss, val_bpb and the first training loss, computed again with plain cross-entropy."""
+    assert run("--max_steps=1", "--eval_steps=0") == 0
+    out = tmp_path / "out"
+    model = checkpoint.load_model(out / "latest").eval()
+    data, tokenizer = TokenData(data_dir, "val"), Tokenizer.load(data_dir)
+    nats = n_bytes = n = 0
+    with torch.no_grad():
+        for x, y in val_batches(data, 32, 8):
+            nats += torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
+            n, n_bytes = n + y.numel(), n_bytes + len(b"".join(tokenizer.token_bytes(i) for i in y.flatten().tolist()))
+    last = events(out, "eval")[-1]
+    assert last["val_loss"] == pytest.approx(nats / n, rel=1e-5)
+    assert last["val_bpb"] == pytest.approx(nats / np.log(2) / n_bytes, rel=1e-5)
+
+
+def test_one_and_many_micro_steps_give_the_same_losses(run, tmp_path):
+    for name, flags in {"8x1": ["--batch_size=8"], "2x4": ["--batch_size=2"]}.items():
+        assert run("--max_steps=8", "--total_batch_tokens=256", f"--out_dir={tmp_path / name}", *flags) == 0
+    assert losses(tmp_path / "8x1") == pytest.approx(losses(tmp_path / "2x4"), rel=1e-5)
+
+
+def test_bfloat16_computes_in_bfloat16(run, monkeypatch):
+    seen = set()
+    original = torch.nn.functional.silu
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: (seen.add(x.dtype), original(x))[1])
+    assert run("--max_steps=1", "--dtype=bfloat16") == 0
+    assert seen == {torch.bfloat16}
+
+
+def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
+    assert run("--max_steps=8", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
+    flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def "]
+    assert run("--max_steps=8", "--dropout=0.2", *flags, f"--out_dir={tmp_path / 'b'}") == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_config_of_a_run_runs_again(run, tmp_path):
+    assert run("--max_steps=4") == 0
+    shutil.copy(tmp_path / "out" / "config.py", tmp_path / "again.py")
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain.py"), str(tmp_path / "again.py"), f"--out_dir={tmp_path / 'again'}"],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert losses(tmp_path / "again") == losses(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_like_eager_ones(run, tmp_path):
+    for flag in ("True", "False"):
+        assert run("--max_steps=5", f"--compile={flag}", f"--out_dir={tmp_path / flag}") == 0
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_ranks_equal_one_over_fifty_steps(tmp_path, data_dir):
+    flags = [f"--data_dir={data_dir}", "--max_steps=50", "--total_batch_tokens=256", "--eval_every=25", "--eval_steps=5"]
+    for ranks in (1, 2):
+        finish(start(*flags, f"--out_dir={tmp_path / str(ranks)}", ranks=ranks))
+    one, two = tmp_path / "1", tmp_path / "2"
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    for a, b in zip(events(one, "eval"), events(two, "eval"), strict=True):
+        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
+    assert events(two, "eval")[0]["val_bpb"] == pytest.approx(events(one, "eval")[0]["val_bpb"], rel=1e-12)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_continues_on_another_number_of_ranks(tmp_path, data_dir):
+    """The next step takes the next samples: without dropout the losses are those of a straight run."""
+    flags = [f"--data_dir={data_dir}", "--total_batch_tokens=256", "--save_every=4"]
+    finish(start(*flags, f"--out_dir={tmp_path / 'straight'}", "--max_steps=8"))
+    finish(start(*flags, f"--out_dir={tmp_path / 'moved'}", "--max_steps=4", "--decay_steps=8", ranks=2))
+    finish(start(*flags, f"--out_dir={tmp_path / 'moved'}", "--max_steps=8"))
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
+
+
+# ---- resume ---------------------------------------------------------------------------------------------------------
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to the launcher and all ranks at once."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.001)
+
+
+def logged_steps(out: Path) -> int:
+    path = out / "log.jsonl"
+    return path.read_text(encoding="utf-8").count('"train"') if path.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("float16", 2)])
+def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
+    """kill -9 in the middle of a save, then at a random moment, then to the end; dropout, accumulation and clipping on."""
+    flags = [f"--data_dir={data_dir}", "--max_steps=24", f"--dtype={dtype}", "--dropout=0.1", "--total_batch_tokens=384"]
+    flags += ["--batch_size=1", "--save_every=3", "--eval_every=5", "--grad_clip=0.5"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    finish(start(*flags, f"--out_dir={straight}", ranks=ranks))
+    flags.append(f"--out_dir={broken}")
+
+    process = start(*flags, ranks=ranks)
+    wait_for(lambda: (broken / "step_000003").exists() and any(broken.glob(".step_*.tmp")), process)
+    kill(process)
+    process = start(*flags, "--resume=must", ranks=ranks)
+    target = random.Random(f"{dtype}{ranks}").randint(10, 20)
+    wait_for(lambda: logged_steps(broken) >= target, process)
+    kill(process)
+    finish(start(*flags, "--resume=must", ranks=ranks))
+    assert_same_run(straight, broken)
+    if dtype == "float16":
+        assert checkpoint.load_train_state(broken / "latest", 0)[0]["scaler"]["scale"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_and_leaves(tmp_path, data_dir, number, ranks):
+    flags = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--max_steps=100000", "--save_every=100000"]
+    process = start(*flags, ranks=ranks)
+    wait_for(lambda: logged_steps(tmp_path / "out") >= 3, process)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0 and "stopped by a signal" in output, output
+    if ranks == 1:
+        assert process.returncode == 128 + number
+    saved = checkpoint.find_latest(tmp_path / "out")
+    assert checkpoint.load_train_state(saved, 0)[0]["step"] == logged_steps(tmp_path / "out") > 3
+    assert "Traceback" not in output
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run, tmp_path, capsys):
+    assert run("--max_steps=9", "--save_every=3", "--keep_last=9") == 0
+    straight = losses(tmp_path / "out")
+    with open(tmp_path / "out" / "step_000009" / "model.safetensors", "r+b") as f:
+        f.seek(-5, os.SEEK_END)
+        f.write(b"\x7f")
+    assert run("--max_steps=9", "--save_every=3", "--keep_last=9") == 0
+    assert "step_000009" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == straight
+
+
+# ---- mistakes: one line, and nothing begun --------------------------------------------------------------------------
+
+
+def refused(run, capsys, *flags: str) -> str:
+    """The one line with which the script refuses."""
+    capsys.readouterr()
+    try:
+        message = run(*flags)
+    except Exception as error:
+        assert type(error).one_line, error
+        message = str(error)
+    assert isinstance(message, str) and "\n" not in message, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--learing_rate=1", "did you mean 'learning_rate'"),
+        ("--n_layer=2.5", "n_layer must be int, got 2.5"),
+        ("--total_batch_tokens=100", "must be a multiple of batch_size*block_size*world_size = 2*32*1 = 64"),
+        ("--schedule=cosin", "schedule must be one of"),
+        ("--n_head=3", "n_head=3 must be a multiple of n_kv_head=2"),
+        ("--device=tpu", "device must be"),
+        ("--dtype=int8", "dtype must be"),
+        ("--data_dir=nowhere/at_all", "nowhere/at_all"),
+        ("--init_from=nowhere/at_all", "no such directory"),
+        ("--resume=must", "has no checkpoint"),
+        ("--block_size=9999999", "block_size=9999999"),
+        ("--vocab_size=100", "vocab_size=100 is less than"),
+        ("--max_steps=0", "max_steps must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, says):
+    assert says in refused(run, capsys, flag)
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
+    assert run("--max_steps=2") == 0
+    before = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert "n_layer=2 (asked 3)" in refused(run, capsys, "--max_steps=2", "--n_layer=3")
+    assert "is not empty" in refused(run, capsys, "--max_steps=2", "--resume=never")
+    assert "seed=1337 (asked 1)" in refused(run, capsys, "--max_steps=3", "--seed=1")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
+    assert run("--max_steps=2", "--resume=never", "--overwrite=True", "--n_layer=3") == 0
+
+
+def test_tokenizer_and_data_that_do_not_belong_together_are_refused(run, tmp_path, capsys, data_dir):
+    other = tmp_path / "other"
+    shutil.copytree(data_dir, other)
+    from tokenizer import train
+
+    train(["entirely different text, repeated. " * 50], 512).save(other)
+    assert "another tokenizer" in refused(run, capsys, f"--data_dir={other}", "--max_steps=1")
+
+
+def test_a_truncated_token_file_is_refused(run, tmp_path, capsys, data_dir):
+    other = tmp_path / "other"
+    shutil.copytree(data_dir, other)
+    shard = other / "train_00000.npy"
+    os.truncate(shard, shard.stat().st_size - 100)
+    assert "train_00000.npy" in refused(run, capsys, f"--data_dir={other}", "--max_steps=1")
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(run, tmp_path, capsys, data_dir):
+    other = tmp_path / "other"
+    shutil.copytree(data_dir, other)
+    for name in ("train_00000.npy", "val_00000.npy"):
+        array = np.lib.format.open_memmap(other / name, mode="r+")
+        array[7] = 60000
+    message = refused(run, capsys, f"--data_dir={other}", "--max_steps=20000", "--eval_steps=0")
+    assert "60000" in message and "offset 7" in message
+
+
+def test_no_finite_gradient_for_too_long_stops_with_step_rank_and_samples(run, tmp_path, capsys):
+    assert run("--max_steps=2") == 0
+    path = tmp_path / "out" / "latest"
+    weights = load_file(path / "model.safetensors")
+    bad = tmp_path / "bad"
+    shutil.copytree(path, bad)
+    (bad / "checksums.json").unlink()
+    from safetensors.torch import save_file
+
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
+    flags = [f"--init_from={bad}", f"--out_dir={tmp_path / 'nan'}", "--max_skipped=5", "--max_steps=50"]
+    message = refused(run, capsys, *flags)
+    assert "step 5: 5 steps in a row" in message and "rank 0" in message and "samples 8 to 9" in message
+    assert losses(tmp_path / "nan") == [None] * 5
+
+
+def test_a_full_disk_costs_the_save_and_not_the_run(run, tmp_path, monkeypatch, capsys):
+    """The save of step 4 fails; the run goes on, keeps step 2 and the save of step 6 succeeds."""
+    original = checkpoint.write_state
+
+    def write_state(path: Path, state: dict) -> None:
+        if state.get("step") == 4:
+            raise OSError(28, "No space left on device")
+        original(path, state)
+
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
+    assert run("--max_steps=6", "--save_every=2", "--keep_last=9") == 0
+    assert "No space left on device" in capsys.readouterr().out
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"step_000002", "step_000006"} <= names and not names & {"step_000004", ".step_000004.tmp"}
+    assert run("--max_steps=4", "--save_every=4", f"--out_dir={tmp_path / 'b'}") == 1  # the last save failed
+
+
+# ---- start from other weights, plan ---------------------------------------------------------------------------------
+
+
+def test_init_from_takes_architecture_and_weights(run, tmp_path, capsys):
+    assert run("--max_steps=3") == 0
+    flags = [f"--init_from={tmp_path / 'out'}", "--max_steps=1", f"--out_dir={tmp_path / 'b'}", "--qk_norm=False"]
+    defaults = ["--n_layer=6", "--n_head=6", "--n_kv_head=0", "--n_embd=384"]
+    assert run(*flags, *defaults) == 0
+    assert events(tmp_path / "b", "eval")[0]["val_loss"] == events(tmp_path / "out", "eval")[-1]["val_loss"]
+    assert "has 2; leave n_layer out" in refused(run, capsys, *flags, *defaults[1:], "--n_layer=5", "--resume=never",
+                                                  f"--out_dir={tmp_path / 'c'}")  # fmt: skip
+
+
+def test_plan_only_needs_no_memory_and_no_data(run, tmp_path, capsys):
+    flags = ["--n_layer=80", "--n_head=64", "--n_kv_head=8", "--n_embd=8192", "--ffn_dim=28672", "--vocab_size=128256"]
+    before = ddp_memory()
+    assert run(*flags, "--plan_only=True", "--data_dir=nowhere", "--tie_embeddings=False") == 0
+    text = capsys.readouterr().out
+    cfg = ModelConfig(128256, 32, 80, 64, 8, 8192, ffn_dim=28672, tie_embeddings=False)
+    assert f"{parameter_table(cfg)['total']:,}" in text and "70," in text  # Llama-3 70B
+    assert ddp_memory() - before < 2**30
+    assert not (tmp_path / "out").exists()
+
+
+def ddp_memory() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ---- gradients against torch ----------------------------------------------------------------------------------------
+
+
+def test_step_gradient_equals_the_mean_loss_of_the_whole_batch():
+    """Sums over micro-steps divided by the token count of the step, as the loop has it, against one plain mean."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=16)
+    model, oracle = Transformer(cfg), Transformer(cfg)
+    oracle.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 64, (6, 17))
+    parallel = ddp.DDP(model)
+    for rows in tokens.split(2):
+        (model(rows[:, :-1], rows[:, 1:]) * (1 / (6 * 16))).backward()
+        if rows is not tokens.split(2)[-1]:
+            parallel._start_step()
+    logits = oracle(tokens[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-6), name
+
+
+def test_architecture_keys_cover_the_model_config():
+    source = (ROOT / "pretrain.py").read_text(encoding="utf-8")
+    for field in dataclasses.fields(ModelConfig):
+        if field.name != "rope_scaling":  # comes with a checkpoint only
+            assert f"\n{field.name} = " in source, field.name

@@ -1,0 +1,922 @@
+"""Text to token ids and back: one class, two backends, the chat template, and the trainer of our own BPE.
+
+    python tokenizer.py --input='books/*.txt' --out_dir=data/tok --vocab_size=32768      # train
+    python tokenizer.py --input='books/*.txt' --out_dir=data/sp --backend=sentencepiece
+    python tokenizer.py --inspect=data/tok --text='print("hello")'                       # see the pieces
+    python tokenizer.py --inspect=data/tok --input='books/en*.txt,books/zh*.txt'         # bytes per token, of each part
+
+"bpe" splits text into chunks by a regular expression and joins the most frequent neighbours inside them, starting
+from the 256 bytes, so that every text has ids and comes back exactly. It is trained here (`train_bpe`) and run by
+tiktoken. "sentencepiece" is its BPE over characters with byte fallback, set so that text comes back exactly too.
+
+A tokenizer is stored as Hugging Face stores it (tokenizer.json or tokenizer.model, with tokenizer_config.json):
+transformers.AutoTokenizer reads ours and gives the same ids, `Tokenizer.load` reads those of Llama 3, Qwen or GPT-2.
+
+Ordinary text never becomes a special token: `encode` cannot produce one, only `render` writes them.
+"""
+
+import codecs
+import hashlib
+import heapq
+import io
+import json
+import os
+import re
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import regex
+import sentencepiece
+import tiktoken
+from tqdm import tqdm
+
+from configurator import configure
+from data import Report, find_files, read_documents
+
+# ---- config: override with a config file or --key=value; see --help --------------------------
+input = ""  # text to learn from, or to measure: files, directories, globs, comma-separated; - is standard input
+text_key = "text"  # where the text is in JSON, csv and parquet; a.b for b within a
+out_dir = "data/tokenizer"  # where the trained tokenizer goes
+backend = "bpe"  # bpe | sentencepiece
+vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
+max_mb = 256  # megabytes of text to read; more changes a tokenizer little
+inspect = ""  # directory of a tokenizer to look at, instead of training one
+text = ""  # with inspect: the text whose pieces to show
+
+# GPT-4's pattern (tiktoken, cl100k_base) with at most two digits per chunk instead of three: better for vocabularies of
+# about 32k (nanochat). "?+" and "++" do not give back what they took. Every character matches some branch.
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what HF's "ByteLevel" means
+SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
+SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
+SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the specials
+MIN_COUNT = 2  # a pair seen once is not worth an id
+MAX_CHUNKS = 4_000_000  # distinct chunks held while counting, about 0.4 GB; beyond it the rarest are let go
+MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
+SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
+
+# tiktoken's regular expressions overflow their stack on about a million white-space characters, so it is given text
+# in blocks. A text may be cut between a letter or digit and one of these: no pattern in use has a chunk across the two,
+# or looks back, or looks further ahead than to the end of a run of white space. U+3001 and the others are the
+# punctuation of Chinese, which has no spaces.
+MAX_CHARS = 100_000
+SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
+
+ROLES = ("system", "user", "assistant", "tool")
+# The Jinja twin of Tokenizer.render, for tokenizer_config.json; "generation" marks what the model learns to say.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be trained, read or used as asked; printed as one line, without a traceback."""
+
+    one_line = True
+
+
+# ---- training: byte-level BPE ----------------------------------------------------------------
+
+
+def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
+    """{chunk of text as UTF-8: how often it occurs}, over all texts; memory is bounded by MAX_CHUNKS."""
+    split = regex.compile(pattern).findall
+    counts: Counter[str] = Counter()
+    for text in texts:
+        for block in blocks(scrub(text)):
+            counts.update(split(block))
+        if len(counts) > MAX_CHUNKS:
+            counts = drop_rarest(counts)
+    parts: Counter[bytes] = Counter()
+    for chunk, count in counts.items():
+        for start in range(0, len(chunk), MAX_CHUNK_CHARS):
+            parts[chunk[start : start + MAX_CHUNK_CHARS].encode()] += count
+    return dict(parts)
+
+
+def drop_rarest(counts: Counter[str]) -> Counter[str]:
+    """The most frequent chunks of `counts`, as many as half of MAX_CHUNKS."""
+    kept = sorted(counts.items(), key=itemgetter(1), reverse=True)[: MAX_CHUNKS // 2]
+    lost = len(counts) - len(kept)
+    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {kept[-1][1]} times so far, are let go")
+    return Counter(dict(kept))
+
+
+def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
+    """The merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
+
+    Repeatedly joins the neighbours that occur most often (ties: the smallest (left, right)), everywhere, left to right
+    inside each chunk. Exact, and independent of the order of `counts`. Ends early when no pair occurs MIN_COUNT times.
+
+    A pair can only come into being when the later of its two tokens does; from then on its count only falls. Hence a
+    heap of counts as they once were, corrected when an entry reaches the top, always yields the true maximum, and the
+    list of positions made at a pair's birth holds all that it will ever have.
+    """
+    corpus = Corpus(counts)
+    heap = [(-count, pair) for pair, count in corpus.pair_counts.items()]
+    heapq.heapify(heap)
+    merges: list[tuple[int, int]] = []
+    progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
+    while heap and len(merges) < max_merges:
+        negative, pair = heapq.heappop(heap)
+        count = corpus.pair_counts[pair]
+        if count < MIN_COUNT:
+            corpus.forget(pair)
+        elif count != -negative:
+            heapq.heappush(heap, (-count, pair))
+        else:
+            born = corpus.merge(pair, 256 + len(merges))
+            merges.append(halves(pair))
+            for new in born:
+                heapq.heappush(heap, (-corpus.pair_counts[new], new))
+            progress.update()
+    progress.close()
+    return merges
+
+
+def halves(pair: int) -> tuple[int, int]:
+    """(left id, right id) of left << 32 | right."""
+    return pair >> 32, pair & 0xFFFF_FFFF
+
+
+class Corpus:
+    """All distinct chunks laid end to end in numpy arrays, one slot per byte, with a sentinel slot around each chunk.
+
+    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has swallowed it
+    after, before (slots,) int32: the neighbouring live slots;  weight (slots,) int64: how often the chunk occurs
+    pair_counts {pair: weighted count}, places {pair: slots where it began at its birth, ascending}, for all pairs that
+    occurred at least MIN_COUNT times when they were born; a pair is the integer left << 32 | right
+    """
+
+    SENTINEL, GONE = -1, -2
+
+    def __init__(self, counts: dict[bytes, int]) -> None:
+        chunks = list(counts)
+        lengths = np.fromiter(map(len, chunks), np.int64, len(chunks))
+        slots = int(lengths.sum()) + len(chunks) + 1
+        inside = np.ones(slots, bool)
+        inside[0] = False
+        inside[np.cumsum(lengths + 1)] = False
+        self.token = np.full(slots, self.SENTINEL, np.int32)
+        self.token[inside] = np.frombuffer(b"".join(chunks), np.uint8)
+        self.weight = np.zeros(slots, np.int64)
+        self.weight[inside] = np.repeat(np.fromiter(counts.values(), np.int64, len(chunks)), lengths)
+        self.after = np.arange(1, slots + 1, dtype=np.int32)
+        self.before = np.arange(-1, slots - 1, dtype=np.int32)
+        self.pair_counts: dict[int, int] = {}
+        self.places: dict[int, np.ndarray] = {}
+        first = np.flatnonzero(inside[:-1] & inside[1:]).astype(np.int32)
+        pairs = self.token[first].astype(np.int64) << 32 | self.token[first + 1]
+        for pair, count, where in grouped(pairs, self.weight[first], first):
+            if count >= MIN_COUNT:
+                self.pair_counts[pair] = count
+                self.places[pair] = where
+
+    def forget(self, pair: int) -> None:
+        del self.pair_counts[pair], self.places[pair]
+
+    def merge(self, pair: int, new: int) -> list[int]:
+        """Replace `pair` by the token `new` wherever it occurs; return the pairs that this gives birth to."""
+        left, right = halves(pair)
+        first = self.places[pair]
+        first = first[(self.token[first] == left) & (self.token[self.after[first]] == right)]  # where it still is
+        self.forget(pair)
+        if left == right:
+            first = every_other(first, self.after)
+        second = self.after[first]
+        following = self.after[second]
+        preceding = self.before[first]
+        # In "abab" one occurrence follows the other: the pair between them is seen from the first, not again from the
+        # second.
+        apart = np.ones(len(first), bool)
+        apart[1:] = preceding[1:] != second[:-1]
+
+        self.token[first] = new
+        self.token[second] = self.GONE
+        self.after[first] = following
+        self.before[following] = first
+
+        born = []
+        weight = self.weight[first]
+        token_after = self.token[following]
+        some = token_after != self.SENTINEL
+        for other, count, where in grouped(token_after[some], weight[some], first[some]):
+            before_merge = left if other == new else other
+            self.lose(right << 32 | before_merge, count)
+            born += self.gain(new << 32 | other, count, where)
+        token_before = self.token[preceding]
+        some = apart & (token_before != self.SENTINEL)
+        for other, count, where in grouped(token_before[some], weight[some], preceding[some]):
+            self.lose(other << 32 | left, count)
+            born += self.gain(other << 32 | new, count, where)
+        return born
+
+    def lose(self, pair: int, count: int) -> None:
+        if pair in self.pair_counts:
+            self.pair_counts[pair] -= count
+
+    def gain(self, pair: int, count: int, where: np.ndarray) -> list[int]:
+        if count < MIN_COUNT:
+            return []
+        self.pair_counts[pair] = count
+        self.places[pair] = where
+        return [pair]
+
+
+def grouped(keys: np.ndarray, weight: np.ndarray, where: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(key, its total weight, its places in the order given) for every distinct key; all three (n,) integers."""
+    if len(keys) == 0:
+        return
+    order = np.argsort(keys, kind="stable")
+    keys, where = keys[order], where[order]
+    start = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    totals = np.add.reduceat(weight[order], start).tolist()
+    ends = [*start[1:].tolist(), len(keys)]
+    for key, total, begin, end in zip(keys[start].tolist(), totals, start.tolist(), ends, strict=True):
+        yield key, total, where[begin:end]
+
+
+def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Of the places where "aa" occurs, those that merging from left to right uses: in "aaaaa" the 1st and the 3rd."""
+    n = np.arange(len(first))
+    starts_run = np.ones(len(first), bool)
+    starts_run[1:] = first[1:] != after[first[:-1]]
+    run_start = np.maximum.accumulate(np.where(starts_run, n, 0))
+    return first[(n - run_start) % 2 == 0]
+
+
+# ---- training: both backends -----------------------------------------------------------------
+
+
+def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe") -> "Tokenizer":
+    """A tokenizer learnt from `texts` with `vocab_size` ids in all, rounded up to a multiple of SIZE_STEP.
+
+    bpe: 256 bytes, merges, the special tokens, <|reserved_i|>; fewer ids than asked for if no pair is left to merge.
+    Raises TokenizerError: no text, vocab_size too small; for sentencepiece also too small or too large for the text.
+    """
+    if backend not in ("bpe", "sentencepiece"):
+        raise TokenizerError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
+    size = -(-vocab_size // SIZE_STEP) * SIZE_STEP
+    if size < SMALLEST:
+        raise TokenizerError(f"tokenizer: vocab_size={vocab_size} cannot hold bytes and specials; use >= {SMALLEST}")
+    if size != vocab_size:
+        print(f"tokenizer: vocab_size={vocab_size} is rounded up to {size}, a multiple of {SIZE_STEP}")
+    if backend == "sentencepiece":
+        return Tokenizer(sentencepiece_files(train_sentencepiece(texts, size)))
+    counts = count_chunks(texts)
+    if not counts:
+        raise TokenizerError("tokenizer: the input holds no text to learn from")
+    tokenizer = Tokenizer(bpe_files(train_bpe(counts, size - 256 - len(SPECIALS))))
+    if tokenizer.vocab_size < size:
+        print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
+    return tokenizer
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
+    """A model of sentencepiece, the content of tokenizer.model, that gives text back exactly. Raises TokenizerError."""
+    lines = list(lines_of(texts))  # an error of `texts` would be lost inside sentencepiece
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=0.9995,  # the rarest characters are spelt in bytes
+            byte_fallback=True,
+            split_digits=True,
+            control_symbols=list(SPECIALS),  # unlike user_defined_symbols, never found in text
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            normalization_rule_name="identity",  # the rest undoes defaults that change the text
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 20,  # bytes; longer lines would be dropped without a word, see lines_of
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise TokenizerError(f"tokenizer: {sentencepiece_advice(str(error), vocab_size)}") from None
+    return model.getvalue()
+
+
+def lines_of(texts: Iterable[str]) -> Iterator[str]:
+    """The lines of `texts`, long ones in parts, until SENTENCEPIECE_MB; newlines themselves stay byte pieces."""
+    room = SENTENCEPIECE_MB * 1_000_000
+    for text in texts:
+        for line in scrub(text).split("\n"):
+            for start in range(0, len(line), MAX_CHARS):
+                part = line[start : start + MAX_CHARS]
+                room -= len(part.encode())
+                yield part
+        if room <= 0:
+            print(f"tokenizer: sentencepiece learns from the first {SENTENCEPIECE_MB} MB; the rest is not read")
+            return
+
+
+def sentencepiece_advice(error: str, vocab_size: int) -> str:
+    """What to do about an error of sentencepiece's trainer."""
+    if found := re.search(r"value <= (\d+)", error):
+        most = int(found[1]) // SIZE_STEP * SIZE_STEP
+        smaller = f"vocab_size <= {most}, " if most >= SMALLEST else ""
+        return f"the text is too small for vocab_size={vocab_size}; use {smaller}more text, or backend=bpe"
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"vocab_size={vocab_size} is too small for the characters of the text; use >= {found[1]}, or backend=bpe"
+    if "sentences_.empty" in error:
+        return "the input holds no text to learn from"
+    return f"sentencepiece: {' '.join(error.split())}"
+
+
+# ---- files: the layout of Hugging Face -------------------------------------------------------
+
+
+def byte_alphabet() -> dict[int, str]:
+    """{byte: the printable character that stands for it in tokenizer.json}, as in GPT-2: printable Latin-1 stands for
+    itself, the other 68 bytes take the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+TO_CHAR = byte_alphabet()
+TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
+
+
+def bpe_files(merges: Sequence[tuple[int, int]]) -> dict[str, bytes]:
+    """{file name: content} of a byte-level BPE with these merges and our special tokens."""
+    words = [TO_CHAR[b] for b in range(256)]
+    for left, right in merges:
+        words.append(words[left] + words[right])
+    specials = list(SPECIALS)
+    while (len(words) + len(specials)) % SIZE_STEP:
+        specials.append(f"<|reserved_{len(specials) - len(SPECIALS)}|>")
+    description = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": len(words) + i} | added_token(s) for i, s in enumerate(specials)],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": [[words[left], words[right]] for left, right in merges],
+        },
+    }
+    config = config_of("PreTrainedTokenizerFast")
+    return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
+
+
+def sentencepiece_files(model: bytes) -> dict[str, bytes]:
+    """{file name: content} of a model made by train_sentencepiece. Read by transformers' LlamaTokenizer."""
+    ids = {special: i for i, special in enumerate(SPECIALS, start=1)}  # control symbols follow <unk>, id 0
+    config = config_of("LlamaTokenizer") | {
+        "unk_token": "<unk>",
+        "legacy": False,
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "added_tokens_decoder": {str(i): added_token(special) for special, i in ids.items()},
+    }
+    return {"tokenizer.model": model, "tokenizer_config.json": to_json(config)}
+
+
+def config_of(tokenizer_class: str) -> dict:
+    return {
+        "tokenizer_class": tokenizer_class,
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def added_token(content: str) -> dict:
+    return {
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+
+def to_json(value: dict) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+# ---- encoding: the two backends --------------------------------------------------------------
+
+
+def scrub(text: str) -> str:
+    """`text` as valid Unicode: surrogate pairs are joined, lone surrogates (which UTF-8 cannot hold) become U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def blocks(text: str) -> Iterator[str]:
+    """`text` in parts of at most MAX_CHARS, cut where that cannot change the ids, or anywhere in a stretch of more than
+    MAX_CHARS / 2 characters without such a place."""
+    start = 0
+    while len(text) - start > MAX_CHARS:
+        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
+        end = cut.start() if cut else start + MAX_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+class ByteLevelBPE:
+    """The backend "bpe": a tokenizer.json of the byte-level kind, our own or another's, run by tiktoken.
+
+    special_tokens {text: id};  token_bytes {id: bytes} for all other tokens
+    """
+
+    def __init__(self, description: dict) -> None:
+        """From a parsed tokenizer.json. Raises TokenizerError if tiktoken would not give the same ids."""
+        model, added = description["model"], description.get("added_tokens") or []
+        self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
+        words = added_words(added)
+        self.words = set(words)
+        self.nfc = needs_nfc(description.get("normalizer"))
+        self.pattern = split_pattern(description.get("pre_tokenizer"))
+        if model.get("type") != "BPE" or any(model.get(key) for key in NOT_BYTE_LEVEL):
+            raise TokenizerError(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+        extra = self.special_tokens | words
+        ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in extra}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        check_ids([*ranks.values(), *extra.values()])
+        check_merges(ranks, [(in_bytes(a), in_bytes(b)) for a, b in merges], model.get("ignore_merges", False))
+        self.encoding = tiktoken.Encoding("bpe", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=extra)
+        self.token_bytes = {i: token for token, i in ranks.items()} | {i: word.encode() for word, i in words.items()}
+        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != ALL_KINDS.encode():
+            raise TokenizerError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > MAX_CHARS:
+            return self.encode_array(text).tolist()
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
+        if self.words:
+            return self.encoding.encode(text, allowed_special=self.words, disallowed_special=())
+        return self.encoding.encode_ordinary(text)  # mends surrogates itself
+
+    def encode_array(self, text: str) -> np.ndarray:
+        text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
+        encode = self.encoding.encode_to_numpy
+        parts = [encode(block, allowed_special=self.words, disallowed_special=()) for block in blocks(text)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def identity(self) -> list:
+        """All that decides the ids, besides the special tokens, as plain values."""
+        tokens = [(i, token.hex()) for i, token in sorted(self.token_bytes.items())]  # in the order of the merges
+        return [self.pattern, self.nfc, sorted(self.words), tokens]
+
+
+def added_words(added: list[dict]) -> dict[str, int]:
+    """{word: id} of the words added to a finished vocabulary (Qwen's "<think>"): text, but found before it is split.
+    Raises TokenizerError where tiktoken would find others."""
+    words = {token["content"]: token["id"] for token in added if not token["special"]}
+    flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
+    names = sorted(token["content"] for token in added)
+    if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
+        raise TokenizerError("its added words overlap, or take in the white space around them, which is not supported")
+    return words
+
+
+NOT_BYTE_LEVEL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+ALL_KINDS = "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 \t\r\n\n \x00\x85\u00a0\u2028\u200b\ufffd  "
+
+
+def needs_nfc(normalizer: dict | None) -> bool:
+    """Whether text is first brought to Unicode's form C (Qwen). Raises TokenizerError for other changes to the text."""
+    if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
+        return False
+    if normalizer["type"] != "NFC":
+        raise TokenizerError(f"its normalizer {normalizer['type']!r} is not supported; none and NFC are")
+    return True
+
+
+def split_pattern(pre_tokenizer: dict | None) -> str:
+    """The regular expression by which text is split into chunks. Raises TokenizerError for other ways to split."""
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    *splits, last = steps
+    kinds = [step.get("type") for step in steps]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        own_regex = last.get("use_regex", True)
+        if not splits and own_regex:
+            return GPT2_PATTERN
+        if kinds[:-1] == ["Split"] and not own_regex and "Regex" in splits[0]["pattern"]:
+            # Every match is a chunk, either way. Whether all text matches is tried with ALL_KINDS.
+            if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
+                return splits[0]["pattern"]["Regex"]
+    raise TokenizerError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+
+
+def in_bytes(word: str) -> bytes:
+    """A word of tokenizer.json, written in the byte alphabet, as the bytes it stands for."""
+    try:
+        return bytes([TO_BYTE[char] for char in word])
+    except KeyError:
+        raise TokenizerError(f"its token {word!r} is not written in byte-level BPE's alphabet") from None
+
+
+def check_ids(ids: list) -> None:
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
+        raise TokenizerError("two of its tokens have the same id, or an id is not a number")
+
+
+def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole_chunks: bool) -> None:
+    """Raise TokenizerError unless tiktoken, which knows no merges, does what the list of merges says.
+
+    tiktoken joins the two neighbours whose union has the smallest id. That is the same if the ids are in the order of
+    the merges and joining a token's bytes, up to its own id, ends in a pair of the list.
+    whole_chunks ("ignore_merges"): a chunk that is a token is taken at once, which tiktoken does anyway. Then merges
+    need not lead to a token if the list has all its splits into two tokens (Llama 3's was made from the tokens).
+    """
+    if missing := sum(bytes([b]) not in ranks for b in range(256)):
+        raise TokenizerError(f"{missing} of the 256 bytes have no token")
+    order = [ranks.get(left + right, -1) for left, right in merges]
+    if order and (order[0] < 0 or any(a > b for a, b in zip(order, order[1:], strict=False))):
+        raise TokenizerError("its merges are not in the order of the token ids, or make tokens that do not exist")
+    listed = set(merges)
+    for token, rank in ranks.items():
+        if len(token) == 1:
+            continue
+        parts = merge_below(token, rank, ranks)
+        if len(parts) == 2:
+            known = tuple(parts) in listed
+        else:
+            splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+            known = whole_chunks and all(s in listed for s in splits if s[0] in ranks and s[1] in ranks)
+        if not known:
+            raise TokenizerError(f"its token {rank} ({token!r}) does not follow from its merges")
+
+
+def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of `token` after all merges that make a token with an id below `limit`."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        made = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
+        least = min(made)
+        if least >= limit:
+            break
+        at = made.index(least)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+class SentencePieceBPE:
+    """The backend "sentencepiece": a tokenizer.model, run by sentencepiece. Attributes as in ByteLevelBPE."""
+
+    def __init__(self, model: bytes, added_tokens: dict) -> None:
+        """From the content of tokenizer.model, and "added_tokens_decoder" of tokenizer_config.json."""
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
+        except RuntimeError:
+            raise TokenizerError("tokenizer.model is damaged") from None
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.special_tokens = {token["content"]: int(i) for i, token in added_tokens.items() if token["special"]}
+        self.token_bytes = {}
+        for i in range(self.processor.get_piece_size()):
+            piece = self.processor.id_to_piece(i)
+            if self.processor.is_control(i) or self.processor.is_unknown(i):
+                self.special_tokens[piece] = i
+            elif self.processor.is_byte(i):
+                self.token_bytes[i] = bytes([int(piece[3:5], 16)])  # written <0xE4>
+            else:
+                self.token_bytes[i] = piece.replace(SPACE, " ").encode()
+        self.space_in_bytes = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        first, *rest = scrub(text).split(SPACE)
+        ids = self.processor.encode(first)
+        for part in rest:
+            ids += self.space_in_bytes + self.processor.encode(part)
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def identity(self) -> list:
+        """All that decides the ids, besides the special tokens, as plain values."""
+        return [self.sha256]
+
+
+SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so one that is in the text is spelt in bytes
+
+
+# ---- the tokenizer ---------------------------------------------------------------------------
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Tokenizer:
+    """Text <-> ids, and conversations -> ids with a mask of what is learnt. From `train` or `Tokenizer.load`.
+
+    backend: "bpe" | "sentencepiece";  vocab_size: every id is below it;  special_tokens {text: id}
+    eot_id, pad_id, im_start_id, im_end_id, bos_id: -1 where another's tokenizer has none; in ours bos_id is eot_id
+    stop_ids: the ids that end a text or a turn
+    """
+
+    def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
+        """From the files of a directory in Hugging Face's layout, {name: content}; `save` writes them as they are."""
+        self.files = files
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        self.engine: ByteLevelBPE | SentencePieceBPE
+        if "tokenizer.model" in files:
+            self.backend = "sentencepiece"
+            self.engine = SentencePieceBPE(files["tokenizer.model"], config.get("added_tokens_decoder") or {})
+        else:
+            self.backend = "bpe"
+            self.engine = ByteLevelBPE(json.loads(files["tokenizer.json"]))
+        self.special_tokens = self.engine.special_tokens
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.pieces = Pieces(self.engine.token_bytes | {i: s.encode() for s, i in self.special_tokens.items()})
+        self.vocab_size = 1 + max(self.pieces)
+
+        find = partial(find_special, self.special_tokens, config, json.loads(generation_config))
+        self.eot_id = find("eos_token", name="<|endoftext|>")
+        self.pad_id = find("pad_token", name="<|pad|>")
+        self.bos_id = find("bos_token", default=self.eot_id)
+        self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
+        self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
+        self.stop_ids = frozenset({self.eot_id, self.im_end_id} - {-1})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "Tokenizer":
+        """The tokenizer of a Hugging Face directory. Raises TokenizerError: there is none, damaged, not supported."""
+        contents = {name: read_bytes(os.path.join(directory, name)) for name in (*FILES, "generation_config.json")}
+        files = {name: content for name, content in contents.items() if content is not None}
+        generation_config = files.pop("generation_config.json", b"{}")
+        if "tokenizer.json" not in files and "tokenizer.model" not in files:
+            raise TokenizerError(f"tokenizer: no tokenizer.json or tokenizer.model in {directory}; train a tokenizer")
+        try:
+            return cls(files, generation_config)
+        except TokenizerError as error:
+            raise TokenizerError(f"tokenizer: cannot use {directory}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # what a malformed file makes of the parsing
+            raise TokenizerError(f"tokenizer: {directory} is damaged: {type(error).__name__}: {error}") from None
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write the files that transformers.AutoTokenizer and `load` read. Each appears whole or not at all."""
+        os.makedirs(directory, exist_ok=True)
+        for name, content in self.files.items():
+            path = os.path.join(directory, name)
+            with open(path + ".tmp", "wb") as f:
+                f.write(content)
+            os.replace(path + ".tmp", path)
+        for name in set(FILES) - set(self.files):  # another tokenizer's, that would be read together with these
+            Path(directory, name).unlink(missing_ok=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ordinary text: never a special one. Works for any str; lone surrogates become U+FFFD."""
+        return self.engine.encode(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as uint32 (n,), without a Python integer for each id where the backend allows it."""
+        return self.engine.encode_array(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What an id adds to the text, possibly a part of a character; b"" for special ones. Raises TokenizerError."""
+        return b"" if token_id in self.special_ids else self.pieces[token_id]
+
+    def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
+        """The bytes of `ids`, with the names of special ones or without them. Raises TokenizerError: unknown id."""
+        if skip_special_tokens:
+            return b"".join([self.token_bytes(i) for i in ids])
+        return b"".join([self.pieces[i] for i in ids])
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; bytes that make no character become U+FFFD. While ids still come in: StreamDecoder."""
+        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
+
+    def token_byte_lengths(self) -> np.ndarray:
+        """Bytes of text per id, int32 (vocab_size,), 0 for special ones: turns nats per token into bits per byte."""
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for i, token in self.engine.token_bytes.items():
+            lengths[i] = len(token)
+        return lengths
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides the ids. Token files and checkpoints carry it, so that they are not mixed up."""
+        identity = [self.backend, sorted(self.special_tokens.items()), self.engine.identity()]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> tuple[list[int], list[int]]:
+        """(ids, mask) of a conversation [{"role": ..., "content": ...}, ...] in ChatML. Raises TokenizerError.
+
+        Each message is <|im_start|> role newline content <|im_end|> newline; the prompt for an answer ends after
+        "assistant" newline. The markers are written as ids and the rest is ordinary text, so no content can open or
+        close a turn. mask is 1 where the model learns: an assistant's content and its <|im_end|>, at which generation
+        stops, so that the newline is never the model's to say.
+        """
+        if self.im_start_id < 0 or self.im_end_id < 0:
+            raise TokenizerError("tokenizer: this tokenizer has no <|im_start|> and <|im_end|>, so no conversations")
+        if not messages:
+            raise TokenizerError("tokenizer: a conversation needs at least one message")
+        segments = []  # (ids, whether they are learnt)
+        for i, message in enumerate(messages):
+            role, content = checked_message(message, i)
+            segments.append(([self.im_start_id, *self.encode(role + "\n")], 0))
+            segments.append(([*self.encode(content), self.im_end_id], int(role == "assistant")))
+            segments.append((self.encode("\n"), 0))
+        if add_generation_prompt:
+            segments.append(([self.im_start_id, *self.encode("assistant\n")], 0))
+        return [i for ids, _ in segments for i in ids], [learnt for ids, learnt in segments for _ in ids]
+
+
+class Pieces(dict):
+    """{id: bytes}, with an error of our own for an id that is not there."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        raise TokenizerError(f"tokenizer: id {token_id} is not one of the tokenizer's {len(self)} ids")
+
+
+def find_special(
+    special_tokens: dict[str, int], config: dict, generation_config: dict, key: str, name: str = "", default: int = -1
+) -> int:
+    """The id of the special token `name`; else of the one that tokenizer_config.json has under `key`, as a text or as
+    {"content": text}; else what generation_config.json has under `key`_id, a number or a list; else `default`."""
+    token = config.get(key)
+    token = token["content"] if isinstance(token, dict) else token
+    ids = generation_config.get(key + "_id")
+    for i in (special_tokens.get(name), special_tokens.get(token), *(ids if isinstance(ids, list) else [ids])):
+        if i in special_tokens.values():
+            return i
+    return default
+
+
+def checked_message(message: dict, i: int) -> tuple[str, str]:
+    """(role, content) of message number i. Raises TokenizerError."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role not in ROLES:
+        raise TokenizerError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise TokenizerError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
+    return role, content
+
+
+def read_bytes(path: str) -> bytes | None:
+    """The content of a file, None if there is none. Raises TokenizerError if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TokenizerError(f"tokenizer: cannot read {path}: {error.strerror}") from None
+
+
+class StreamDecoder:
+    """Text from ids as they are generated: a character comes out whole, once its last byte is there."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """What the id adds to the text; "" for special ones and inside a character."""
+        return self.decoder.decode(self.tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """The rest at the end of a text: U+FFFD if it broke off inside a character. Ready for another text then."""
+        return self.decoder.decode(b"", final=True)
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+class Usage(NamedTuple):
+    """What became of some text. counts int64 (vocab_size,): how often each id was used."""
+
+    n_bytes: int
+    n_chars: int
+    counts: np.ndarray
+
+
+def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> Usage:
+    n_bytes, n_chars, counts = 0, 0, np.zeros(tokenizer.vocab_size, np.int64)
+    for text in texts:
+        n_bytes += len(text.encode())
+        n_chars += len(text)
+        counts += np.bincount(tokenizer.encode_array(text), minlength=len(counts))
+    return Usage(n_bytes, n_chars, counts)
+
+
+def describe(tokenizer: Tokenizer, usage: Usage) -> str:
+    """Three lines on how well the tokenizer fits the text."""
+    n_tokens = int(usage.counts.sum())
+    if n_tokens == 0:
+        return "  no text"
+    lengths = tokenizer.token_byte_lengths()
+    text_ids = np.flatnonzero(lengths)
+    longest = sorted(text_ids[usage.counts[text_ids] > 0], key=lambda i: -lengths[i])[:10]
+    return (
+        f"  {usage.n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {usage.n_bytes / n_tokens:.2f} bytes per token, "
+        f"{n_tokens / usage.n_chars:.2f} tokens per character\n"
+        f"  {usage.counts[lengths == 1].sum() / n_tokens:.1%} of the tokens are single bytes; "
+        f"{(usage.counts[text_ids] == 0).sum():,} of {len(text_ids):,} ids are not used\n"
+        f"  longest used: {' '.join(readable(tokenizer, i) for i in longest)}"
+    )
+
+
+def readable(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as Python writes it: a string, or bytes where it is not whole characters; a special one by its name."""
+    token = tokenizer.pieces[token_id]
+    if token_id in tokenizer.special_ids:
+        return token.decode()
+    try:
+        return repr(token.decode())
+    except UnicodeDecodeError:
+        return repr(token)
+
+
+def read_texts(spec: str, text_key: str, max_mb: int) -> Iterator[str]:
+    """The documents of the files that `spec` names, until max_mb; says what was left out. Raises DataError."""
+    report, n_bytes = Report(), 0
+    documents = (document for path in find_files(spec) for document in read_documents(path, text_key, report=report))
+    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
+        for document in documents:
+            if n_bytes >= max_mb * 1_000_000:
+                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
+                break
+            yield document.text
+            size = len(document.text.encode())
+            n_bytes += size
+            progress.update(size)
+    for path, line, _, why in report.places[:10]:
+        print(f"tokenizer: {path}:{line}: {why}")
+    if lost := sum(report.problems.values()):
+        print(f"tokenizer: {lost} documents could not be read")
+
+
+def keep_some(texts: Iterable[str], kept: list[str], max_bytes: int = 20_000_000) -> Iterator[str]:
+    """`texts`, the first of which are also put into `kept`, to be looked at afterwards."""
+    n_bytes = 0
+    for text in texts:
+        if n_bytes < max_bytes:
+            kept.append(text)
+            n_bytes += len(text.encode())
+        yield text
+
+
+if __name__ == "__main__":
+    configure(globals())
+    if inspect:
+        tokenizer = Tokenizer.load(inspect)
+        print(f"{inspect}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
+        for token_id in tokenizer.encode(text):
+            print(f"{token_id:>8}  {readable(tokenizer, token_id)}")
+        texts_of = {"text": [scrub(text)]} if text else {}
+        texts_of |= {part: read_texts(part, text_key, max_mb) for part in input.split(",") if part.strip()}
+        for name, texts in texts_of.items():
+            print(f"{name}:\n{describe(tokenizer, measure(tokenizer, texts))}")
+    elif not input:
+        raise TokenizerError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
+    else:
+        started = time.perf_counter()
+        sample: list[str] = []
+        tokenizer = train(keep_some(read_texts(input, text_key, max_mb), sample), vocab_size, backend)
+        tokenizer.save(out_dir)
+        seconds = time.perf_counter() - started
+        print(f"{out_dir}: {backend}, {tokenizer.vocab_size:,} ids, in {seconds:.1f} s. On the text it learnt from:")
+        print(describe(tokenizer, measure(tokenizer, sample)))
