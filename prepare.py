@@ -213,15 +213,8 @@ class Problems(data.Report):
 ROW = np.dtype([("position", "<u8"), ("tokens", "<u8"), ("bytes", "<u8")])  # of a document in <unit>.rows
 
 
-@lru_cache(maxsize=1)
-def load_tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer.load(directory)
-
-
-def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path) -> Counts:
+def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path, tokenizer: Tokenizer) -> Counts:
     """Read, clean and tokenize a unit. Writes to `work`: its tokens end to end, a row per document, its problems."""
-    tokenizer = load_tokenizer(work / "out")
-    dtype = data.token_dtype(tokenizer.vocab_size)
     counts = Counts()
     with (
         open(unit_file(work, number, "problems"), "w", encoding="utf-8") as problems_file,
@@ -230,8 +223,7 @@ def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path) -> 
     ):
         for text, raw in read_unit(unit, recipe, problems_file, counts):
             ids = tokenizer.encode_array(text)
-            assert ids.max(initial=0) < tokenizer.vocab_size, "the cast would turn it into another id"
-            tokens_file.write(ids.astype(dtype).tobytes())
+            tokens_file.write(ids.data)
             rows_file.write(pack_row(split_position(raw), len(ids), len(raw)))
     return counts
 
@@ -293,27 +285,32 @@ def split_ends(recipe: Recipe) -> tuple[int, int]:
 # ---- all units, in several processes ---------------------------------------------------------
 
 
-def tokenize_units(units: list[list[Part]], recipe: Recipe, work: Path, workers: int) -> Counts:
+def tokenize_units(
+    units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int
+) -> Counts:
     """Run tokenize_unit for all. Raises what a worker raised, and PrepareError if one was killed."""
     counts = [Counts()] * len(units)
     sizes = [sum(part.size for part in unit) for unit in units]
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenize", disable=None) as progress:
-        for number, counted in run(units, recipe, work, min(workers, len(units))):
+        for number, counted in run(units, recipe, work, tokenizer, min(workers, len(units))):
             counts[number] = counted
             progress.update(sizes[number])
     return sum(counts, Counts())
 
 
-def run(units: list[list[Part]], recipe: Recipe, work: Path, workers: int) -> Iterator[tuple[int, Counts]]:
+def run(
+    units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[int, Counts]]:
     """(number, counts) of every unit, as it is done."""
     if workers <= 1:
-        yield from ((number, tokenize_unit(number, unit, recipe, work)) for number, unit in enumerate(units))
+        for number, unit in enumerate(units):
+            yield number, tokenize_unit(number, unit, recipe, work, tokenizer)
         return
     spawn = multiprocessing.get_context("spawn")
     watched, lifeline = spawn.Pipe(duplex=False)
     # On an error, too, the lifeline is closed first: the workers end, and the executor does not wait for their units.
     with ProcessPoolExecutor(workers, spawn, start_worker, (watched,)) as executor, lifeline:
-        tasks = {executor.submit(tokenize_unit, k, unit, recipe, work): k for k, unit in enumerate(units)}
+        tasks = {executor.submit(tokenize_in_worker, k, unit, recipe, work): k for k, unit in enumerate(units)}
         for task in as_completed(tasks):
             try:
                 counts = task.result()
@@ -327,6 +324,15 @@ def start_worker(watched: Connection) -> None:
     """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sees to the others
     threading.Thread(target=end_with, args=(watched,), daemon=True).start()
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+def tokenize_in_worker(number: int, unit: list[Part], recipe: Recipe, work: Path) -> Counts:
+    return tokenize_unit(number, unit, recipe, work, load_tokenizer(work / "out"))
 
 
 def end_with(watched: Connection) -> None:
@@ -353,7 +359,7 @@ def write_splits(units: list[list[Part]], kept: int, recipe: Recipe, tokenizer: 
     else:
         test_end, val_end = ends_for(recipe, len(units), work)
         for number in range(len(units)):
-            for position, ids, n_bytes in tokenized(number, work, data.token_dtype(tokenizer.vocab_size)):
+            for position, ids, n_bytes in tokenized(number, work):
                 writers[split_of(position, test_end, val_end)].add(ids, n_bytes)
     return [shard for split in SPLITS for shard in writers[split].close()]
 
@@ -393,12 +399,12 @@ def rows(number: int, work: Path) -> Iterator[np.ndarray]:
             yield np.frombuffer(block, ROW)
 
 
-def tokenized(number: int, work: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray, int]]:
+def tokenized(number: int, work: Path) -> Iterator[tuple[int, np.ndarray, int]]:
     """(position, ids, bytes) of the documents of a unit."""
     with open(unit_file(work, number, "tokens"), "rb") as f:
         for block in rows(number, work):
             for position, n_tokens, n_bytes in block.tolist():
-                yield position, np.frombuffer(f.read(n_tokens * dtype.itemsize), dtype), n_bytes
+                yield position, np.frombuffer(f.read(4 * n_tokens), np.uint32), n_bytes
 
 
 # ---- the built-in corpus ---------------------------------------------------------------------
@@ -549,7 +555,7 @@ def build(
     """Make work/out, all that out_dir will hold, and return its manifest. info: what else the manifest is to hold."""
     out = work / "out"
     tokenizer.save(out)  # the workers read it there
-    counts = tokenize_units(units, recipe, work, workers)
+    counts = tokenize_units(units, recipe, work, tokenizer, workers)
     unreadable = [file for file in inputs if file.problem]
     write_problems(unreadable, len(units), work)
     for line in [f"{file.name}: {file.problem}" for file in unreadable] + counts.shown[:SHOWN]:

@@ -24,7 +24,7 @@ import ddp as dist
 import prepare
 import train_utils
 from configurator import ConfigError, configure, write_config
-from data import Batches, TokenData, val_batches
+from data import Batches, Sampler, TokenData, val_batches
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
 from optim import SCHEDULES, Optimizer, learning_rate_at
 from sample import SamplingParams, begin_prompt, generate, never_sampled
@@ -60,7 +60,7 @@ optimizer = "muon"  # muon = Muon for the blocks' matrices, AdamW for the rest; 
 learning_rate = 1e-3  # peak
 min_lr = 1e-4  # at the end of the schedule
 schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
-warmup_steps = 100
+warmup_steps = 100  # steps of rising learning rate
 warmup_fraction = 0.0  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
 decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
 decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
@@ -278,6 +278,8 @@ if __name__ == "__main__":
     train_data, val_data = TokenData(data_dir, "train"), TokenData(data_dir, "val")
     tokenizer = Tokenizer.load(data_dir)
     train_data.check_tokenizer(tokenizer.fingerprint())
+    Sampler(train_data.n_tokens, block_size, seed)  # raises if the corpus is shorter than a few blocks
+    next(val_batches(val_data, block_size, batch_size=1, eval_steps=1))
     cfg = choose_architecture(config, tokenizer.vocab_size)
     order = {key: config[key] for key in DATA_KEYS} | {"data": train_data.fingerprint}
     resume_from = find_resume(config, cfg, verbose=rank == 0)

@@ -284,11 +284,12 @@ def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_k
     torch.testing.assert_close(logits_of(checkpoint.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
 
 
-def test_what_is_written_holds_for_transformers_4_too(tmp_path: Path) -> None:
-    """Its reader looks at these keys and not at rope_parameters or dtype."""
+def test_config_is_written_in_the_words_of_both(tmp_path: Path) -> None:
+    """transformers 4 looks at the first three and nothing else; other readers know only the words of transformers 5."""
     path = save(tmp_path, 1, tiny(rope_theta=500000.0, rope_scaling=LLAMA3))
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     assert (config["rope_theta"], config["rope_scaling"], config["torch_dtype"]) == (500000.0, LLAMA3, "float32")
+    assert (config["rope_parameters"], config["dtype"]) == (LLAMA3 | {"rope_theta": 500000.0}, "float32")
 
 
 def test_a_longer_or_shorter_block_and_dropout(tmp_path: Path) -> None:

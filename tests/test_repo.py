@@ -1,0 +1,101 @@
+"""What holds for the repository as a whole: who imports whom, importing does nothing, every script explains itself."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configurator import read_file
+
+ROOT = Path(__file__).parent.parent
+MODULES = {path.stem for path in ROOT.glob("*.py")}
+BASE = {"configurator", "data", "tokenizer", "prepare", "model", "optim", "ddp", "checkpoint", "train_utils", "sample"}
+MAY_IMPORT = {
+    "configurator": set(),
+    "data": set(),
+    "tokenizer": {"configurator", "data"},
+    "prepare": {"configurator", "tokenizer", "data"},
+    "model": set(),
+    "optim": set(),
+    "ddp": set(),
+    "checkpoint": {"ddp", "model", "tokenizer"},
+    "train_utils": {"ddp"},
+    "sample": {"configurator", "tokenizer", "model", "checkpoint", "train_utils"},
+}
+TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
+SCRIPTS = ("tokenizer", "prepare", "pretrain", "sample")
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_one_way(module):
+    allowed = BASE if module in TRAINERS else MAY_IMPORT[module]
+    assert imports(ROOT / f"{module}.py") & MODULES <= allowed
+
+
+def test_data_work_starts_without_torch():
+    code = "import sys, tokenizer, prepare, data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_importing_prints_nothing_and_makes_nothing(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(sorted(MODULES))}"
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_names_every_key_with_a_comment(script):
+    done = subprocess.run([sys.executable, ROOT / f"{script}.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    keys = done.stdout.partition("keys (")[2].splitlines()[1:]
+    assert len(keys) > 5
+    bare = {"n_layer", "n_head", "n_embd", "vocab_size", "rope_theta", "norm_eps", "tie_embeddings", "dropout", "max_steps"}
+    bare |= {"beta1", "beta2"}
+    for line in keys:
+        name, _, rest = line.strip().partition(" ")
+        assert name in bare or len(rest.split()) > 2, f"{script}: {name} has no comment"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
+def test_configs_set_known_keys_to_other_values_than_the_defaults(path):
+    """And open with a docstring that gives the command."""
+    source = (ROOT / "pretrain.py").read_text(encoding="utf-8")
+    source = source.partition("# ---- config")[2].partition("\n")[2].partition("ARCHITECTURE")[0]
+    defaults: dict = {}
+    exec(source, defaults)  # noqa: S102 - the script's own assignments
+    del defaults["__builtins__"]
+    config = read_file(str(path), defaults)
+    assert "pretrain.py config/" in ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert config
+
+
+def optimizer_step(name: str) -> str:
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    return source.partition("# >>> optimizer step")[2].partition("# <<< optimizer step")[0]
+
+
+def test_optimizer_step_is_the_same_everywhere():
+    first, *rest = [name for name in TRAINERS if (ROOT / f"{name}.py").exists()]
+    assert "ddp.step(" in optimizer_step(first)
+    for name in rest:
+        assert optimizer_step(name) == optimizer_step(first), f"{name}: optimizer step drifted from {first}; change both"
+
+
+def test_text_is_ascii_in_code():
+    for path in ROOT.glob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        bad = [f"{path.name}:{i}" for i, line in enumerate(lines, 1) if not line.isascii()]
+        assert not bad or path.stem == "prepare", bad  # prepare.py carries a few Chinese sentences as data
