@@ -282,19 +282,23 @@ def rank_file(rank: int) -> str:
 
 
 def resolve(init_from: str | Path) -> Path:
-    """The model directory that is meant: a run's newest good checkpoint, one checkpoint (its bytes are checked), or any
-    Hugging Face directory. Raises CheckpointError."""
+    """The model directory that is meant: a run's newest good checkpoint, a checkpoint, or any Hugging Face one.
+
+    The bytes of a checkpoint are checked. Raises CheckpointError.
+    """
     path = Path(init_from)
     if not path.is_dir():
         reason = "is a file, give its directory" if path.exists() else "no such directory (hub models: download first)"
         raise CheckpointError(f"checkpoint: init_from={str(init_from)!r}: {reason}")
     if (path / "checksums.json").exists():
         check_bytes(path)
-    elif not (path / "config.json").exists():
-        path = find_latest(path)
-    if path is None:
-        raise CheckpointError(f"checkpoint: {init_from} holds no checkpoint: no config.json, no step_* directory")
-    return path
+        return path
+    if (path / "config.json").exists():
+        return path
+    latest = find_latest(path)
+    if latest is None:
+        raise CheckpointError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
+    return latest
 
 
 def newest_run(root: str | Path = "out") -> Path:
@@ -465,7 +469,7 @@ def load_config(directory: str | Path) -> ModelConfig:
             rope_scaling=rope_scaling,
             norm_eps=hf["rms_norm_eps"],
             qk_norm=hf["model_type"] == "qwen3",
-            tie_embeddings=hf.get("tie_word_embeddings", False),
+            tie_embeddings=bool(hf.get("tie_word_embeddings")),
         )
     except KeyError as error:
         raise CheckpointError(f"checkpoint: {path} has no {error}") from None

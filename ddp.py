@@ -36,6 +36,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the process group of the moment as default arguments, for good. torch._dynamo imports it at some
+# point; after init() it would keep the group and its threads alive until the interpreter shuts down, and a thread that
+# then drops a tensor aborts the process ("terminate called without an active exception").
+import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor, nn
 
 Named = tuple[str, nn.Parameter]

@@ -52,7 +52,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.n_kv_head = self.n_kv_head or self.n_head
-        if self.n_head < 1 or self.n_head % self.n_kv_head:
+        for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "rope_theta", "norm_eps"):
+            if getattr(self, key) <= 0:
+                raise ModelError(f"model: {key} must be positive, got {getattr(self, key)}")
+        if self.head_dim < 0 or self.ffn_dim < 0 or not 0 <= self.dropout < 1:
+            raise ModelError(
+                f"model: head_dim={self.head_dim} and ffn_dim={self.ffn_dim} must not be negative, "
+                f"dropout={self.dropout} must be from 0 to below 1"
+            )
+        if self.n_head % self.n_kv_head:
             raise ModelError(f"model: n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ModelError(f"model: n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
@@ -134,7 +142,7 @@ class Attention(nn.Module):
 
 
 def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D)."""
+    """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D); k, v (B, K, T, D) -> (B, H, T, D)."""
     B, H, T, D = q.shape
     q = (q * D**-0.5).view(B, k.shape[1], -1, D)  # heads that share keys become more rows of one product
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
@@ -193,8 +201,11 @@ class Transformer(nn.Module):
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
-        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back."""
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None, last_only: bool = False
+    ) -> Tensor:
+        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back; with
+        `last_only` the logits are those of the last position, (B, 1, V): all that a prompt's prefill needs."""
         T = idx.shape[1]
         if cache is None:
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
@@ -210,7 +221,7 @@ class Transformer(nn.Module):
                 x = block(x, cos, sin, None if cache is None else cache.layers[i])
         x = self.norm(x)
         if targets is None:
-            return self.lm_head(x)
+            return self.lm_head(x[:, -1:] if last_only else x)
         return cross_entropy_sum(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def compile_blocks(self, compile_fn: Callable) -> None:
@@ -363,8 +374,8 @@ def flops_per_token(cfg: ModelConfig, T: int) -> float:
 
 
 def memory_table(
-    cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool, compiled: bool,
-    device_type: str,
+    cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool,
+    compiled: bool, device_type: str,
 ) -> dict[str, float]:  # fmt: skip
     """{part: bytes} that one rank holds at the peak of a training step, without building the model.
 

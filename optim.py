@@ -66,20 +66,20 @@ class MuonStack:
     and one weight decay (Moonlight, arXiv:2502.16982, section 2.2).
     """
 
-    def __init__(self, bucket: Bucket, items: list[int], momentum: float, decay: float) -> None:
+    def __init__(self, bucket: Bucket, items: list[int], momentum: float, decay: float, dtype: torch.dtype) -> None:
         begin, end = span(bucket, items)
         shape = (len(items), *bucket.params[items[0]].shape)
         self.param, self.grad = bucket.param[begin:end].view(shape), bucket.grad[begin:end].view(shape)
         self.buffer = torch.zeros_like(self.param)
         self.names = [bucket.names[i] for i in items]
-        self.momentum, self.decay = momentum, decay
+        self.momentum, self.decay, self.dtype = momentum, decay, dtype
         self.lr_scale = 0.2 * math.sqrt(max(shape[1:]))
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         apply = 1 - found_inf  # a skipped step multiplies by 0 instead of asking the host
         grad = torch.where(found_inf > 0, 0, self.grad / grad_scale)
         self.buffer.lerp_(grad, (1 - self.momentum) * apply)
-        direction = orthogonalize(grad.lerp_(self.buffer, self.momentum))  # Nesterov's look-ahead
+        direction = orthogonalize(grad.lerp_(self.buffer, self.momentum), self.dtype)  # Nesterov's look-ahead
         self.param.mul_(1 - lr * self.decay * apply)
         self.param.add_(direction * (-lr * self.lr_scale * apply))
 
@@ -87,11 +87,11 @@ class MuonStack:
         return {name: {"momentum": self.buffer[i]} for i, name in enumerate(self.names)}
 
 
-def orthogonalize(x: Tensor) -> Tensor:
-    """x (K, n, m) -> approximately U V^T of each x = U S V^T, by Newton-Schulz in bfloat16."""
+def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x (K, n, m) -> approximately U V^T of each x = U S V^T, by Newton-Schulz in `dtype` (float16 would overflow)."""
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
-    y = (x.mT if tall else x).bfloat16()
+    y = (x.mT if tall else x).to(dtype)
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7)
     for _ in range(NS_STEPS):
         gram = y @ y.mT
@@ -100,11 +100,12 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """The update rule of every bucket. `kind` is 'adamw' or 'muon'; matrices decay, vectors do not."""
+    """The update rule of every bucket. `kind` is 'adamw' or 'muon'; matrices decay, vectors do not. Muon multiplies in
+    `muon_dtype`: bfloat16 is enough for training, float32 for runs that must agree to rounding."""
 
     def __init__(
         self, buckets: Iterable[Bucket], kind: str = "adamw", betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8, weight_decay: float = 0.1, momentum: float = 0.95,
+        eps: float = 1e-8, weight_decay: float = 0.1, momentum: float = 0.95, muon_dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         if kind not in ("adamw", "muon"):
             raise OptimError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
@@ -113,7 +114,7 @@ class Optimizer:
             groups = []
             for rule, items in runs(bucket, kind):
                 if rule == "muon":
-                    groups.append(MuonStack(bucket, items, momentum, weight_decay))
+                    groups.append(MuonStack(bucket, items, momentum, weight_decay, muon_dtype))
                 else:
                     groups.append(AdamWSegment(bucket, items, betas, eps, weight_decay if rule == "decay" else 0.0))
             self.groups.append(groups)

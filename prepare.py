@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from hashlib import blake2b
@@ -210,7 +210,7 @@ class Problems(data.Report):
             self.shown.append(what)
 
 
-ROW = np.dtype([("position", "<u8"), ("tokens", "<u8"), ("bytes", "<u8")])  # of a document in <unit>.rows
+ROW = struct.Struct("<QQQ")  # position, tokens, bytes: a document in the file <unit>.rows
 
 
 def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path, tokenizer: Tokenizer) -> Counts:
@@ -224,11 +224,8 @@ def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path, tok
         for text, raw in read_unit(unit, recipe, problems_file, counts):
             ids = tokenizer.encode_array(text)
             tokens_file.write(ids.data)
-            rows_file.write(pack_row(split_position(raw), len(ids), len(raw)))
+            rows_file.write(ROW.pack(split_position(raw), len(ids), len(raw)))
     return counts
-
-
-pack_row = struct.Struct("<QQQ").pack  # as ROW, without an array for each
 
 
 def unit_file(work: Path, number: int, what: str) -> str:
@@ -253,7 +250,7 @@ def read_unit(unit: list[Part], recipe: Recipe, problems_file: TextIO, counts: C
                 yield text, raw
         counts.dropped += problems.problems
         counts.mended += problems.mended
-        counts.shown += problems.shown
+        counts.shown = (counts.shown + problems.shown)[:SHOWN]
         if problems.problems["truncated_file"] or (problems.problems and counts.kept == kept_before):
             counts.failed.append(part.name)
 
@@ -285,16 +282,15 @@ def split_ends(recipe: Recipe) -> tuple[int, int]:
 # ---- all units, in several processes ---------------------------------------------------------
 
 
-def tokenize_units(
-    units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int
-) -> Counts:
+def tokenize_units(units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int) -> Counts:
     """Run tokenize_unit for all. Raises what a worker raised, and PrepareError if one was killed."""
     counts = [Counts()] * len(units)
     sizes = [sum(part.size for part in unit) for unit in units]
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenize", disable=None) as progress:
-        for number, counted in run(units, recipe, work, tokenizer, min(workers, len(units))):
-            counts[number] = counted
-            progress.update(sizes[number])
+        with closing(run(units, recipe, work, tokenizer, min(workers, len(units)))) as results:
+            for number, counted in results:
+                counts[number] = counted
+                progress.update(sizes[number])
     return sum(counts, Counts())
 
 
@@ -352,6 +348,7 @@ def write_splits(units: list[list[Part]], kept: int, recipe: Recipe, tokenizer: 
         for split in SPLITS
     }
     if kept == 1:
+        print("prepare: there is one document; its end becomes val")
         text, _ = next(read_again(units, recipe, Counts()))
         for split, part in zip(SPLITS, cut(text, recipe), strict=True):
             if part:
@@ -361,7 +358,10 @@ def write_splits(units: list[list[Part]], kept: int, recipe: Recipe, tokenizer: 
         for number in range(len(units)):
             for position, ids, n_bytes in tokenized(number, work):
                 writers[split_of(position, test_end, val_end)].add(ids, n_bytes)
-    return [shard for split in SPLITS for shard in writers[split].close()]
+    shards = [shard for split in SPLITS for shard in writers[split].close()]
+    if not any(shard["split"] == "train" for shard in shards):
+        raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
+    return shards
 
 
 def read_again(units: list[list[Part]], recipe: Recipe, counts: Counts) -> Iterator[tuple[str, bytes]]:
@@ -382,35 +382,39 @@ def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
 
 
 def ends_for(recipe: Recipe, n_units: int, work: Path) -> tuple[int, int]:
-    """split_ends, with the lowest document that is not in test moved to val if val has none."""
+    """split_ends; if they leave val empty, val's end is moved to take in the next document."""
     test_end, val_end = split_ends(recipe)
-    positions = (block["position"] for number in range(n_units) for block in rows(number, work))
-    lowest = min((int(p[p >= test_end].min(initial=2**64 - 1)) for p in positions), default=0)
-    if recipe.val_fraction > 0 and lowest >= val_end:
-        print(f"prepare: warning: val_fraction={recipe.val_fraction} takes none of so few documents; one is moved to val")
-        val_end = lowest + 1
-    return test_end, val_end
+    if test_end == val_end:
+        return test_end, val_end
+    lowest = 2**64
+    for position in (position for number in range(n_units) for position, _, _ in rows(number, work)):
+        if test_end <= position < val_end:
+            return test_end, val_end
+        lowest = min(lowest, position) if position >= test_end else lowest
+    print(f"prepare: warning: val_fraction={recipe.val_fraction} takes none of so few documents; one is moved to val")
+    return test_end, lowest + 1
 
 
-def rows(number: int, work: Path) -> Iterator[np.ndarray]:
-    """The rows of a unit in blocks, each (n,) ROW."""
+def rows(number: int, work: Path) -> Iterator[tuple[int, int, int]]:
+    """(position, tokens, bytes) of the documents of a unit."""
     with open(unit_file(work, number, "rows"), "rb") as f:
-        while block := f.read(ROW.itemsize * 2**16):
-            yield np.frombuffer(block, ROW)
+        while block := f.read(ROW.size * 2**12):
+            yield from ROW.iter_unpack(block)
 
 
 def tokenized(number: int, work: Path) -> Iterator[tuple[int, np.ndarray, int]]:
-    """(position, ids, bytes) of the documents of a unit."""
-    with open(unit_file(work, number, "tokens"), "rb") as f:
-        for block in rows(number, work):
-            for position, n_tokens, n_bytes in block.tolist():
-                yield position, np.frombuffer(f.read(4 * n_tokens), np.uint32), n_bytes
+    """(position, ids, bytes) of the documents of a unit. Afterwards its tokens are removed, to save space."""
+    tokens_file = unit_file(work, number, "tokens")
+    with open(tokens_file, "rb") as f:
+        for position, n_tokens, n_bytes in rows(number, work):
+            yield position, np.frombuffer(f.read(4 * n_tokens), np.uint32), n_bytes
+    os.unlink(tokens_file)
 
 
 # ---- the built-in corpus ---------------------------------------------------------------------
 
-# Not documentation: tests, tables, what is installed later; idle_test and the like are below "idlelib"
-SKIPPED = set("test tests encodings idlelib lib2to3 pydoc_data turtledemo ensurepip site-packages dist-packages".split())
+# folders that hold tests, tables, programs, or what is installed later
+NOT_DOCS = "test tests encodings idlelib lib2to3 pydoc_data turtledemo ensurepip site-packages dist-packages"
 
 
 def python_docs() -> Iterator[str]:
@@ -433,11 +437,11 @@ def python_docs() -> Iterator[str]:
 def is_documentation(file: Path) -> bool:
     """Whether a file of the standard library is no test and the same on every machine."""
     local = file.parts[0].startswith("config-") or file.name.startswith("_sysconfigdata")
-    return not local and not SKIPPED.intersection(file.parts) and not re.match(r"test_|.*_test\.py$", file.name)
+    return not local and not set(NOT_DOCS.split()) & set(file.parts) and not re.match(r"test_|.*_test\.py$", file.name)
 
 
 def docstrings(node: ast.AST, name: str) -> Iterator[str]:
-    """The docstrings of a module, class or function and of all in it, in the order of the source, each under its name."""
+    """The docstrings of a module, class or function and of all in it, each under its name, as ordered in the source."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         if text := ast.get_docstring(node):
             yield f"{name}\n\n{text}"
@@ -459,29 +463,33 @@ def scratch_dir(out_dir: Path) -> Iterator[Path]:
     parent, prefix, suffix = out_dir.absolute().parent, f".{out_dir.name}.", ".building.tmp"
     parent.mkdir(parents=True, exist_ok=True)
     for left in parent.iterdir():
-        if left.name.startswith(prefix) and left.name.endswith(suffix) and (lock := try_lock(left)):
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+        if left.name.startswith(prefix) and left.name.endswith(suffix):
+            with locked(left) as is_dead:
+                if is_dead:
+                    shutil.rmtree(left, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=parent))
-    lock = try_lock(new)
-    scratch = new.rename(new.with_suffix(suffix))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if lock:
-            os.close(lock)
+    with locked(new):
+        scratch = new.rename(new.with_suffix(suffix))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def try_lock(directory: Path) -> int | None:
-    """The handle that holds a directory's lock; None if a living process has it, or where there are no locks."""
-    handle = os.open(directory, os.O_RDONLY)
+@contextmanager
+def locked(directory: Path) -> Iterator[bool]:
+    """Lock a directory; False if a living process holds the lock, if the directory is gone, or where there are none."""
+    handle = -1
     try:
+        handle = os.open(directory, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(handle)
-        return None
-    return handle
+        yield False
+    else:
+        yield True
+    finally:
+        if handle >= 0:
+            os.close(handle)
 
 
 def complete_manifest(out_dir: Path) -> dict:
@@ -491,7 +499,7 @@ def complete_manifest(out_dir: Path) -> dict:
         for split in manifest["splits"]:
             data.TokenData(out_dir, split)  # compares the sizes
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except ValueError:  # DataError and TokenizerError among them
+    except (ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
         return {}
     return manifest if same_tokenizer else {}
 
@@ -505,17 +513,17 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
     names = sorted(os.listdir(out_dir))
     others = [name for name in names if not OWN.fullmatch(name)]
     if others:
-        raise PrepareError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or choose another out_dir")
+        raise PrepareError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or use another out_dir")
     if names and not overwrite:
         try:
             data.read_manifest(out_dir)
         except data.DataError:
-            hint = "overwrite=True replaces it, or choose another"
+            hint = "overwrite=True replaces it"
             raise PrepareError(f"prepare: {out_dir} holds {names[0]}, but no manifest.json of ours; {hint}") from None
 
 
 def publish(work: Path, out_dir: Path) -> None:
-    """Rename work/out to `out_dir`, and what is there out of the way."""
+    """Rename work/out to `out_dir`, and what is there out of the way. After a kill in between, neither is there."""
     if out_dir.exists():
         out_dir.rename(work / "old")
     (work / "out").rename(out_dir)
@@ -525,7 +533,7 @@ def publish(work: Path, out_dir: Path) -> None:
 
 
 def training_texts(units: list[list[Part]], recipe: Recipe) -> Iterator[str]:
-    """What a tokenizer learns from: documents of train, some TOKENIZER_BYTES from units spread over all of the input."""
+    """What a tokenizer learns from: documents of train, some TOKENIZER_BYTES, from units all over the input."""
     size = sum(part.size for unit in units for part in unit)
     counts = Counts()
     documents = read_again(units[:: 1 + size // TOKENIZER_BYTES], recipe, counts)
@@ -558,8 +566,8 @@ def build(
     counts = tokenize_units(units, recipe, work, tokenizer, workers)
     unreadable = [file for file in inputs if file.problem]
     write_problems(unreadable, len(units), work)
-    for line in [f"{file.name}: {file.problem}" for file in unreadable] + counts.shown[:SHOWN]:
-        print(f"prepare: {line}")
+    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
+    print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
     if counts.kept == 0:
         raise nothing_kept(counts)
     shards = write_splits(units, counts.kept, recipe, tokenizer, work)
@@ -596,6 +604,7 @@ def make_debug_data(out_dir: str | Path) -> None:
     if (out_dir / "manifest.json").exists():
         return
     recipe = Recipe("text", "text", "file", val_fraction=0.1, test_fraction=0.0, strict=True, shard_tokens=2**27)
+    check_replaceable(out_dir, overwrite=False)
     with scratch_dir(out_dir) as work:
         inputs = [look(write_documents(debug_texts(), work / "debug.jsonl"), "debug")]
         units = plan_units(inputs, recipe.txt_split)
@@ -603,18 +612,35 @@ def make_debug_data(out_dir: str | Path) -> None:
         build(inputs, units, recipe, tokenizer, work, workers=1, info={})
         try:
             (work / "out").rename(out_dir)
-        except OSError:
+        except OSError:  # another process was first
             if not (out_dir / "manifest.json").exists():
                 raise
 
-CHINESE = ["\u6625\u5929\u6765\u4e86\uff0c\u5c0f\u6cb3\u8fb9\u7684\u67f3\u6811\u53d1\u4e86\u82bd\u3002"]
-
 
 def debug_texts() -> list[str]:
-    """Some 0.2 MB: half of the reference of the running Python, and Chinese sentences in every order of their parts."""
+    """Some 0.2 MB: half of the reference of the running Python, by topic, and a little Chinese."""
     from pydoc_data.topics import topics
 
-    return [topics[name] for name in sorted(topics)[::2]] + CHINESE
+    return [topics[name] for name in sorted(topics)[::2]] + CHINESE.split("\n\n")
+
+
+CHINESE = """\
+春天来了，小河边的柳树发了芽。孩子们放下书包，跑到河边去看小鱼。风很轻，水很清，天上的云慢慢地走。
+
+北京的秋天最好看。天很高，叶子黄了，风里有一点凉。老人们坐在树下喝茶，说起从前的事，笑声很远都能听见。
+
+学习一门语言，先要听，再要说，然后读书写字。每天学一点，时间长了，就会懂得很多。不要怕说错，说错了再说一次就好。
+
+语言模型读了很多文字，学会猜下一个字是什么。它猜得越准，写出来的话就越像人写的话。可是像不等于对，用的人还要自己想一想。
+
+问：一年有几个季节？答：一年有四个季节，春天、夏天、秋天和冬天。问：一天有多少小时？答：一天有二十四小时。
+
+妈妈说：“外面下雨了，你带上伞。”我说：“好的，我马上就走。”路上的人很多，车开得很慢，到学校的时候雨已经停了。
+
+做饭不难。先把米洗干净，加水，用小火慢慢煮；再把菜切好，放一点油和盐。二十分钟以后，就可以吃了。
+
+山上有一座小庙，庙里有一口井。井水冬天不冷，夏天不热。走路的人累了，就在井边坐一坐，喝一口水，再往前走。
+"""
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -642,7 +668,12 @@ def check_config(config: dict) -> Recipe:
 def existing_tokenizer(directory: str) -> Tokenizer | None:
     """The tokenizer of tokenizer_dir, None if one has to be trained."""
     exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    return Tokenizer.load(directory) if directory and exists else None
+    if not directory or not exists:
+        return None
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer.eot_id < 0:
+        raise PrepareError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
+    return tokenizer
 
 
 def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
@@ -660,7 +691,7 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 
 def decisive(info: dict) -> dict:
     """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
-    inputs = {entry["path"]: entry["sha256"] for entry in info.get("inputs", [])}
+    inputs = {f"input {entry['path']}": entry["sha256"] for entry in info.get("inputs", [])}
     return {"prepare.py": info.get("prepare"), "tokenizer": info.get("tokenizer")} | info.get("recipe", {}) | inputs
 
 
@@ -680,14 +711,15 @@ def main(config: dict) -> int:
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
     with scratch_dir(out_dir) as work:
         inputs, manifest = find_inputs(config["input"], work), complete_manifest(out_dir)
-        for file in inputs:
-            if file.problem and recipe.strict:
-                raise PrepareError(f"prepare: cannot read {file.name}: {file.problem}")
+        unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
+        if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
+            raise PrepareError(unreadable[0])
         tokenizer = existing_tokenizer(config["tokenizer_dir"])
+        to_train = f"trained, {config['backend']} {config['vocab_size']}"
         info = {
             "prepare": VERSION,
             "recipe": asdict(recipe),
-            "tokenizer": tokenizer.fingerprint() if tokenizer else f"{config['backend']} {config['vocab_size']}, trained",
+            "tokenizer": tokenizer.fingerprint() if tokenizer else to_train,
             "inputs": describe(inputs, manifest.get("info", {}).get("inputs", [])),
         }
         why = difference(info, manifest.get("info", {}))
@@ -712,6 +744,8 @@ def main(config: dict) -> int:
         names = ", ".join(failed[:3])
         print(f"prepare: {len(failed)} of {len(inputs)} files could not be read, or not to the end: {names}")
     return 1 if failed else 0
+
+
 def verify_directory(directory: Path) -> int:
     manifest = data.verify(directory)
     if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:

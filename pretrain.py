@@ -305,14 +305,17 @@ if __name__ == "__main__":
         checkpoint.load_weights(raw_model, resume_from or checkpoint.resolve(init_from))
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     ddp = dist.DDP(raw_model, bucket_mb=bucket_mb)
-    opt = Optimizer(ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum)
+    opt = Optimizer(
+        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
+        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+    )  # fmt: skip
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if compile:
         raw_model.compile_blocks(partial(torch.compile, dynamic=False))
     model = raw_model  # compiled block by block, so it is the same object
 
     # ---- state: fresh, or exactly as it was
-    start_step, val_loss = state.get("step", 0), state.get("val_loss", math.nan)
+    start_step = state.get("step", 0)
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     if resume_from:
         opt.load_state_dict(state["optimizer"])
@@ -367,13 +370,13 @@ if __name__ == "__main__":
             if skipped[1] >= max_skipped:
                 stop_not_finite(step, int(skipped[1]), loss_sum, world, tokens_per_step // block_size)
             mark_time, mark_step = time.perf_counter(), step
-        pause = time.perf_counter()
+        pause, val_loss = time.perf_counter(), None
         if step % eval_every == 0 or last:
             scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
         if step % save_every == 0 or last or stopping:
-            state = {"step": step, "order": order, "val_loss": val_loss, "skipped": skipped.tolist()}
+            state = {"step": step, "order": order, "skipped": skipped.tolist()}
             state |= {"optimizer": opt.state_dict(), "scaler": scaler.state_dict()}
             rank_state = {"rng": train_utils.rng_state(torch_device)}
             try:

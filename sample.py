@@ -100,7 +100,7 @@ def stream(model: Transformer, prompts: list[list[int]], params: SamplingParams)
     try:
         for n_new in range(1, max(limits) + 1):
             with blocks_as_written(model):
-                logits = model(idx, cache=cache)[:, -1].float()  # (B, V)
+                logits = model(idx, cache=cache, last_only=True)[:, -1].float()  # (B, V)
             tokens = choose(logits.index_fill_(1, banned, -math.inf), params, generators)  # (B,)
             for row, token in enumerate(tokens.tolist()):
                 if not ended[row]:

@@ -206,7 +206,7 @@ class RunLog:
             sys.stdout.flush()
 
     def train(self, step: int, values: Mapping[str, float], step_s: float, eta_s: float, peak_gib: float) -> None:
-        """One training line. `values` has loss, lr, grad_norm, tokens, tokens_per_s, mfu; else what is not 0 comes last."""
+        """One training line. `values` has loss, lr, grad_norm, tokens, tokens_per_s, mfu; others come last if not 0."""
         self.write("train", step, values)
         named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu")
         parts = [

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -728,6 +729,27 @@ def test_several_ranks(outcome: Callable, check: Callable, n: int) -> None:
 def test_clean_exit(outcome: Callable, n: int) -> None:
     reports, exit_codes = outcome(n)
     assert exit_codes == [0] * n and all("end" in report for report in reports), reports
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads through /proc")
+def test_close_ends_the_threads_of_the_group() -> None:
+    """A gloo thread that lives into interpreter shutdown aborts the process now and then; see the imports of ddp.py."""
+    code = """if True:
+        import os, pathlib, torch, ddp
+        ddp.init()
+        ddp.DDP(torch.nn.Linear(2, 2))  # imports torch._dynamo
+        ddp.any_rank(True)
+        ddp.close()
+        print([path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
+    """
+    env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gloo" not in done.stdout, done.stdout
 
 
 # ---- ranks that are lost ------------------------------------------------------------------------------------------

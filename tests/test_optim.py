@@ -61,8 +61,8 @@ def test_ten_steps_equal_torch_optim(kind, clip):
             optimizer.step()
             optimizer.zero_grad()
 
-    # AdamW agrees to rounding. Muon's direction is computed in bfloat16, where rounding differs between one matrix and a
-    # stack: 10 steps of up to 0.01 move a weight by at most 0.3, of which bfloat16 leaves about 1 % open.
+    # AdamW agrees to rounding. Muon's direction is computed in bfloat16, where rounding differs between one matrix and
+    # a stack: 10 steps of up to 0.01 move a weight by at most 0.3, of which bfloat16 leaves about 1 % open.
     for (name, p), q in zip(named, model.parameters(), strict=True):
         close = 3e-3 if kind == "muon" else 2e-6
         assert torch.allclose(p, q, atol=close), f"{name}: {(p - q).abs().max()}"
@@ -186,7 +186,8 @@ def test_warm_up_is_linear_and_never_zero(schedule):
     ("schedule", "step", "value"),
     [
         ("constant", 11, 1.0), ("constant", 500, 1.0),
-        ("cosine", 60, 0.55), ("cosine", 35, 0.1 + 0.45 * (1 + math.sqrt(0.5))), ("cosine", 110, 0.1), ("cosine", 300, 0.1),
+        ("cosine", 60, 0.55), ("cosine", 35, 0.1 + 0.45 * (1 + math.sqrt(0.5))), ("cosine", 110, 0.1),
+        ("cosine", 300, 0.1),
         ("linear", 60, 0.55), ("linear", 35, 0.775), ("linear", 110, 0.1), ("linear", 111, 0.1),
         ("wsd", 11, 1.0), ("wsd", 90, 1.0), ("wsd", 100, 0.55), ("wsd", 110, 0.1),
         ("wcsd", 30, 0.75), ("wcsd", 50, 0.5), ("wcsd", 90, 0.5), ("wcsd", 100, 0.3), ("wcsd", 110, 0.1),

@@ -29,8 +29,14 @@ from model import ModelConfig, Transformer, parameter_table
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2", "--compile=False"]
-TINY += ["--device=cpu", "--dtype=float32", "--log_every=1", "--eval_steps=4", "--warmup_steps=2", "--learning_rate=1e-2"]
+TINY = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2"]
+TINY += ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=4"]
+TINY += ["--warmup_steps=2", "--learning_rate=1e-2"]
+
+
+def flags_with_defaults(flags: tuple[str, ...], defaults: list[str]) -> list[str]:
+    given = {flag.partition("=")[0] for flag in flags}
+    return [*(flag for flag in defaults if flag.partition("=")[0] not in given), *flags]
 
 
 @pytest.fixture(scope="session")
@@ -42,15 +48,13 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(data_dir, tmp_path, monkeypatch):
-    """run(*flags) -> exit status of pretrain.py in this process, with tmp_path/out as out_dir unless a flag says other."""
+    """run(*flags) -> exit status of pretrain.py in this process; out_dir is tmp_path/out unless a flag says other."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def run(*flags: str) -> int:
-        given = {flag.partition("=")[0] for flag in flags}
         common = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", *TINY]
-        argv = ["pretrain.py", *(flag for flag in common if flag.partition("=")[0] not in given), *flags]
-        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", *flags_with_defaults(flags, common)])
         with pytest.raises(SystemExit) as caught:
             runpy.run_path(str(ROOT / "pretrain.py"), run_name="__main__")
         return caught.value.code or 0
@@ -62,7 +66,7 @@ def run(data_dir, tmp_path, monkeypatch):
 
 def command(*flags: str, ranks: int = 1) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "pretrain.py"), *TINY, *flags]
+    return [sys.executable, *launcher, str(ROOT / "pretrain.py"), *flags_with_defaults(flags, TINY)]
 
 
 def start(*flags: str, ranks: int = 1) -> subprocess.Popen:
@@ -92,7 +96,8 @@ def assert_same_run(a: Path, b: Path) -> None:
     """Losses, validation and final state equal to the bit."""
     for key in ("loss", "grad_norm", "lr", "tokens", "skipped"):
         assert [e[key] for e in events(a, "train")] == [e[key] for e in events(b, "train")], key
-    assert [(e["step"], e["val_loss"]) for e in events(a, "eval")] == [(e["step"], e["val_loss"]) for e in events(b, "eval")]
+    for key in ("step", "val_loss", "val_bpb"):
+        assert [e[key] for e in events(a, "eval")] == [e[key] for e in events(b, "eval")], key
     weights, others = (load_file(out / "latest" / "model.safetensors") for out in (a, b))
     assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
     mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
@@ -111,7 +116,8 @@ def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
     evals = events(out, "eval")
     assert [e["step"] for e in evals] == [0, 30, 60]
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.5
-    assert {"config.py", "log.jsonl", "latest", "best", "best2", "step_000030", "step_000060"} <= {p.name for p in out.iterdir()}
+    names = {"config.py", "log.jsonl", "latest", "best", "best2", "step_000030", "step_000060"}
+    assert names <= {path.name for path in out.iterdir()}
     assert [e["step"] for e in events(out, "train")] == list(range(1, 61))
     assert events(out, "train")[-1]["tokens"] == 60 * 64
 
@@ -177,7 +183,8 @@ def test_compiled_blocks_train_like_eager_ones(run, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_equal_one_over_fifty_steps(tmp_path, data_dir):
-    flags = [f"--data_dir={data_dir}", "--max_steps=50", "--total_batch_tokens=256", "--eval_every=25", "--eval_steps=5"]
+    flags = [f"--data_dir={data_dir}", "--max_steps=50", "--total_batch_tokens=256"]
+    flags += ["--eval_every=25", "--eval_steps=5"]
     for ranks in (1, 2):
         finish(start(*flags, f"--out_dir={tmp_path / str(ranks)}", ranks=ranks))
     one, two = tmp_path / "1", tmp_path / "2"
@@ -224,9 +231,10 @@ def logged_steps(out: Path) -> int:
 @pytest.mark.dist
 @pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("float16", 2)])
 def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
-    """kill -9 in the middle of a save, then at a random moment, then to the end; dropout, accumulation and clipping on."""
-    flags = [f"--data_dir={data_dir}", "--max_steps=24", f"--dtype={dtype}", "--dropout=0.1", "--total_batch_tokens=384"]
-    flags += ["--batch_size=1", "--save_every=3", "--eval_every=5", "--grad_clip=0.5"]
+    """kill -9 during a save, then at a random moment, then to the end; with dropout, accumulation and clipping."""
+    steps = 12 if dtype == "float16" else 24  # a CPU multiplies float16 slowly
+    flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", f"--dtype={dtype}", "--dropout=0.1", "--grad_clip=0.5"]
+    flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=5"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(start(*flags, f"--out_dir={straight}", ranks=ranks))
     flags.append(f"--out_dir={broken}")
@@ -235,7 +243,7 @@ def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
     wait_for(lambda: (broken / "step_000003").exists() and any(broken.glob(".step_*.tmp")), process)
     kill(process)
     process = start(*flags, "--resume=must", ranks=ranks)
-    target = random.Random(f"{dtype}{ranks}").randint(10, 20)
+    target = random.Random(f"{dtype}{ranks}").randint(steps // 2 - 1, steps - 4)
     wait_for(lambda: logged_steps(broken) >= target, process)
     kill(process)
     finish(start(*flags, "--resume=must", ranks=ranks))
@@ -254,11 +262,11 @@ def test_a_signal_saves_and_leaves(tmp_path, data_dir, number, ranks):
     process.send_signal(number)
     output = process.communicate(timeout=60)[0]
     assert process.returncode != 0 and "stopped by a signal" in output, output
-    if ranks == 1:
+    if ranks == 1:  # torchrun has an exit status, and a traceback, of its own
         assert process.returncode == 128 + number
+        assert "Traceback" not in output
     saved = checkpoint.find_latest(tmp_path / "out")
     assert checkpoint.load_train_state(saved, 0)[0]["step"] == logged_steps(tmp_path / "out") > 3
-    assert "Traceback" not in output
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(run, tmp_path, capsys):

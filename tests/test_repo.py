@@ -62,7 +62,7 @@ def test_help_names_every_key_with_a_comment(script):
     assert done.returncode == 0, done.stderr
     keys = done.stdout.partition("keys (")[2].splitlines()[1:]
     assert len(keys) > 5
-    bare = {"n_layer", "n_head", "n_embd", "vocab_size", "rope_theta", "norm_eps", "tie_embeddings", "dropout", "max_steps"}
+    bare = {"n_layer", "n_head", "n_embd", "rope_theta", "norm_eps", "tie_embeddings", "dropout", "max_steps"}
     bare |= {"beta1", "beta2"}
     for line in keys:
         name, _, rest = line.strip().partition(" ")
@@ -91,7 +91,7 @@ def test_optimizer_step_is_the_same_everywhere():
     first, *rest = [name for name in TRAINERS if (ROOT / f"{name}.py").exists()]
     assert "ddp.step(" in optimizer_step(first)
     for name in rest:
-        assert optimizer_step(name) == optimizer_step(first), f"{name}: optimizer step drifted from {first}; change both"
+        assert optimizer_step(name) == optimizer_step(first), f"{name}: the step drifted from {first}; change both"
 
 
 def test_text_is_ascii_in_code():

@@ -29,8 +29,8 @@ CORPUS = [
 ]
 
 
-def prompt(length: int, seed: int = 3, vocab_size: int = 97) -> list[int]:
-    return random_ids(tiny_config(vocab_size=vocab_size), 1, length, seed)[0].tolist()
+def prompt(length: int, seed: int = 3) -> list[int]:
+    return random_ids(tiny_config(), 1, length, seed)[0].tolist()
 
 
 def greedy_without_cache(net: Transformer, ids: list[int], n_new: int) -> list[int]:

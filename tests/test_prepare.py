@@ -1,0 +1,748 @@
+"""prepare.py against plain readings of the same files: what goes in comes out, whole, once, in the right split, whoever
+does the work and whatever is killed."""
+
+import bz2
+import collections
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+import prepare
+from configurator import ConfigError, is_key
+from prepare import PrepareError
+from tokenizer import Tokenizer, TokenizerError, train
+
+ROOT = Path(__file__).parent.parent
+KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+SMALL = {"UNIT_BYTES": 2**14, "GROUP_BYTES": 2**12}  # so that small files make many units
+
+EN = "The quick brown fox jumps over the lazy dog, and nobody knows why. It happened in 1987."
+ZH = "语言模型读了很多文字，学会猜下一个字是什么。猜得越准，写出来的话就越像人写的话。"
+CODE = "def f(x):\n\tif x:\n        return {'a': [1, 2]}  # \\n\n\n\n    return None\n"
+EMOJI = "👩‍👩‍👧 family, flag 🇨🇳, e\u0301, \u2028 separator, \u0085 next line, <|endoftext|> is text here"
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory) -> str:
+    """Directory of a tokenizer."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    train([EN, ZH, CODE, EMOJI] * 3, 512).save(path)
+    return str(path)
+
+
+def run(out_dir: Path, **settings) -> int:
+    return prepare.main(
+        KEYS
+        | {"workers": 1, "out_dir": str(out_dir)}
+        | {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+    )
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Different documents, short and long, in English, Chinese and code."""
+    rng = random.Random(seed)
+    return [f"{i} " + rng.choice([EN, ZH, CODE, EMOJI]) * rng.randint(1, 9) for i in range(count)]
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text(
+        "".join(json.dumps({"text": t}, ensure_ascii=bool(i % 2)) + "\n" for i, t in enumerate(documents)), "utf-8"
+    )
+    return path
+
+
+def read_back(out_dir: Path) -> dict[str, list[str]]:
+    """{split: texts} of a prepared directory, by numpy and the tokenizer alone."""
+    manifest = json.loads((out_dir / "manifest.json").read_text("utf-8"))
+    tokenizer, found = Tokenizer.load(out_dir), {}
+    for split, entry in manifest["splits"].items():
+        found[split] = []
+        for shard in entry["shards"]:
+            tokens, offsets = np.load(out_dir / shard["file"]), np.load(out_dir / shard["offsets"])
+            for begin, end in zip(offsets, offsets[1:], strict=False):
+                assert tokens[begin] == tokenizer.eot_id
+                found[split].append(tokenizer.decode(tokens[begin + 1 : end].tolist()))
+        assert tokens[-1] == tokenizer.eot_id and len(tokens) == offsets[-1] + 1
+    return found
+
+
+def plain_split(text: str, val: float, test: float) -> str:
+    u = int.from_bytes(hashlib.blake2b(text.encode(), key=b"split-v1", digest_size=8).digest(), "little") / 2**64
+    return "test" if u < test else "val" if u < test + val else "train"
+
+
+def content(out_dir: Path) -> dict[str, bytes]:
+    """{name: bytes} of all that must not depend on how the work was done. config.py records how, e.g. workers."""
+    return {path.name: path.read_bytes() for path in out_dir.iterdir() if path.name != "config.py"}
+
+
+def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
+    """A command line that runs main() in a process of its own."""
+    config = KEYS | {"out_dir": str(out_dir)} | settings
+    patch = f"vars(prepare).update({SMALL})" if small else ""
+    return [sys.executable, "-c", f"import sys, prepare; {patch}; sys.exit(prepare.main({config}))"]
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+# ---- what goes in comes out ------------------------------------------------------------------
+
+
+def test_every_document_of_every_container_comes_out_once_and_in_order(tmp_path, tok):
+    documents = texts(120)
+    odd = [
+        "line one\r\nline two\r\nold mac\rend",
+        "\ufeff inner mark",
+        " \t leading and trailing \n ",
+        "\x00NUL \x1b[1m\x0c",
+        "a",
+    ]
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_bytes(b"\xef\xbb\xbf" + odd[0].encode())
+    (source / "b.txt.gz").write_bytes(gzip.compress((ZH * 50).encode()))
+    (source / "c.json").write_text(json.dumps([{"text": t} for t in documents[:20]]), "utf-8")
+    write_jsonl(source / "d.jsonl", documents[20:] + odd[1:])
+    (source / "e.jsonl.bz2").write_bytes(bz2.compress(json.dumps({"text": "packed " + EMOJI}).encode()))
+    (source / "f.csv").write_text('id,text\r\n1,"two\r\nlines"\r\n2,甲乙丙\r\n', "utf-8", newline="")
+    read = [odd[0], ZH * 50, *documents, *odd[1:], "packed " + EMOJI, "two\nlines", "甲乙丙"]
+    expected = ["".join(c for c in re.sub("\r\n?", "\n", t) if c in "\t\n" or c >= " ") for t in read]
+    assert run(tmp_path / "out", input=source, tokenizer_dir=tok, val_fraction=0.2, test_fraction=0.1) == 0
+    by_split = collections.defaultdict(list)
+    for text in expected:
+        by_split[plain_split(text, val=0.2, test=0.1)].append(text)
+    assert min(map(len, by_split.values())) > 5
+    assert read_back(tmp_path / "out") == by_split
+
+
+def test_code_and_prose_are_not_touched():
+    for text in (EN, ZH, CODE, EMOJI, Path(__file__).read_text("utf-8"), " ", "\t\n\n\n", "\x7f\x80\xa0\u3000\ufeff"):
+        assert prepare.clean(text) == (text, text.encode(), len(text.encode()))
+
+
+def test_cleaning_twice_is_cleaning_once():
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices("ab \t\n\r\x00\x0b\x1f\x7f\x85甲😀", k=rng.randint(0, 12)))
+        cleaned, raw, n_bytes = prepare.clean(text)
+        assert raw == cleaned.encode() and n_bytes == len(text.encode())
+        assert prepare.clean(cleaned)[0] == cleaned
+        assert cleaned == "".join(c for c in re.sub("\r\n?", "\n", text) if c in "\t\n" or c >= " ")
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 40, 500, 2**27])
+def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
+    documents = texts(60) + ["", "  \n", "a"]
+    lines = [json.dumps({"text": t}) for t in documents] + ["{bad", '{"other": 1}', '{"text": null}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines), "utf-8")
+    run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok, val_fraction=0.3, shard_tokens=shard_tokens)
+    manifest = data.verify(tmp_path / "out")
+    info, splits = manifest["info"], manifest["splits"]
+    assert info["documents"]["dropped"] == {"empty": 2, "bad_json": 1, "bad_field": 2}
+    assert info["documents"]["read"] == 66 == info["documents"]["kept"] + 5
+    tokenizer = Tokenizer.load(tok)
+    for split, found in read_back(tmp_path / "out").items():
+        entry = splits[split]
+        assert entry["documents"] == len(found) == sum(shard["documents"] for shard in entry["shards"])
+        assert entry["bytes"] == sum(len(t.encode()) for t in found)
+        assert entry["tokens"] == sum(1 + len(tokenizer.encode(t)) for t in found) + 1
+    assert sum(entry["documents"] for entry in splits.values()) == info["documents"]["kept"] == 61
+    assert sum(entry["bytes"] for entry in splits.values()) == info["bytes"]["kept"]
+    assert info["bytes"]["read"] == sum(len(t.encode()) for t in documents)
+    assert "documents: 66 read = 61 kept + 5 dropped" in capsys.readouterr().out
+
+
+def test_manifest_says_what_it_was_made_of(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(40))
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=0.2)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
+    (entry,) = manifest["info"]["inputs"]
+    assert entry["path"] == str(path) and entry["size"] == path.stat().st_size
+    assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest["info"]["recipe"]["val_fraction"] == 0.2
+    assert manifest["tokenizer_fingerprint"] == Tokenizer.load(tok).fingerprint()
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            assert shard["sha256"] == hashlib.sha256((tmp_path / "out" / shard["file"]).read_bytes()).hexdigest()
+
+
+def test_both_backends_and_a_large_vocabulary(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(200))
+    assert run(tmp_path / "sp", input=path, backend="sentencepiece", vocab_size=512, val_fraction=0.2) == 0
+    assert sorted(sum(read_back(tmp_path / "sp").values(), [])) == sorted(texts(200))
+
+
+# ---- splits ----------------------------------------------------------------------------------
+
+
+def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
+    old, new = texts(400), texts(1000, seed=1)
+    write_jsonl(tmp_path / "a.jsonl", old)
+    write_jsonl(tmp_path / "b.jsonl", old + new + old[:50])
+    splits = []
+    for name in "ab":
+        run(tmp_path / name, input=tmp_path / f"{name}.jsonl", tokenizer_dir=tok, val_fraction=0.2, test_fraction=0.1)
+        found = read_back(tmp_path / name)
+        splits.append({text: split for split, documents in found.items() for text in documents})
+        assert sum(len(set(documents)) for documents in found.values()) == len(splits[-1])
+    assert {text: splits[1][text] for text in old} == splits[0]
+    share = collections.Counter(splits[1].values())
+    n = len(splits[1])
+    for split, fraction in (("train", 0.7), ("val", 0.2), ("test", 0.1)):
+        assert abs(share[split] - n * fraction) < 4 * (n * fraction * (1 - fraction)) ** 0.5
+
+
+def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
+    documents = texts(4)
+    run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
+    assert "warning: val_fraction=1e-09 takes none" in capsys.readouterr().out
+    lowest = min(documents, key=lambda t: hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest()[::-1])
+    assert read_back(tmp_path / "out")["val"] == [lowest]
+
+
+def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
+    run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", texts(4)), tokenizer_dir=tok, val_fraction=0.0)
+    assert list(read_back(tmp_path / "out")) == ["train"]
+
+
+def test_nothing_left_for_train_is_an_error(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", [EN, EN])
+    with pytest.raises(PrepareError, match="no document is left for train"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("n", [9, 10, 1003, 10007])
+def test_single_document_is_cut_as_nanogpt_cuts_it(tmp_path, tok, n):
+    text = ((EN + "\n" + ZH + EMOJI) * (n // 100 + 1))[:n]
+    (tmp_path / "input.txt").write_text(text, "utf-8", newline="\r\n")
+    run(tmp_path / "out", input=tmp_path / "input.txt", tokenizer_dir=tok, val_fraction=0.1)
+    assert read_back(tmp_path / "out") == {"train": [text[: int(n * 0.9)]], "val": [text[int(n * 0.9) :]]}
+
+
+def test_single_document_in_three(tmp_path, tok):
+    (tmp_path / "input.txt").write_text(EN * 40, "utf-8")
+    run(tmp_path / "out", input=tmp_path / "input.txt", tokenizer_dir=tok, val_fraction=0.2, test_fraction=0.1)
+    train_text, val, test = (read_back(tmp_path / "out")[split][0] for split in ("train", "val", "test"))
+    assert train_text + val + test == EN * 40
+    assert (len(val), len(test)) == (len(EN) * 8, len(EN) * 4)
+
+
+def test_tokenizer_learns_from_train_only(tmp_path):
+    documents = texts(60)
+    recipe = prepare.check_config(KEYS | {"input": "x", "out_dir": "x", "val_fraction": 0.3, "test_fraction": 0.1})
+    inputs = prepare.find_inputs(str(write_jsonl(tmp_path / "x.jsonl", documents)), tmp_path)
+    learnt = list(prepare.training_texts(prepare.plan_units(inputs, "file"), recipe))
+    assert learnt == [t for t in documents if plain_split(t, val=0.3, test=0.1) == "train"]
+    (tmp_path / "one.txt").write_text(EN * 10, "utf-8")
+    units = prepare.plan_units(prepare.find_inputs(str(tmp_path / "one.txt"), tmp_path), "file")
+    assert list(prepare.training_texts(units, recipe)) == [(EN * 10)[: len(EN) * 6]]
+
+
+# ---- any number of processes, and what happens when one is lost ------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Some 0.4 MB in lines of one file and in small files, some of it bad, so that there are about 40 units."""
+    path = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in texts(1200)]
+    lines[700:700] = ["{bad", '{"text": 1}']
+    (path / "many.jsonl").write_text("\n".join(lines), "utf-8")
+    for i, text in enumerate(texts(30, seed=7)):
+        (path / f"{i:02d}.txt").write_text(text * 3, "utf-8")
+    return path
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(prepare, name, value)
+    assert len(prepare.plan_units(prepare.find_inputs(str(corpus), tmp_path), "file")) > 20
+    for workers in (1, 2, 3):
+        status = run(
+            tmp_path / str(workers),
+            input=corpus,
+            tokenizer_dir=tok,
+            workers=workers,
+            val_fraction=0.1,
+            shard_tokens=40_000,
+        )
+        assert status == 0
+    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "3")
+    assert len(list((tmp_path / "1").glob("train_?????.npy"))) > 2
+    assert not leftovers(tmp_path)
+
+
+def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
+    run(tmp_path / "whole", input=corpus, tokenizer_dir=tok)
+    for name, value in SMALL.items():
+        monkeypatch.setattr(prepare, name, value)
+    run(tmp_path / "cut", input=corpus, tokenizer_dir=tok)
+    assert content(tmp_path / "whole") == content(tmp_path / "cut")
+
+
+def children(pid: int) -> list[int]:
+    """Worker processes of a process (the resource tracker is none)."""
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
+        return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    except OSError:
+        return []
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
+MOMENTS = {
+    "at the start": lambda scratch: True,
+    "when tokens come": lambda scratch: list(scratch.glob("*.tokens")),
+    "half-way": lambda scratch: len(list(scratch.glob("*.tokens"))) > 15,
+    "while splits are written": lambda scratch: list(scratch.glob("out/train_00000.npy.tmp")),
+    "when a shard is done": lambda scratch: list(scratch.glob("out/train_00000.npy")),
+    "before the manifest": lambda scratch: list(scratch.glob("out/val_00000.npy")),
+}
+
+
+def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory: Path) -> bool:
+    """Start a run, kill -9 it at a moment, wait for its workers to be gone. False if it was done before that."""
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
+    workers: set[int] = set()
+
+    def reached() -> bool:
+        workers.update(children(process.pid))
+        scratch = list(directory.glob(".*.building.tmp"))
+        return process.poll() is not None or bool(scratch and has_come(scratch[0]))
+
+    wait_for(reached)
+    process.kill()
+    killed = process.wait() == -signal.SIGKILL
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))  # nobody works on alone
+    return killed
+
+
+def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
+    settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 40_000}
+    assert run(tmp_path / "whole", workers=1, **settings) == 0
+    arguments = command(tmp_path / "out", workers=2, **settings)
+    n_killed = 0
+    for has_come in MOMENTS.values():
+        killed = kill_at(has_come, arguments, tmp_path)
+        n_killed += killed
+        assert (tmp_path / "out").exists() is not killed
+    assert n_killed >= len(MOMENTS) - 1  # after the last moment little is left to do
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not leftovers(tmp_path)
+
+
+def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
+    write_jsonl(tmp_path / "x.jsonl", texts(30))
+    run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
+    before = content(tmp_path / "out")
+    process = subprocess.Popen(command(tmp_path / "out", input=str(corpus), tokenizer_dir=tok, workers=1), cwd=ROOT)
+    wait_for(lambda: list(tmp_path.glob(".out.*.building.tmp/out/train_00000.npy.tmp")))
+    process.kill()
+    process.wait()
+    assert content(tmp_path / "out") == before
+    run(tmp_path / "out", input=corpus, tokenizer_dir=tok)
+    assert content(tmp_path / "out") != before and data.verify(tmp_path / "out")
+    assert not leftovers(tmp_path)
+
+
+def test_killed_worker_is_an_error_and_leaves_nothing(tmp_path, tok, corpus):
+    settings = {"input": str(corpus), "tokenizer_dir": tok}
+    process = subprocess.Popen(
+        command(tmp_path / "out", workers=2, **settings), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: list(tmp_path.glob(".out.*.building.tmp/000003.tokens")))
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].endswith(
+        "prepare: a worker process was killed; run again, with fewer workers if memory was short"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_exception_in_a_worker_surfaces_and_leaves_nothing(tmp_path, tok, corpus, workers, monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(prepare, name, value)
+    plan = prepare.plan_units
+
+    def broken(inputs, txt_split):
+        units = plan(inputs, txt_split)
+        units[-2] = [part._replace(begin="here") for part in units[-2]]
+        return units
+
+    monkeypatch.setattr(prepare, "plan_units", broken)
+    with pytest.raises(TypeError):
+        run(tmp_path / "out", input=corpus, tokenizer_dir=tok, workers=workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- once more -------------------------------------------------------------------------------
+
+
+def test_up_to_date_until_something_changes(tmp_path, tok, capsys):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    other = write_jsonl(tmp_path / "y.jsonl", texts(5, seed=3))
+    (tmp_path / "tok2").mkdir()
+    train([EN, ZH] * 9, 400).save(tmp_path / "tok2")
+    settings = {"input": path, "tokenizer_dir": tok, "val_fraction": 0.2}
+    said = "prepare: .*/out is made anew: "
+
+    def again(expected: str, **more) -> None:
+        mark = (tmp_path / "out" / "manifest.json").stat().st_ino if (tmp_path / "out").exists() else 0
+        settings.update(more)
+        assert run(tmp_path / "out", **settings) == 0
+        out = capsys.readouterr().out
+        assert re.search(expected, out), out
+        assert ((tmp_path / "out" / "manifest.json").stat().st_ino == mark) == ("up to date" in expected)
+
+    again("is done")
+    again("is up to date", workers=2)
+    os.utime(path, ns=(1, 1))
+    again("is up to date")
+    again(said + "val_fraction\n", val_fraction=0.3)
+    again(said + "tokenizer\n", tokenizer_dir=str(tmp_path / "tok2"))
+    write_jsonl(path, texts(49) + ["new"])
+    again(said + "input .*x.jsonl\n")
+    again(said + "input .*y.jsonl\n", input=f"{path},{other}")
+    again(said + "the order of the inputs\n", input=f"{other},{path}")
+    (tmp_path / "out" / "train_00000.npy").write_bytes(b"")
+    again(said + "nothing complete is there yet")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    again(said + "nothing complete is there yet")
+    again("is up to date")
+    data.verify(tmp_path / "out")
+
+
+def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    for vocab_size, expected in ((512, "is done"), (512, "is up to date"), (640, "made anew: tokenizer")):
+        run(tmp_path / "out", input=path, vocab_size=vocab_size)
+        assert expected in capsys.readouterr().out
+    for expected in ("is done", "is up to date"):
+        run(tmp_path / "out2", input=path, vocab_size=512, tokenizer_dir=tmp_path / "new")
+        assert expected in capsys.readouterr().out
+    assert Tokenizer.load(tmp_path / "new").fingerprint() == Tokenizer.load(tmp_path / "out2").fingerprint()
+
+
+def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    write_splits = prepare.write_splits
+
+    def slow(*args):
+        write_jsonl(path, texts(51))
+        return write_splits(*args)
+
+    monkeypatch.setattr(prepare, "write_splits", slow)
+    with pytest.raises(PrepareError, match="x.jsonl changed while it was read"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_never_removed(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    out = tmp_path / "out"
+    out.mkdir()
+    run(out, input=path, tokenizer_dir=tok)  # an empty directory is as good as none
+    (out / "notes.txt").write_text("mine", "utf-8")
+    assert run(out, input=path, tokenizer_dir=tok) == 0  # nothing to do
+    for overwrite in (False, True):
+        with pytest.raises(PrepareError, match="holds notes.txt, which is not ours"):
+            run(out, input=path, tokenizer_dir=tok, val_fraction=0.5, overwrite=overwrite)
+    (out / "notes.txt").unlink()
+    (out / "manifest.json").unlink()
+    with pytest.raises(PrepareError, match="holds config.py, but no manifest.json of ours; overwrite=True"):
+        run(out, input=path, tokenizer_dir=tok)
+    assert run(out, input=path, tokenizer_dir=tok, overwrite=True) == 0
+    with pytest.raises(PrepareError, match="x.jsonl is a file"):
+        run(path, input=path, tokenizer_dir=tok)
+    assert path.exists() and not leftovers(tmp_path)
+
+
+def test_another_run_beside_is_left_alone(tmp_path):
+    with prepare.scratch_dir(tmp_path / "x") as first:
+        (first / "file").write_text("", "utf-8")
+        code = f"from prepare import *\nwith scratch_dir(Path({str(tmp_path / 'x')!r})) as second: print(second)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+        assert done.stdout.strip() != str(first) and (first / "file").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypatch, capsys):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(prepare, name, value)
+    lines = [json.dumps({"text": t}, ensure_ascii=False).encode() for t in texts(900)]
+    bad = {3: b"{bad", 5: b'{"body": "x"}', 7: b'{"text": 1}', 300: b'{"text": "\xff\xfe\xff"}'}
+    bad |= {700 + i: b"[" for i in range(20)}
+    for line, raw in bad.items():
+        lines[line - 1] = raw
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok, workers=workers) == 0
+    rows = [row.split("\t") for row in (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()]
+    assert rows[0] == ["path", "line", "byte", "reason", "detail"]
+    reasons = {5: "bad_field", 7: "bad_field", 300: "bad_encoding"}
+    where = [
+        (str(path), str(k), str(sum(len(raw) + 1 for raw in lines[: k - 1])), reasons.get(k, "bad_json")) for k in bad
+    ]
+    assert [tuple(row[:4]) for row in rows[1:]] == where
+    printed = [line for line in capsys.readouterr().out.splitlines() if f"{path}:" in line]
+    assert [line.split(": ")[1] for line in printed] == [f"{path}:{k}" for k in list(bad)[:20]]
+    info = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]
+    assert info["documents"]["dropped"] == {"bad_json": 21, "bad_field": 2, "bad_encoding": 1}
+    assert info["documents"]["kept"] == 876 and info["failed"] == []
+    with pytest.raises(PrepareError, match=r"x.jsonl:3: bad_json: .*; mend it, or leave such records out with"):
+        run(tmp_path / "strict", input=path, tokenizer_dir=tok, workers=workers, strict=True)
+    assert not (tmp_path / "strict").exists() and not leftovers(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    write_jsonl(source / "good.jsonl", texts(30))
+    (source / "broken").symlink_to("nowhere")
+    (source / "latin.txt").write_bytes(b"caf\xe9 \xff\xff")
+    packed = gzip.compress(write_jsonl(tmp_path / "x", texts(900)).read_bytes())
+    (source / "torn.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    for said in ("done", "up to date"):
+        assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
+        out = capsys.readouterr().out
+        assert f"out is {said}\nprepare: 3 of 4 files could not be read, or not to the end: {source}/broken, " in out
+    rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
+    assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]
+    assert len(sum(read_back(tmp_path / "out").values(), [])) > 60  # of the torn file, too
+    with pytest.raises(PrepareError, match=f"cannot read {source}/broken: No such file"):
+        run(tmp_path / "strict", input=source, tokenizer_dir=tok, strict=True)
+
+
+def bad_inputs(path: Path) -> dict[str, tuple[Path, str]]:
+    """{name: (input, what is said about it)}"""
+    files = {
+        "empty.txt": b"",
+        "blank.txt": b" \n\n",
+        "malformed.jsonl": b"{bad\n[\n{\n",
+        "latin.txt": b"\xff\xff",
+        "none.json": b"[]",
+    }
+    for name, raw in files.items():
+        (path / name).write_bytes(raw)
+    (path / "broken.txt").symlink_to("nowhere")
+    nothing = "prepare: no document to prepare: "
+    return {
+        "empty.txt": nothing + "1 empty",
+        "blank.txt": nothing + "1 empty",
+        "malformed.jsonl": nothing + "3 bad_json; first: PATH:1: bad_json: ",
+        "latin.txt": nothing + "1 bad_encoding; first: PATH:1: bad_encoding: ",
+        "none.json": nothing + "the input holds none",
+        "missing.txt": "data: no file matches 'PATH'; give",
+    }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
+    for name, said in bad_inputs(tmp_path).items():
+        path = tmp_path / name
+        with pytest.raises(ValueError) as caught:
+            run(tmp_path / "out", input=path, tokenizer_dir="" if trained else tok)
+        assert str(caught.value).startswith(said.replace("PATH", str(path)))
+        assert "\n" not in str(caught.value) and type(caught.value).one_line
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--input=x", "config: out_dir is empty; give --out_dir=... (--help lists the keys)"),
+        ("--out_dir=x", "config: input is empty; give --input=... (--help lists the keys)"),
+        ("--input=x --out_dir=x --kind=chat", "config: kind must be text, got 'chat'"),
+        ("--input=a.jsonl --out_dir=x", "prepare: no document to prepare: 2 bad_json; first: a.jsonl:1: bad_json: E"),
+        ("--input=a.jsonl --out_dir=x --strict=True", "prepare: a.jsonl:1: bad_json: Expecting property name enclosed"),
+        ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "tokenizer: vocab_size=12 cannot hold"),
+        ("--verify=x", "data: no directory x; run: python prepare.py --input=... --out_dir=x"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(tmp_path, flags, said):
+    (tmp_path / "a.jsonl").write_text("{bad\n[\n", "utf-8")
+    arguments = [sys.executable, ROOT / "prepare.py", *flags.split()]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_wrong_settings_are_named():
+    for key, value in (
+        ("val_fraction", 1.0),
+        ("test_fraction", -0.1),
+        ("txt_split", "x"),
+        ("shard_tokens", 0),
+        ("workers", -1),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            prepare.check_config(KEYS | {"input": "x", "out_dir": "x", key: value})
+
+
+def test_tokenizer_without_an_end_of_text_is_refused(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(5))
+    description = json.loads(Path(tok, "tokenizer.json").read_text("utf-8"))
+    description["added_tokens"] = []
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(description), "utf-8")
+    with pytest.raises(PrepareError, match="has no end of text"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tmp_path / "t")
+    (tmp_path / "t" / "tokenizer.json").write_text("{}", "utf-8")
+    with pytest.raises(TokenizerError, match="is damaged"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tmp_path / "t")
+
+
+@pytest.mark.parametrize("form", ["txt", "jsonl", "jsonl.gz"])
+def test_standard_input(tmp_path, tok, form):
+    documents = [ZH + EN] if form == "txt" else texts(40)
+    raw = documents[0].encode() if form == "txt" else write_jsonl(tmp_path / "x.jsonl", documents).read_bytes()
+    raw = gzip.compress(raw) if form.endswith("gz") else raw
+    flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25"]
+    for said in (b"is done", b"is up to date"):
+        done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
+        assert said in done.stdout
+    found = read_back(tmp_path / "out")
+    if form == "txt":
+        assert found["train"][0] + found["val"][0] == documents[0]
+    else:
+        assert sorted(found["train"] + found["val"]) == sorted(documents)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]["inputs"][0]["path"] == "-"
+
+
+def test_verify(tmp_path, tok, capsys):
+    run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", texts(50)), tokenizer_dir=tok)
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+    assert "out is as it was written" in capsys.readouterr().out
+    train([EN] * 3, 384).save(tmp_path / "out")
+    with pytest.raises(PrepareError, match="did not make its tokens"):
+        prepare.main(KEYS | {"verify": str(tmp_path / "out")})
+    with pytest.raises(data.DataError, match="not prepared"):
+        prepare.main(KEYS | {"verify": str(tmp_path)})
+
+
+# ---- built-in texts --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def docs() -> list[str]:
+    return list(prepare.python_docs())
+
+
+def test_python_docs_are_the_same_in_every_process(docs):
+    code = "import hashlib, prepare; print(hashlib.sha256(repr(list(prepare.python_docs())).encode()).hexdigest())"
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == hashlib.sha256(repr(docs).encode()).hexdigest()
+
+
+def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests(docs):
+    import difflib
+
+    library = Path(os.__file__).parent
+    assert sum(map(len, docs[:70])) > 300_000  # the reference
+    (module,) = (text for text in docs if text.startswith("difflib\n\n"))
+    assert module.startswith("difflib\n\n" + difflib.__doc__.strip())
+    assert (
+        "\n\n\ndifflib.SequenceMatcher.ratio\n\n"
+        + prepare.ast.get_docstring(
+            prepare.ast
+            .parse("class A:\n    def f():\n        '''" + difflib.SequenceMatcher.ratio.__doc__ + "'''")
+            .body[0]
+            .body[0]
+        )
+        in module
+    )
+    assert module.endswith("\n\n\n" + Path(difflib.__file__).read_text("utf-8"))
+    for name in ("test/support/__init__.py", "unittest/test/testmock/testmock.py", "idlelib/idle_test/test_run.py"):
+        tested = library / name
+        if tested.exists() and tested.stat().st_size > 100:
+            assert not any(tested.read_text("utf-8") in text for text in docs), name
+    for name in (
+        "test/test_os.py",
+        "ctypes/test/test_cast.py",
+        "test_x.py",
+        "site-packages/numpy/a.py",
+        "config-3.11/x.py",
+    ):
+        assert not prepare.is_documentation(Path(name)), name
+    for name in ("os.py", "unittest/case.py", "json/__init__.py", "doctest.py", "contextlib.py"):
+        assert prepare.is_documentation(Path(name)), name
+
+
+def test_python_docs_without_sources_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(PrepareError, match=f"no sources of the standard library in {tmp_path}"):
+        list(prepare.python_docs())
+
+
+def test_debug_data_made_by_several_processes_at_once(tmp_path):
+    code = f"import prepare; prepare.make_debug_data({str(tmp_path / 'debug')!r})"
+    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["debug"]
+    data.verify(tmp_path / "debug")
+    before = content(tmp_path / "debug")
+    prepare.make_debug_data(tmp_path / "debug")
+    assert content(tmp_path / "debug") == before
+    found = read_back(tmp_path / "debug")
+    assert sorted(found["train"] + found["val"]) == sorted(prepare.debug_texts())
+    assert any("春天来了" in text for text in prepare.debug_texts())
+    prepare.make_debug_data(tmp_path / "again")
+    assert content(tmp_path / "again").keys() == before.keys()
+    assert (tmp_path / "again" / "train_00000.npy").read_bytes() == before["train_00000.npy"]
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def peak_mb(out_dir: Path, path: Path, tok: str, workers: int) -> float:
+    """Peak resident memory of the largest process, in MB, of preparing a file."""
+    end = "; import resource as r; print(max(r.getrusage(w).ru_maxrss for w in (r.RUSAGE_SELF, r.RUSAGE_CHILDREN)))"
+    run_it = command(out_dir, input=str(path), tokenizer_dir=tok, workers=workers)
+    run_it[-1] = run_it[-1].replace("sys.exit(", "(") + end
+    done = subprocess.run(run_it, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) / 1024
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_memory_does_not_grow_with_the_input(tmp_path, tok, workers):
+    documents = texts(2000)
+    peaks = []
+    for times in (1, 10):
+        path = tmp_path / f"{times}.jsonl"
+        with open(path, "w", encoding="utf-8") as f:
+            f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
+        peaks.append(peak_mb(tmp_path / str(times), path, tok, workers))
+    assert path.stat().st_size > 8e6
+    assert peaks[1] < peaks[0] + 5, peaks
