@@ -1,0 +1,27 @@
+"""What `make demo` trains: a small model of Python's own documentation and sources, on two CPU cores in five minutes.
+
+    python prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
+    python pretrain.py config/demo.py
+    python sample.py --init_from=out/demo
+"""
+
+out_dir = "out/demo"
+data_dir = "data/demo"
+compile = False  # a fresh machine may have no C++ compiler
+n_layer = 6
+n_head = 4
+n_kv_head = 2
+n_embd = 256
+block_size = 256
+batch_size = 16
+max_steps = 500
+warmup_steps = 30
+learning_rate = 4e-3
+min_lr = 0.0
+schedule = "wsd"
+decay_fraction = 0.4
+eval_every = 100
+eval_steps = 16
+save_every = 250
+log_every = 20
+sample_prompts = "def "

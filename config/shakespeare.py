@@ -1,0 +1,26 @@
+"""Shakespeare on two CPU cores in about a minute.
+
+    python prepare.py --input=input.txt --out_dir=data/shakespeare --vocab_size=1024 --val_fraction=0.1
+    python pretrain.py config/shakespeare.py
+
+input.txt is the 1.1 MB tinyshakespeare file of char-rnn; validation is its last tenth, as in nanoGPT, whose figures are
+nats per character: 0.693 times the bits per byte printed here, since the text is ASCII.
+"""
+
+out_dir = "out/shakespeare"
+data_dir = "data/shakespeare"
+compile = False  # a compiler's start would cost more than it gains in a minute
+n_layer = 4
+n_head = 4
+n_embd = 128
+block_size = 128
+batch_size = 16
+max_steps = 800
+warmup_steps = 20
+learning_rate = 6e-3
+min_lr = 0.0
+schedule = "linear"
+eval_every = 100
+eval_steps = 0
+save_every = 800
+log_every = 50
