@@ -364,9 +364,10 @@ if __name__ == "__main__":
             values = {
                 "loss": dist.all_reduce_sum(loss_sum.clone()).item() / world_size, "lr": lr,
                 "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size, "skipped": int(skipped[0]),
+                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
+                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
             }  # fmt: skip
-            log.train(step, values, step_s, step_s * (max_steps - step), train_utils.peak_memory_gib(torch_device))
+            log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
                 stop_not_finite(step, int(skipped[1]), loss_sum, world, tokens_per_step // block_size)
             mark_time, mark_step = time.perf_counter(), step

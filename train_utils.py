@@ -205,14 +205,15 @@ class RunLog:
             tqdm.write(text)
             sys.stdout.flush()
 
-    def train(self, step: int, values: Mapping[str, float], step_s: float, eta_s: float, peak_gib: float) -> None:
-        """One training line. `values` has loss, lr, grad_norm, tokens, tokens_per_s, mfu; others come last if not 0."""
+    def train(self, step: int, values: Mapping[str, float], step_s: float) -> None:
+        """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0."""
         self.write("train", step, values)
-        named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu")
+        named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib")
+        eta = clock(step_s * (self.max_steps - step))
         parts = [
             f"step {step:6d}/{self.max_steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}",
             f"norm {values['grad_norm']:.2f}", f"{1000 * step_s:.0f} ms", f"{values['tokens_per_s']:,.0f} tok/s",
-            f"mfu {100 * values['mfu']:.1f}%", f"{peak_gib:.1f} GiB", f"eta {clock(eta_s)}",
+            f"mfu {100 * values['mfu']:.1f}%", f"{values['memory_gib']:.1f} GiB", f"eta {eta}",
         ]  # fmt: skip
         parts += [f"{key} {value:.4g}" for key, value in values.items() if value and key not in named]
         self.print(" | ".join(parts))
