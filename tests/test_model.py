@@ -517,7 +517,7 @@ def test_flops_equal_torchs_count(changes, monkeypatch):
     [
         ({"n_head": 6, "n_kv_head": 4, "n_embd": 96}, ["n_head=6", "n_kv_head=4"]),
         ({"n_head": 4, "n_kv_head": 8}, ["n_head=4", "n_kv_head=8"]),
-        ({"n_head": 0}, ["n_head=0"]),
+        ({"n_head": 0}, ["n_head must be positive, got 0"]),
         ({"n_embd": 65}, ["n_embd=65", "n_head=4"]),
         ({"head_dim": 17}, ["head_dim=17"]),
         ({"n_embd": 20}, ["head_dim=5"]),
