@@ -21,7 +21,7 @@ $(VENV)/tests: $(VENV)/core requirements-test.txt
 demo: $(VENV)/core
 	$(PY) prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
 	$(PY) pretrain.py config/demo.py
-	$(PY) sample.py --init_from=out/demo
+	$(PY) sample.py --init_from=out/demo --prompt='The ' --n=3 --max_new_tokens=120 --temperature=0.7
 
 test: $(VENV)/tests
 	$(PY) -m ruff check .

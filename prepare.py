@@ -7,7 +7,7 @@
 
 The input is cut into units, which depend on nothing but the input. Any number of processes turn units into tokens; then
 one pass copies the tokens, in the order of the units, into the splits. So the output is the same to the byte for any
-number of processes. Memory holds one document per process, never a unit.
+number of processes. Each holds one document at a time, so memory does not grow with the input.
 
 All of it is built in a hidden directory beside out_dir and renamed at the end: a run that was killed leaves nothing
 that looks finished. A run whose inputs, settings and tokenizer are those of the directory that is there does nothing.
@@ -348,7 +348,7 @@ def write_splits(units: list[list[Part]], kept: int, recipe: Recipe, tokenizer: 
         for split in SPLITS
     }
     if kept == 1:
-        print("prepare: there is one document; its end becomes val")
+        print("prepare: there is only one document; it is cut into the splits")
         text, _ = next(read_again(units, recipe, Counts()))
         for split, part in zip(SPLITS, cut(text, recipe), strict=True):
             if part:
@@ -460,7 +460,7 @@ def scratch_dir(out_dir: Path) -> Iterator[Path]:
 
     Each is locked while its process lives, and gets the name by which others find it once it is locked.
     """
-    parent, prefix, suffix = out_dir.absolute().parent, f".{out_dir.name}.", ".building.tmp"
+    parent, prefix, suffix = out_dir.absolute().parent, f".{out_dir.absolute().name}.", ".building.tmp"
     parent.mkdir(parents=True, exist_ok=True)
     for left in parent.iterdir():
         if left.name.startswith(prefix) and left.name.endswith(suffix):

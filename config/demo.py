@@ -1,4 +1,4 @@
-"""What `make demo` trains: a small model of Python's own documentation and sources, on two CPU cores in five minutes.
+"""What `make demo` trains: a small model of Python's own documentation and sources, on two CPU cores in six minutes.
 
     python prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
     python pretrain.py config/demo.py
@@ -14,7 +14,7 @@ n_kv_head = 2
 n_embd = 256
 block_size = 256
 batch_size = 16
-max_steps = 500
+max_steps = 650
 warmup_steps = 30
 learning_rate = 4e-3
 min_lr = 0.0
@@ -22,6 +22,6 @@ schedule = "wsd"
 decay_fraction = 0.4
 eval_every = 100
 eval_steps = 16
-save_every = 250
+save_every = 325
 log_every = 20
 sample_prompts = "def "

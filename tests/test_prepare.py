@@ -296,6 +296,9 @@ def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
     assert content(tmp_path / "whole") == content(tmp_path / "cut")
 
 
+needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for worker processes in /proc")
+
+
 def children(pid: int) -> list[int]:
     """Worker processes of a process (the resource tracker is none)."""
     try:
@@ -339,6 +342,7 @@ def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory:
     return killed
 
 
+@needs_proc
 def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 40_000}
     assert run(tmp_path / "whole", workers=1, **settings) == 0
@@ -368,6 +372,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     assert not leftovers(tmp_path)
 
 
+@needs_proc
 def test_killed_worker_is_an_error_and_leaves_nothing(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok}
     process = subprocess.Popen(
