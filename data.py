@@ -299,7 +299,9 @@ def read_records(
     """
     stream = open_stream(path)
     head = stream.peek()
-    kind, decoded = container(path, head, txt_split), partial(text_record, encoding=guess_encoding(head))
+    kind = container(path, head, txt_split)
+    by_line = kind in (*LINE_KINDS, "csv", "tsv")  # what is decoded as a whole needs no guess
+    decoded = partial(text_record, encoding=guess_encoding(head) if by_line else "utf-8")
     assert not begin or kind in (*LINE_KINDS, "parquet"), f"{path}: {kind} is read as a whole, {begin=}"
     if begin and kind in LINE_KINDS:
         stream.close()
@@ -314,7 +316,7 @@ def read_records(
         elif kind == "file":
             yield from file_record(stream)
         elif kind == "blank":
-            yield from map(decoded, paragraphs(read_lines(stream, begin, None), begin, end))
+            yield from map(decoded, paragraphs(stream, begin, end))
         else:
             lines = (line for line in read_lines(stream, begin, end) if line.problem or line.value.strip())
             yield from map(jsonl_record, map(decoded, lines)) if kind == "jsonl" else map(decoded, lines)
@@ -343,26 +345,33 @@ def damaged(stream: io.BufferedReader, line: int, offset: int) -> Record:
     return Record(None, line, offset, problem=reason, detail=detail)
 
 
-def paragraphs(lines: Iterator[Record], begin: int, end: int | None) -> Iterator[Record]:
-    """Runs of lines after the blank lines that start in [begin, end); the start of the file counts as a blank line."""
-    mine, held = begin == 0, []
-    for record in lines:
-        if not record.problem and record.value.strip():
-            if mine:
-                held.append(record)
-            elif end is not None and record.offset >= end:
-                return  # all of the part lies within one paragraph
-            continue
-        if held:
-            yield held[0]._replace(value=b"".join(line.value for line in held))
-            held = []
-        if record.problem:
-            yield record
-        if end is not None and record.offset >= end:
-            return
-        mine = True
+def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
+    """Runs of lines after the blank lines that start in [begin, end), as `read_lines` would read them; the start of the
+    file counts as a blank line."""
+    offset = begin - 1 + len(stream.readline()) if begin else 0
+    line, mark = 0, 0 if begin else skip_mark(stream)
+    mine, held, first = begin == 0, [], (0, 0)
+    while raw := stream.readline():
+        line += 1
+        if stream.raw.damage and not raw.endswith(b"\n"):
+            break
+        if not raw.strip():
+            if held:
+                yield Record(b"".join(held), *first)
+                held = []
+            if end is not None and offset >= end:
+                return
+            mine = True
+        elif mine:
+            first = first if held else (line, offset)
+            held.append(raw)
+        elif end is not None and offset >= end:
+            return  # all of the part lies within one paragraph
+        offset, mark = offset + mark + len(raw), 0
     if held:
-        yield held[0]._replace(value=b"".join(line.value for line in held))
+        yield Record(b"".join(held), *first)
+    if stream.raw.damage:
+        yield damaged(stream, line, offset)
 
 
 def text_record(record: Record, encoding: str) -> Record:

@@ -256,7 +256,7 @@ def test_parts_of_one_long_paragraph_do_not_read_to_the_end(tmp_path: Path, monk
     path = tmp_path / "a.txt"
     path.write_bytes(b"line\n" * 1000)
     with data.open_stream(str(path), 99) as stream:
-        assert list(data.paragraphs(data.read_lines(stream, 100, None), 100, 200)) == []
+        assert list(data.paragraphs(stream, 100, 200)) == []
         assert stream.raw.file.tell() < 400
     parts = [list(data.read_documents(str(path), "text", "blank", a, a + 100)) for a in range(0, 5000, 100)]
     assert [len(part) for part in parts] == [1] + [0] * 49 and len(parts[0][0].text) == 4999
