@@ -1,9 +1,9 @@
 # make demo    raw text -> tokenizer -> token files -> a small trained model -> samples; no download, two CPU cores
-# make test    every test         make lint    ruff         make clean    remove what the targets above made
+# make test    every test         make lint    ruff         make clean    remove what the others made, but .venv
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Two threads on a laptop, more where there are more cores; torchrun sets its own.
+# One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: demo test lint clean
@@ -23,8 +23,7 @@ demo: $(VENV)/core
 	$(PY) pretrain.py config/demo.py
 	$(PY) sample.py --init_from=out/demo --prompt='The ' --n=3 --max_new_tokens=120 --temperature=0.7
 
-test: $(VENV)/tests
-	$(PY) -m ruff check .
+test: lint
 	$(PY) -m pytest -q
 
 lint: $(VENV)/tests

@@ -25,6 +25,7 @@ class OptimError(ValueError):
 class Bucket(Protocol):
     """What an optimizer needs to know of a bucket of ddp.py."""
 
+    index: int
     names: list[str]
     params: list[nn.Parameter]
     offsets: list[int]  # where each parameter begins in the flat tensors

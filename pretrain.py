@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -70,7 +71,7 @@ beta1 = 0.9
 beta2 = 0.95
 momentum = 0.95  # Muon's
 grad_clip = 1.0  # global norm; 0.0 = off
-max_skipped = 20  # stop after this many steps in a row without a finite gradient
+max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
 # system
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
@@ -86,31 +87,32 @@ eval_steps = 50  # batches of batch_size windows, over all ranks; 0 = the whole 
 sample_prompts = ""  # continued at each evaluation; several separated by |
 log_every = 10  # steps
 save_every = 500  # steps; also after the last step
-keep_last = 2  # newest checkpoints kept
-keep_best = 2  # best checkpoints by validation loss kept besides (0 to 2)
+keep_last = 2  # newest checkpoints kept; 0 = all
+keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
 ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in globals()]
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
+# What a run leaves in its directory: overwrite=True deletes nothing else.
+OWN_FILES = re.compile(r"config\.py|log\.jsonl|\.?step_\d+(\.tmp|\.old)?|\.?(latest|best2?)(\.tmp)?|.*\.tmp")
 
 
 class TrainingError(RuntimeError):
     one_line = True
 
 
-def choose_architecture(config: dict, token_vocab: int) -> ModelConfig:
-    """From init_from's checkpoint, else from the keys. Raises ConfigError where the two or the tokenizer disagree."""
+def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
+    """From the checkpoint `source`, else from the keys. Raises ConfigError where they or the tokenizer disagree."""
     asked = {key: config[key] for key in ARCHITECTURE}
-    if not config["init_from"]:
+    if source is None:
         asked["vocab_size"] = asked["vocab_size"] or token_vocab
         cfg = ModelConfig(**asked)
     else:
-        path = checkpoint.resolve(config["init_from"])
-        cfg = checkpoint.load_config(path)
+        cfg = checkpoint.load_config(source)
         for key in set(ARCHITECTURE) - {"block_size", "dropout"}:
             if asked[key] != DEFAULTS[key] and asked[key] != getattr(cfg, key):
-                raise ConfigError(f"config: {key}={asked[key]} but {path} has {getattr(cfg, key)}; leave {key} out")
+                raise ConfigError(f"config: {key}={asked[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
         cfg = dataclasses.replace(cfg, block_size=asked["block_size"], dropout=asked["dropout"])
     if token_vocab > cfg.vocab_size:
         raise ConfigError(f"config: vocab_size={cfg.vocab_size} is less than the data's {token_vocab} token ids")
@@ -119,9 +121,20 @@ def choose_architecture(config: dict, token_vocab: int) -> ModelConfig:
 
 def check_config(config: dict, world_size: int) -> int:
     """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
+    at_least = dict.fromkeys(("batch_size", "block_size", "max_steps", "log_every", "eval_every", "save_every"), 1)
+    at_least |= {"max_skipped": 1, "total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0}
+    at_least |= dict.fromkeys(("keep_last", "keep_best", "grad_clip", "weight_decay", "learning_rate", "bucket_mb"), 0)
+    for key, least in at_least.items():
+        if config[key] < least:
+            raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
+    for key in ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum"):
+        if not 0 <= config[key] <= 1:
+            raise ConfigError(f"config: {key} must be from 0 to 1, got {config[key]}")
+    if config["keep_best"] > 2:
+        raise ConfigError(f"config: keep_best must be 0, 1 or 2, got {config['keep_best']}")
     tokens_per_micro = config["batch_size"] * config["block_size"] * world_size
     total = config["total_batch_tokens"] or tokens_per_micro
-    if total % tokens_per_micro or tokens_per_micro <= 0:
+    if total % tokens_per_micro:
         raise ConfigError(
             f"config: total_batch_tokens={total} must be a multiple of batch_size*block_size*world_size = "
             f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
@@ -130,9 +143,8 @@ def check_config(config: dict, world_size: int) -> int:
     for key, allowed in choices.items():
         if config[key] not in allowed:
             raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
-    for key in ("max_steps", "log_every", "eval_every", "save_every", "keep_last", "max_skipped"):
-        if config[key] < 1:
-            raise ConfigError(f"config: {key} must be at least 1, got {config[key]}")
+    if config["overwrite"] and config["resume"] != "never":
+        raise ConfigError("config: overwrite=True deletes the run that resume would continue; add resume='never'")
     if config["schedule"] == "wcsd" and not config["stable_lr"]:
         raise ConfigError("config: schedule='wcsd' needs stable_lr, the learning rate of its plateau")
     return total // tokens_per_micro
@@ -141,10 +153,12 @@ def check_config(config: dict, world_size: int) -> int:
 def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     """Checkpoint of out_dir to continue from, or None to start. Raises ConfigError where `resume` forbids it."""
     out = Path(config["out_dir"])
+    if not config["out_dir"] or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"config: out_dir={config['out_dir']!r} is not a directory")
     used = out.exists() and any(out.iterdir())
     if config["resume"] == "never":
-        if used and not config["overwrite"]:
-            raise ConfigError(f"config: resume='never' but {out} is not empty; use another out_dir or overwrite=True")
+        if used:
+            check_overwrite(config, out)
         return None
     path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
     if path is None:
@@ -160,17 +174,55 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     return path
 
 
-def prepare_out_dir(out_dir: str, clear: bool) -> None:
-    if clear:
-        shutil.rmtree(out_dir, ignore_errors=True)
-    os.makedirs(out_dir, exist_ok=True)
+def check_overwrite(config: dict, out: Path) -> None:
+    """Raise ConfigError unless all of `out` may be deleted: the user said so, and it is a run and nothing else."""
+    if not config["overwrite"]:
+        raise ConfigError(f"config: resume='never' but {out} is not empty; use another out_dir or overwrite=True")
+    foreign = [path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name)]
+    if foreign:
+        raise ConfigError(f"config: {out} holds {foreign[0]!r}, which no run made; use another out_dir")
+    if config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"config: init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer, data_dir: str) -> None:
+    """Raise ConfigError if the weights in `path` were trained on other token ids than the data's."""
+    if any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        if Tokenizer.load(path).fingerprint() != tokenizer.fingerprint():
+            raise ConfigError(
+                f"config: {data_dir} was not tokenized with the tokenizer of {path}; "
+                f"rerun prepare.py with --tokenizer_dir={path}"
+            )
+
+
+def check_ranks_agree(mine: dict) -> None:
+    """Raise on all ranks if one of them has another setting or would continue from another step."""
+    everyone = dist.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        differ = [key for key in mine if theirs[key] != everyone[0][key]]
+        if differ:
+            key = differ[0]
+            raise TrainingError(
+                f"pretrain: rank {rank} has {key}={theirs[key]}, rank 0 has {everyone[0][key]}; "
+                f"all ranks need the same command, data and out_dir"
+            )
+
+
+def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
+    """What a resumed run says: from where, with which other settings, and that it has come to its end if it has."""
+    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in saved.keys() & config if saved[key] != config[key]]
+    text = f"continuing {path} after step {step}" + (f"; changed: {', '.join(sorted(changed))}" if changed else "")
+    if step >= config["max_steps"]:
+        text += f"; max_steps={config['max_steps']} is reached, raise it to go on"
+    return text
 
 
 def check_data_order(saved: dict, now: dict, path: Path) -> None:
     """A resumed run goes on with the very next sample only if everything that orders samples is unchanged."""
     differ = [key for key in now if saved.get(key) != now[key]]
     if differ:
-        detail = ", ".join(f"{key}={saved.get(key)} (asked {now[key]})" for key in differ)
+        detail = [f"{key}={saved.get(key)} (asked {now[key]})" if key != "data" else "another corpus" for key in differ]
+        detail = ", ".join(detail)
         raise ConfigError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
 
 
@@ -265,44 +317,52 @@ if __name__ == "__main__":
     accum_steps = check_config(config, world_size)
     tokens_per_step = accum_steps * batch_size * block_size * world_size
     config["total_batch_tokens"] = tokens_per_step
-    torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if plan_only and device == "cuda" and peak_tflops and dtype != "auto":
+        torch_device = torch.device("cuda")  # a plan for another machine
+    else:
+        torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
-    if plan_only and vocab_size and not Path(data_dir).exists():
-        print(plan(choose_architecture(config, 0), config, world_size, torch_device, torch_dtype, peak, train_tokens=0))
+    source = checkpoint.resolve(init_from) if init_from else None
+    if plan_only and (vocab_size or source) and not Path(data_dir).exists():
+        cfg = choose_architecture(config, source, 0)
+        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, train_tokens=0))
         sys.exit(0)
-    if Path(data_dir).name == "debug":
+    if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
     train_data, val_data = TokenData(data_dir, "train"), TokenData(data_dir, "val")
     tokenizer = Tokenizer.load(data_dir)
     train_data.check_tokenizer(tokenizer.fingerprint())
     Sampler(train_data.n_tokens, block_size, seed)  # raises if the corpus is shorter than a few blocks
     next(val_batches(val_data, block_size, batch_size=1, eval_steps=1))
-    cfg = choose_architecture(config, tokenizer.vocab_size)
+    cfg = choose_architecture(config, source, tokenizer.vocab_size)
     order = {key: config[key] for key in DATA_KEYS} | {"data": train_data.fingerprint}
-    resume_from = find_resume(config, cfg, verbose=rank == 0)
-    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
-    if resume_from:
-        check_data_order(state["order"], order, resume_from)
+    if source:
+        check_tokenizer(source, tokenizer, data_dir)
     if rank == 0:
         print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, train_data.n_tokens), flush=True)
     if plan_only:
         sys.exit(0)
+    resume_from = find_resume(config, cfg, verbose=rank == 0)
+    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
+    start_step = state.get("step", 0)
+    if resume_from:
+        check_data_order(state["order"], order, resume_from)
+        if rank == 0:
+            print(describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
-    # ---- processes, run directory
+    # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s)
-    if world.is_main:
-        prepare_out_dir(out_dir, clear=resume == "never" and overwrite)
-        write_config(config, f"{out_dir}/config.py", command=f"python pretrain.py {out_dir}/config.py")
+    check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
     train_utils.seed_everything(seed)
     raw_model = Transformer(cfg)
-    if resume_from or init_from:
-        checkpoint.load_weights(raw_model, resume_from or checkpoint.resolve(init_from))
+    if resume_from or source:
+        checkpoint.load_weights(raw_model, resume_from or source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     ddp = dist.DDP(raw_model, bucket_mb=bucket_mb)
     opt = Optimizer(
@@ -315,21 +375,29 @@ if __name__ == "__main__":
     model = raw_model  # compiled block by block, so it is the same object
 
     # ---- state: fresh, or exactly as it was
-    start_step = state.get("step", 0)
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
     if resume_from:
+        ddp.n_steps = start_step
         opt.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty unless that run was in float16
+            scaler.load_state_dict(state["scaler"])
         if rank_state:  # absent for a rank that the saved run did not have
             train_utils.set_rng_state(rank_state["rng"], torch_device)
+    state = rank_state = None  # as large as the optimizer's
+    if world.is_main:
+        if resume == "never" and Path(out_dir).exists():
+            shutil.rmtree(out_dir)  # check_overwrite has looked at it
+        os.makedirs(out_dir, exist_ok=True)
+        again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
+        write_config(again, f"{out_dir}/config.py", command=f"python pretrain.py {out_dir}/config.py")
     batches = Batches(
         train_data, block_size, batch_size, accum_steps, seed, world.rank, world_size, torch_device, start_step
     )
     val = partial(val_batches, val_data, block_size, batch_size, eval_steps, world.rank, world_size)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    warmup = round(warmup_fraction * max_steps) or warmup_steps
+    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
-    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
     save_failed, stopping = False, False
 
     # ---- the loop
@@ -359,10 +427,11 @@ if __name__ == "__main__":
 
         last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
-            step_s = (time.perf_counter() - mark_time) / (step - mark_step)
+            mean_loss = dist.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
+            step_s = (time.perf_counter() - mark_time) / (step - mark_step)  # this clock is true
             tokens_per_s = tokens_per_step / step_s
             values = {
-                "loss": dist.all_reduce_sum(loss_sum.clone()).item() / world_size, "lr": lr,
+                "loss": mean_loss, "lr": lr,
                 "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
@@ -377,7 +446,7 @@ if __name__ == "__main__":
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
         if step % save_every == 0 or last or stopping:
-            state = {"step": step, "order": order, "skipped": skipped.tolist()}
+            state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
             state |= {"optimizer": opt.state_dict(), "scaler": scaler.state_dict()}
             rank_state = {"rng": train_utils.rng_state(torch_device)}
             try:
@@ -393,7 +462,8 @@ if __name__ == "__main__":
                 save_failed = False
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            log.print(f"stopped by a signal after step {step}; run the same command to continue")
+            how = "not saved" if save_failed else "the same command continues"
+            log.print(f"stopped by a signal after step {step}; {how}")
             break
 
     batches.close()

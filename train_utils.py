@@ -96,6 +96,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
@@ -132,8 +134,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def process_bytes(device: torch.device) -> float:
-    """Memory of the process itself, before there is a model: what is resident on a CPU, and the 100 MB of kernels that
-    torch loads when they are first used. On a GPU the figures count tensors only."""
+    """Memory of the process itself, to be asked before there is a model: its peak so far on a CPU, and the 100 MB of
+    kernels that torch loads when they are first used. On a GPU the figures count tensors only."""
     if device.type == "cuda":
         return 0.0
     return peak_memory_gib(device) * 2**30 + 100e6
@@ -185,7 +187,7 @@ class RunLog:
         if not enabled:
             return
         self.path = Path(out_dir) / "log.jsonl"
-        keep_events_until(self.path, start_step)
+        keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
         self.file = open(self.path, "a", encoding="utf-8")
         self.bar = tqdm(total=max_steps, initial=start_step, disable=not sys.stdout.isatty(), leave=False, unit="step")
 
@@ -197,8 +199,11 @@ class RunLog:
         """Append {"event", "step", **values} to log.jsonl. JSON has no NaN and no infinity: they become null."""
         if self.enabled:
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+                self.file.flush()
+            except OSError as error:  # a full disk must not end the run
+                self.print(f"log: cannot write {self.path}: {error.strerror}")
 
     def print(self, text: str) -> None:
         if self.enabled:

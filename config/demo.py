@@ -22,6 +22,6 @@ schedule = "wsd"
 decay_fraction = 0.4
 eval_every = 100
 eval_steps = 16
-save_every = 325
+save_every = 200
 log_every = 20
 sample_prompts = "def "

@@ -2,7 +2,7 @@
 
     python prepare.py --input=CORPUS --out_dir=data/gpt2 --vocab_size=50304
     python pretrain.py config/gpt2.py
-    torchrun --standalone --nproc_per_node=8 pretrain.py config/gpt2.py --batch_size=32
+    torchrun --standalone --nproc_per_node=8 pretrain.py config/gpt2.py
 
 2.5 G tokens, 20 per parameter (arXiv:2203.15556). `--plan_only=True` prints FLOPs, memory and time for your device.
 """

@@ -1,10 +1,10 @@
-"""28M parameters (8 layers, 512 wide): the first run on a corpus of your own.
+"""26M parameters with the demo's 4,096 ids, 40M with 32,768: the first run on a corpus of your own.
 
     torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py --data_dir=data/mine      # 4 GPUs
     python pretrain.py config/small.py --data_dir=data/mine                                        # 1 GPU
 
-0.5 G tokens, 18 per parameter. The default data are the demo's (make demo), which are far too few: they show that it
-runs. On CPUs add --compile=False --total_batch_tokens=2048 --batch_size=1 --max_steps=5.
+0.5 G tokens, 20 and 13 per parameter. The default data are the demo's (make demo), which are far too few: they show
+that it runs. On CPUs add --compile=False --total_batch_tokens=2048 --batch_size=1 --max_steps=5.
 """
 
 out_dir = "out/small"

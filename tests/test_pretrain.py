@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -248,6 +249,9 @@ def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
     kill(process)
     finish(start(*flags, "--resume=must", ranks=ranks))
     assert_same_run(straight, broken)
+    if ranks == 2:  # dropout masks are each rank's own
+        states = [checkpoint.load_train_state(broken / "latest", rank)[1]["rng"]["cpu"] for rank in range(2)]
+        assert not torch.equal(*states)
     if dtype == "float16":
         assert checkpoint.load_train_state(broken / "latest", 0)[0]["scaler"]["scale"] > 0
 
@@ -311,6 +315,14 @@ def refused(run, capsys, *flags: str) -> str:
         ("--block_size=9999999", "block_size=9999999"),
         ("--vocab_size=100", "vocab_size=100 is less than"),
         ("--max_steps=0", "max_steps must be at least 1"),
+        ("--batch_size=0", "batch_size must be at least 1"),
+        ("--total_batch_tokens=-512", "total_batch_tokens must be at least 0"),
+        ("--eval_steps=-1", "eval_steps must be at least 0"),
+        ("--keep_best=3", "keep_best must be 0, 1 or 2"),
+        ("--decay_fraction=1.5", "decay_fraction must be from 0 to 1"),
+        ("--overwrite=True", "add resume='never'"),
+        ("--out_dir=", "out_dir='' is not a directory"),
+        ("--out_dir=pretrain.py", "is not a directory"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, says):
@@ -328,6 +340,38 @@ def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2", "--resume=never", "--overwrite=True", "--n_layer=3") == 0
 
 
+def test_overwrite_deletes_a_run_and_nothing_else(run, tmp_path, capsys):
+    assert run("--max_steps=2") == 0
+    flags = ["--max_steps=2", "--resume=never", "--overwrite=True"]
+    assert "that overwrite=True deletes" in refused(run, capsys, *flags, f"--init_from={tmp_path / 'out'}")
+    (tmp_path / "out" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    assert "holds 'thesis.txt', which no run made" in refused(run, capsys, *flags)
+    assert (tmp_path / "out" / "latest").exists()
+    (tmp_path / "out" / "thesis.txt").unlink()
+    assert run(*flags) == 0
+    config = (tmp_path / "out" / "config.py").read_text(encoding="utf-8")
+    assert "resume = 'auto'" in config and "overwrite = False" in config
+
+
+def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
+    assert run("--max_steps=2") == 0
+    assert run("--max_steps=4", "--learning_rate=0.5") == 0
+    text = capsys.readouterr().out
+    assert "step_000002 after step 2; changed: learning_rate 0.01 -> 0.5, max_steps 2 -> 4" in text
+    assert run("--max_steps=4", "--learning_rate=0.5") == 0
+    assert "max_steps=4 is reached" in capsys.readouterr().out
+    assert len(losses(tmp_path / "out")) == 4
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(run, tmp_path):
+    assert run("--max_steps=3") == 0
+    for path in (tmp_path / "out").glob("step_*"):
+        shutil.rmtree(path)
+    assert run("--max_steps=3") == 0
+    assert [e["step"] for e in events(tmp_path / "out", "eval")] == [0, 3]
+    assert [e["step"] for e in events(tmp_path / "out", "train")] == [1, 2, 3]
+
+
 def test_tokenizer_and_data_that_do_not_belong_together_are_refused(run, tmp_path, capsys, data_dir):
     other = tmp_path / "other"
     shutil.copytree(data_dir, other)
@@ -335,6 +379,13 @@ def test_tokenizer_and_data_that_do_not_belong_together_are_refused(run, tmp_pat
 
     train(["entirely different text, repeated. " * 50], 512).save(other)
     assert "another tokenizer" in refused(run, capsys, f"--data_dir={other}", "--max_steps=1")
+    assert run("--max_steps=1", f"--out_dir={tmp_path / 'source'}") == 0
+    for path in (tmp_path / "source" / "latest").glob("tokenizer*"):
+        shutil.copy(other / path.name, path)
+    no_checksums = shutil.ignore_patterns("checksums.json")
+    shutil.copytree(tmp_path / "source" / "latest", tmp_path / "foreign", ignore=no_checksums)
+    message = refused(run, capsys, f"--init_from={tmp_path / 'foreign'}", "--max_steps=1")
+    assert "was not tokenized with the tokenizer of" in message
 
 
 def test_a_truncated_token_file_is_refused(run, tmp_path, capsys, data_dir):
@@ -417,6 +468,35 @@ def ddp_memory() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+SHRUNK = ["--n_layer=1", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--head_dim=0", "--ffn_dim=0", "--vocab_size=0"]
+SHRUNK += ["--block_size=32", "--batch_size=2", "--total_batch_tokens=0", "--max_steps=3", "--eval_steps=2"]
+SHRUNK += ["--device=cpu", "--dtype=float32", "--compile=False", "--warmup_steps=1"]
+
+
+@pytest.mark.parametrize("config", ["", *sorted(str(path) for path in ROOT.glob("config/*.py"))], ids=os.path.basename)
+def test_shipped_configs_train(tmp_path, monkeypatch, data_dir, config):
+    argv = ["pretrain.py", *filter(None, [config]), *SHRUNK, f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "pretrain.py"), run_name="__main__")
+    assert not caught.value.code
+    assert events(tmp_path / "out", "eval")[-1]["step"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--dtype=float32"], ["--dtype=bfloat16"], ["--activation_checkpointing=True"]])
+def test_peak_memory_is_the_printed_estimate(tmp_path, data_dir, flags):
+    """Within 15 %, with a vocabulary of 32,768: the measured peak of a process against the plan it printed."""
+    shape = ["--n_layer=6", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=32768", "--block_size=256"]
+    output = finish(
+        start(*shape, "--batch_size=8", "--max_steps=3", "--eval_steps=1", f"--data_dir={data_dir}",
+              f"--out_dir={tmp_path / 'out'}", *flags)
+    )  # fmt: skip
+    estimate = float(re.search(r"memory +([\d.]+) GiB", output)[1])
+    assert events(tmp_path / "out", "train")[-1]["memory_gib"] == pytest.approx(estimate, rel=0.15)
 
 
 # ---- gradients against torch ----------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_help_names_every_key_with_a_comment(script):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
-def test_configs_set_known_keys_to_other_values_than_the_defaults(path):
+def test_configs_set_known_keys_and_say_how_to_run(path):
     """And open with a docstring that gives the command."""
     source = (ROOT / "pretrain.py").read_text(encoding="utf-8")
     source = source.partition("# ---- config")[2].partition("\n")[2].partition("ARCHITECTURE")[0]
