@@ -21,7 +21,7 @@ $(VENV)/tests: $(VENV)/core requirements-test.txt
 demo: $(VENV)/core
 	$(PY) prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
 	$(PY) pretrain.py config/demo.py
-	$(PY) sample.py --init_from=out/demo --prompt='The ' --n=3 --max_new_tokens=120 --temperature=0.7
+	$(PY) sample.py --init_from=out/demo --prompt=The --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 
 test: lint
 	$(PY) -m pytest -q

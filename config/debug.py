@@ -26,4 +26,4 @@ eval_every = 25
 eval_steps = 8
 save_every = 25
 log_every = 5
-sample_prompts = "The "
+sample_prompts = "The"

@@ -2,7 +2,7 @@
 
     python prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
     python pretrain.py config/demo.py
-    python sample.py --init_from=out/demo
+    python sample.py --init_from=out/demo --prompt=The --temperature=0.7
 """
 
 out_dir = "out/demo"
@@ -24,4 +24,4 @@ eval_every = 100
 eval_steps = 16
 save_every = 200
 log_every = 20
-sample_prompts = "def "
+sample_prompts = "The"
