@@ -321,6 +321,9 @@ if __name__ == "__main__":
         torch_device = torch.device("cuda")  # a plan for another machine
     else:
         torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    compilers = map(shutil.which, ("g++", "clang++", "c++"))
+    if compile and torch_device.type == "cpu" and not plan_only and not any(compilers):
+        raise ConfigError("config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 

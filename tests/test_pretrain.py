@@ -330,6 +330,11 @@ def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, sa
     assert not (tmp_path / "out").exists()
 
 
+def test_compile_without_a_compiler_is_one_line(run, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "needs a C++ compiler" in refused(run, capsys, "--compile=True")
+
+
 def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     before = sorted(p.name for p in (tmp_path / "out").iterdir())
