@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -125,20 +126,26 @@ def peak_memory_gib(device: torch.device) -> float:
     """Most memory this process has held: on the GPU, else resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return resident_bytes("VmHWM") / 2**30
+
+
+def process_bytes(device: torch.device) -> float:
+    """Memory of the process itself, to be asked before there is a model: what is resident on a CPU, and the 100 MB of
+    kernels that torch loads when they are first used. On a GPU the figures count tensors only."""
+    return 0.0 if device.type == "cuda" else resident_bytes("VmRSS") + 100e6
+
+
+def resident_bytes(field: str) -> float:
+    """Linux's VmRSS (now) or VmHWM (peak); elsewhere the peak, 0 on Windows. Linux's getrusage would not do: its peak
+    is inherited from the process that started this one."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return float(re.search(rf"{field}:\s+(\d+)", status.read_text(encoding="utf-8"))[1]) * 2**10
     try:
         import resource
     except ImportError:  # Windows
         return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
-
-
-def process_bytes(device: torch.device) -> float:
-    """Memory of the process itself, to be asked before there is a model: its peak so far on a CPU, and the 100 MB of
-    kernels that torch loads when they are first used. On a GPU the figures count tensors only."""
-    if device.type == "cuda":
-        return 0.0
-    return peak_memory_gib(device) * 2**30 + 100e6
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
 
 
 def hardware(device: torch.device) -> str:
