@@ -383,7 +383,11 @@ def text_record(record: Record, encoding: str) -> Record:
     except UnicodeDecodeError as error:
         text = record.value.decode("utf-8", "replace")
         return record._replace(value=text, problem="bad_encoding", detail=str(error))
-    return record._replace(value=text.replace("\r\n", "\n").removesuffix("\n"), encoding=encoding)
+    return record._replace(value=unix_lines(text).removesuffix("\n"), encoding=encoding)
+
+
+def unix_lines(text: str) -> str:
+    return text.replace("\r\n", "\n") if "\r" in text else text  # to look for one character is almost free
 
 
 def jsonl_record(record: Record) -> Record:
@@ -400,7 +404,7 @@ def file_record(stream: io.BufferedReader) -> Iterator[Record]:
     offset, raw = skip_mark(stream), stream.read()
     try:
         text, encoding = decode(raw, cut=bool(stream.raw.damage))
-        yield Record(text.replace("\r\n", "\n"), 1, 0, encoding)
+        yield Record(unix_lines(text), 1, 0, encoding)
     except UnicodeDecodeError as error:
         line, offset = 1 + raw.count(b"\n", 0, error.start), offset + error.start
         yield Record(None, line, offset, problem="bad_encoding", detail=str(error))
