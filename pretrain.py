@@ -95,7 +95,7 @@ DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
 # What a run leaves in its directory: overwrite=True deletes nothing else.
-OWN_FILES = re.compile(r"config\.py|log\.jsonl|\.?step_\d+(\.tmp|\.old)?|\.?(latest|best2?)(\.tmp)?|.*\.tmp")
+OWN_FILES = re.compile(r"(config\.py|log\.jsonl|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
 
 
 class TrainingError(RuntimeError):
@@ -299,12 +299,12 @@ def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: i
     return [tokenizer.decode(a + b) for a, b in zip(ids, generate(model, ids, params), strict=True)]
 
 
-def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, world: dist.World, samples_per_step: int) -> None:
+def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches, world_size: int) -> None:
     """Raise on every rank, naming the ranks whose loss of this step was not finite and where their data lies."""
     bad = [rank for rank, finite in enumerate(dist.gather_objects(bool(loss_sum.isfinite()))) if not finite]
     where = f"loss not finite on rank {', '.join(map(str, bad))}" if bad else "loss finite, gradient not"
-    share = samples_per_step // world.world_size
-    first = (step - 1) * samples_per_step + (bad[0] if bad else 0) * share
+    share = batches.samples_per_step // world_size
+    first = batches.position(step - 1) + (bad[0] if bad else 0) * share
     raise TrainingError(
         f"pretrain: step {step}: {skipped} steps in a row without a finite gradient; {where}; samples {first} to "
         f"{first + share - 1}; lower learning_rate or continue from an earlier checkpoint"
@@ -441,7 +441,7 @@ if __name__ == "__main__":
             }  # fmt: skip
             log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
-                stop_not_finite(step, int(skipped[1]), loss_sum, world, tokens_per_step // block_size)
+                stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
             mark_time, mark_step = time.perf_counter(), step
         pause, val_loss = time.perf_counter(), None
         if step % eval_every == 0 or last:

@@ -352,7 +352,9 @@ def test_overwrite_deletes_a_run_and_nothing_else(run, tmp_path, capsys):
     (tmp_path / "out" / "thesis.txt").write_text("years of work", encoding="utf-8")
     assert "holds 'thesis.txt', which no run made" in refused(run, capsys, *flags)
     assert (tmp_path / "out" / "latest").exists()
-    (tmp_path / "out" / "thesis.txt").unlink()
+    (tmp_path / "out" / "thesis.txt").rename(tmp_path / "out" / "thesis.tmp")
+    assert "holds 'thesis.tmp'" in refused(run, capsys, *flags)
+    (tmp_path / "out" / "thesis.tmp").unlink()
     assert run(*flags) == 0
     config = (tmp_path / "out" / "config.py").read_text(encoding="utf-8")
     assert "resume = 'auto'" in config and "overwrite = False" in config
@@ -460,16 +462,16 @@ def test_init_from_takes_architecture_and_weights(run, tmp_path, capsys):
 
 def test_plan_only_needs_no_memory_and_no_data(run, tmp_path, capsys):
     flags = ["--n_layer=80", "--n_head=64", "--n_kv_head=8", "--n_embd=8192", "--ffn_dim=28672", "--vocab_size=128256"]
-    before = ddp_memory()
+    before = peak_bytes()
     assert run(*flags, "--plan_only=True", "--data_dir=nowhere", "--tie_embeddings=False") == 0
     text = capsys.readouterr().out
     cfg = ModelConfig(128256, 32, 80, 64, 8, 8192, ffn_dim=28672, tie_embeddings=False)
     assert f"{parameter_table(cfg)['total']:,}" in text and "70," in text  # Llama-3 70B
-    assert ddp_memory() - before < 2**30
+    assert peak_bytes() - before < 2**30
     assert not (tmp_path / "out").exists()
 
 
-def ddp_memory() -> int:
+def peak_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -515,10 +517,9 @@ def test_step_gradient_equals_the_mean_loss_of_the_whole_batch():
     oracle.load_state_dict(model.state_dict())
     tokens = torch.randint(0, 64, (6, 17))
     parallel = ddp.DDP(model)
-    for rows in tokens.split(2):
+    for micro_step, rows in enumerate(tokens.split(2)):
+        parallel.sync = micro_step == 2
         (model(rows[:, :-1], rows[:, 1:]) * (1 / (6 * 16))).backward()
-        if rows is not tokens.split(2)[-1]:
-            parallel._start_step()
     logits = oracle(tokens[:, :-1])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
