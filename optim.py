@@ -6,7 +6,7 @@ saved by parameter name, so a checkpoint does not know about buckets.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -31,33 +31,27 @@ class Bucket(Protocol):
     offsets: list[int]  # where each parameter begins in the flat tensors
     param: Tensor  # flat view of the parameters
     grad: Tensor  # flat view of their gradients
+    shard: tuple[int, int]  # first and one-past-last element that this rank updates (all of them, but for ZeRO-1)
 
 
 class AdamWSegment:
     """AdamW (arXiv:1711.05101) on consecutive parameters that share a weight decay, as one flat tensor."""
 
     def __init__(self, bucket: Bucket, items: list[int], betas: tuple[float, float], eps: float, decay: float) -> None:
-        begin, end = span(bucket, items)
-        self.param, self.grad = bucket.param[begin:end], bucket.grad[begin:end]
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.param), torch.zeros_like(self.param)
-        self.step = torch.zeros((), device=self.param.device)
-        self.views = named_views(bucket, items, begin)
+        self.items = items
+        self.begin, end = own_span(bucket, items)
+        self.param, self.grad = bucket.param[self.begin : end], bucket.grad[self.begin : end]
+        self.state = {"exp_avg": torch.zeros_like(self.param), "exp_avg_sq": torch.zeros_like(self.param)}
+        self.scalars = {"step": torch.zeros((), device=self.param.device)}
         self.betas, self.eps, self.decay = betas, eps, decay
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         # The kernel divides by grad_scale and leaves everything, the step count too, when found_inf is 1.
         adamw(
-            [self.param], [self.grad], [self.exp_avg], [self.exp_avg_sq], [], [self.step], fused=True,
-            grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1],
-            lr=lr, weight_decay=self.decay, eps=self.eps, maximize=False,
+            [self.param], [self.grad], [self.state["exp_avg"]], [self.state["exp_avg_sq"]], [], [self.scalars["step"]],
+            fused=True, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=self.betas[0],
+            beta2=self.betas[1], lr=lr, weight_decay=self.decay, eps=self.eps, maximize=False,
         )  # fmt: skip
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """{parameter name: views of its state}."""
-        return {
-            name: {"exp_avg": cut(self.exp_avg, view), "exp_avg_sq": cut(self.exp_avg_sq, view), "step": self.step}
-            for name, view in self.views.items()
-        }
 
 
 class MuonStack:
@@ -68,24 +62,26 @@ class MuonStack:
     """
 
     def __init__(self, bucket: Bucket, items: list[int], momentum: float, decay: float, dtype: torch.dtype) -> None:
-        begin, end = span(bucket, items)
-        shape = (len(items), *bucket.params[items[0]].shape)
-        self.param, self.grad = bucket.param[begin:end].view(shape), bucket.grad[begin:end].view(shape)
-        self.buffer = torch.zeros_like(self.param)
-        self.names = [bucket.names[i] for i in items]
+        self.items = items
+        self.begin, end = own_span(bucket, items)
+        shape = bucket.params[items[0]].shape
+        if (self.begin - bucket.offsets[items[0]]) % shape.numel() or (end - self.begin) % shape.numel():
+            raise OptimError("optim: Muon needs whole matrices, but a shard ends inside one; see DDP's keep_whole")
+        stack = (end - self.begin) // shape.numel(), *shape
+        self.param, self.grad = (flat[self.begin : end].view(stack) for flat in (bucket.param, bucket.grad))
+        self.state = {"momentum": torch.zeros_like(self.param)}
+        self.scalars: dict[str, Tensor] = {}
         self.momentum, self.decay, self.dtype = momentum, decay, dtype
-        self.lr_scale = 0.2 * math.sqrt(max(shape[1:]))
+        self.lr_scale = 0.2 * math.sqrt(max(shape))
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         apply = 1 - found_inf  # a skipped step multiplies by 0 instead of asking the host
         grad = torch.where(found_inf > 0, 0, self.grad / grad_scale)
-        self.buffer.lerp_(grad, (1 - self.momentum) * apply)
-        direction = orthogonalize(grad.lerp_(self.buffer, self.momentum), self.dtype)  # Nesterov's look-ahead
+        buffer = self.state["momentum"]
+        buffer.lerp_(grad, (1 - self.momentum) * apply)
+        direction = orthogonalize(grad.lerp_(buffer, self.momentum), self.dtype)  # Nesterov's look-ahead
         self.param.mul_(1 - lr * self.decay * apply)
         self.param.add_(direction * (-lr * self.lr_scale * apply))
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return {name: {"momentum": self.buffer[i]} for i, name in enumerate(self.names)}
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -110,8 +106,8 @@ class Optimizer:
     ) -> None:  # fmt: skip
         if kind not in ("adamw", "muon"):
             raise OptimError(f"optim: optimizer must be 'adamw' or 'muon', got {kind!r}")
-        self.groups = []
-        for bucket in buckets:
+        self.buckets, self.groups = list(buckets), []
+        for bucket in self.buckets:
             groups = []
             for rule, items in runs(bucket, kind):
                 if rule == "muon":
@@ -126,29 +122,70 @@ class Optimizer:
         for group in self.groups[bucket.index]:
             group.update(lr, grad_scale, found_inf)
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, views of the live state."""
-        return {name: state for groups in self.groups for group in groups for name, state in group.state().items()}
+    def state_dict(self, gather: Callable[[Bucket, Tensor], None] | None = None) -> dict[str, dict[str, Tensor]]:
+        """{parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, in the parameter's shape.
+
+        Views of the live state. With ZeRO-1 a rank holds a part: then `gather`, DDP.gather, must be given by all ranks.
+        It completes a flat tensor laid out as bucket.param; the result is a copy on the CPU.
+        """
+        saved: dict[str, dict[str, Tensor]] = {}
+        for bucket, groups in zip(self.buckets, self.groups, strict=True):
+            whole = gather_states(bucket, groups, gather) if gather else {}
+            for group in groups:
+                for i in group.items:
+                    state = saved[bucket.names[i]] = dict(group.scalars)
+                    for key, mine in group.state.items():
+                        flat, begin = (whole[key], 0) if gather else (mine.view(-1), group.begin)
+                        offset, shape = bucket.offsets[i] - begin, bucket.params[i].shape
+                        state[key] = flat[offset : offset + shape.numel()].view(shape)
+        return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        mine = self.state_dict()
-        for name in mine.keys() | saved.keys():
-            ours, theirs = set(mine.get(name, ())), set(saved.get(name, ()))
+        """Take from a whole state what this rank updates. Raises OptimError if it is another optimizer's."""
+        groups = [(bucket, group) for bucket, groups in zip(self.buckets, self.groups, strict=True) for group in groups]
+        needs = {bucket.names[i]: {*group.state, *group.scalars} for bucket, group in groups for i in group.items}
+        for name in needs.keys() | saved.keys():
+            ours, theirs = needs.get(name, set()), set(saved.get(name, ()))
             if ours != theirs:
                 raise OptimError(
                     f"optim: the saved state of {name!r} has {sorted(theirs)}, this run needs {sorted(ours)}; "
                     f"resume with the optimizer it was saved with, or start anew with init_from"
                 )
-        for name, state in mine.items():
-            for key, value in state.items():
-                value.copy_(saved[name][key])
+        for bucket, group in groups:
+            for i in group.items:
+                state, (begin, end) = saved[bucket.names[i]], own_span(bucket, [i])
+                for key, mine in group.state.items():
+                    theirs = state[key].flatten()[begin - bucket.offsets[i] : end - bucket.offsets[i]]
+                    mine.view(-1)[begin - group.begin : end - group.begin].copy_(theirs)
+                for key, scalar in group.scalars.items():
+                    scalar.copy_(state[key])
+
+
+def gather_states(
+    bucket: Bucket, groups: list[AdamWSegment | MuonStack], gather: Callable[[Bucket, Tensor], None]
+) -> dict[str, Tensor]:
+    """{key: state of the whole bucket (padded,), on the CPU} from what each rank has of it."""
+    whole = {}
+    for key in dict.fromkeys(key for group in groups for key in group.state):
+        flat = torch.zeros_like(bucket.param)
+        for group in groups:
+            if key in group.state:
+                flat[group.begin : group.begin + group.param.numel()] = group.state[key].view(-1)
+        gather(bucket, flat)
+        whole[key] = flat.cpu()
+    return whole
+
+
+def stays_whole(kind: str, name: str) -> bool:
+    """True if the parameter must not be shared out among ranks: Muon's rule is one of whole matrices."""
+    return kind == "muon" and name.startswith("layers.")
 
 
 def runs(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
     """Cut a bucket into runs [(rule, indices of consecutive parameters)]; rule is 'muon', 'decay' or 'no_decay'."""
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
-        if kind == "muon" and p.ndim == 2 and name.startswith("layers."):
+        if p.ndim == 2 and stays_whole(kind, name):
             key = ("muon", p.shape)
         else:
             key = ("decay" if p.ndim >= 2 else "no_decay",)
@@ -160,19 +197,11 @@ def runs(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
     return [(key[0], items) for key, items in found]
 
 
-def span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
-    """First and one-past-last element of consecutive parameters in the bucket's flat tensors."""
-    return bucket.offsets[items[0]], bucket.offsets[items[-1]] + bucket.params[items[-1]].numel()
-
-
-def named_views(bucket: Bucket, items: list[int], begin: int) -> dict[str, tuple[int, torch.Size]]:
-    """{name: (offset within the run, shape)}."""
-    return {bucket.names[i]: (bucket.offsets[i] - begin, bucket.params[i].shape) for i in items}
-
-
-def cut(flat: Tensor, view: tuple[int, torch.Size]) -> Tensor:
-    offset, shape = view
-    return flat[offset : offset + shape.numel()].view(shape)
+def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
+    """First and one-past-last element of what this rank updates of consecutive parameters; equal if that is nothing."""
+    begin, end = bucket.offsets[items[0]], bucket.offsets[items[-1]] + bucket.params[items[-1]].numel()
+    begin = min(max(begin, bucket.shard[0]), end)
+    return begin, max(min(end, bucket.shard[1]), begin)
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------

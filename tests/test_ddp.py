@@ -780,7 +780,7 @@ def test_lost_rank(how: str, seconds: float, tmp_path: Path) -> None:
     assert "lost" in reports[1], reports
     when, text = reports[0]["error"]
     assert when - reports[1]["lost"][0] < seconds, (when - reports[1]["lost"][0], text)
-    assert "ddp.DDPError: ddp: rank 0: step 3: all_reduce of bucket" in text, text
+    assert "DDPError: ddp: rank 0: step 3: all_reduce of bucket" in text, text
     assert "(first parameter " in text and "another rank has died or is stuck" in text
 
 
@@ -806,7 +806,7 @@ def test_default_bucket_size() -> None:
     assert [len(bucket.names) for bucket in ddp.DDP(large).buckets] == [2] * 12
     with torch.device("meta"):
         huge = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(120)))
-    assert [len(group) for group in ddp.plan_buckets(huge, 25 * 2**20)] == [6] * 20
+    assert [len(group) for _, group in ddp.plan_buckets(huge, 25 * 2**20)] == [6] * 20
 
 
 def test_equal_shapes_are_one_view() -> None:

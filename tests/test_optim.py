@@ -107,7 +107,7 @@ def test_every_parameter_has_one_rule_and_equal_shapes_are_one_stack():
         assert state[name][key].shape == p.shape
     stacks = [group for groups in optimizer.groups for group in groups if isinstance(group, MuonStack)]
     # one bucket holds the 3 small blocks: q/o 6, k/v 6, gate/up 6, down 3
-    assert sorted(len(stack.names) for stack in stacks) == [3, 6, 6, 6]
+    assert sorted(len(stack.items) for stack in stacks) == [3, 6, 6, 6]
 
 
 def test_norms_are_not_decayed():

@@ -11,7 +11,8 @@ from configurator import read_file
 
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
-BASE = {"configurator", "data", "tokenizer", "prepare", "model", "optim", "ddp", "checkpoint", "train_utils", "sample"}
+BASE = {"configurator", "data", "tokenizer", "prepare", "model", "optim", "ranks", "ddp"}
+BASE |= {"checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
     "configurator": set(),
     "data": set(),
@@ -19,7 +20,8 @@ MAY_IMPORT = {
     "prepare": {"configurator", "tokenizer", "data"},
     "model": set(),
     "optim": set(),
-    "ddp": set(),
+    "ranks": set(),
+    "ddp": {"ranks"},
     "checkpoint": {"ddp", "model", "tokenizer"},
     "train_utils": {"ddp"},
     "sample": {"configurator", "tokenizer", "model", "checkpoint", "train_utils"},

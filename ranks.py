@@ -1,0 +1,185 @@
+"""Process group and rank helpers: who am I, what do the others hold, and one line when one of them is lost.
+
+Everything works without a process group too, as a world of one. ddp.py passes these names on, so scripts say ddp.init.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its functions take the process group of the moment as default arguments, for good. torch._dynamo imports it at some
+# point; after init() it would keep the group and its threads alive until the interpreter shuts down, and a thread that
+# then drops a tensor aborts the process ("terminate called without an active exception").
+import torch.distributed.nn.functional  # noqa: F401
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+class DDPError(RuntimeError):
+    """Ranks that disagree, a lost rank, or a use that would give wrong gradients; printed as one line."""
+
+    one_line = True
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is: `rank` of `world_size` in all, `local_rank` on this machine (= the index of its GPU)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that prints and writes files."""
+        return self.rank == 0
+
+
+def init(device_type: str = "cpu", timeout_s: float = 300, debug: bool = False) -> World:
+    """Join the process group that torchrun describes in the environment; alone and without a group if there is none.
+
+    A collective that waits longer than `timeout_s` for another rank fails. With `device_type` "cuda" this process takes
+    GPU number LOCAL_RANK, CUDA tensors travel over NCCL, and CPU tensors (flags, counts) still over gloo. `debug`
+    compares every collective with rank 0's before it starts: slow, but it names the line of the script that differs.
+    """
+    if "RANK" not in os.environ:
+        return World(rank=0, local_rank=0, world_size=1)
+    absent = [key for key in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if absent:
+        raise DDPError(f"ddp: RANK is set in the environment but {', '.join(absent)} is not; start with torchrun")
+    world = World(*(int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    backend, device = "gloo", None
+    if device_type == "cuda":
+        if world.local_rank >= torch.cuda.device_count():
+            raise DDPError(
+                f"ddp: local rank {world.local_rank} has no GPU, this machine has {torch.cuda.device_count()}; "
+                "lower --nproc_per_node"
+            )
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+    with named_errors("init_process_group", world.rank):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+    bulletin.debug, bulletin.n_collectives = debug, 0
+    return world
+
+
+def close() -> None:
+    """Leave the process group once all ranks have come here. Only after success: others may not come after an error."""
+    if dist.is_initialized():
+        barrier()
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Return when all ranks have called it."""
+    any_rank(False)
+
+
+def all_reduce_sum(t: Tensor, operation: str = "all_reduce_sum") -> Tensor:
+    """Add `t` up over the ranks, in place; returns it. `operation` is what errors call it."""
+    if dist.is_initialized():
+        issue(operation, dist.all_reduce, t)
+    return t
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def any_rank(flag: bool, operation: str = "any_rank") -> bool:
+    """True on all ranks if `flag` is true on at least one. Over gloo: no GPU has to be waited for."""
+    return all_reduce_sum(torch.tensor(int(flag)), operation).item() > 0
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value` (anything that pickles), in the order of the ranks, on all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    issue("gather_objects", dist.all_gather_object, values, value)
+    return values
+
+
+def broadcast(t: Tensor) -> Tensor:
+    """Overwrite `t` with rank 0's, in place; returns it."""
+    if dist.is_initialized():
+        issue("broadcast", dist.broadcast, t, src=0)
+    return t
+
+
+def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
+    """Call a collective of torch.distributed; all of ours go through here. `operation` is what errors call it."""
+    if bulletin.debug:
+        bulletin.compare(f"{operation} {[tuple(t.shape) for t in args if isinstance(t, Tensor)]}")
+    with named_errors(operation):
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
+    """Turn the backend's error for a lost or silent rank into one line that says who was doing what."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank = dist.get_rank() if rank is None else rank
+        reason = str(error).strip().splitlines()[0]
+        raise DDPError(
+            f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
+            f"{bulletin.read()} ({reason})"
+        ) from error
+
+
+class Bulletin:
+    """What ranks tell each other beside the collectives: notes in the store at which they met, which can be read even
+    when a collective would hang or crash."""
+
+    debug = False
+    n_collectives = 0
+
+    def post(self, n_steps: int) -> None:
+        """Note how many steps this rank has finished (a message of 3 microseconds, nothing is waited for)."""
+        if dist.is_initialized():
+            _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
+
+    def read(self) -> str:
+        """Who has finished how many steps, for an error; empty if nobody can tell within two seconds."""
+        found: list[str] = []
+        thread = threading.Thread(target=self._read, args=(found,), daemon=True)
+        thread.start()
+        thread.join(2)
+        return f"; steps finished: {', '.join(found)}" if found else ""
+
+    def _read(self, found: list[str]) -> None:
+        try:
+            store = _get_default_store()
+            for rank in range(dist.get_world_size()):
+                key = f"ddp/steps/{rank}"
+                if store.check([key]):
+                    found.append(f"rank {rank} {store.get(key).decode()}")
+        except (RuntimeError, ValueError):  # the store is lost with the process that kept it
+            return
+
+    def compare(self, what: str) -> None:
+        """Raise DDPError if rank 0's collective of this number is another one."""
+        key, rank = f"ddp/collective/{self.n_collectives}", dist.get_rank()
+        self.n_collectives += 1
+        if rank == 0:
+            _get_default_store().set(key, what)
+            return
+        with named_errors(f"waiting for rank 0 to come to {what}"):
+            other = _get_default_store().get(key).decode()
+        if other != what:
+            raise DDPError(
+                f"ddp: collective {self.n_collectives} is {what} on rank {rank}, but {other} on rank 0; "
+                "every rank must take the same branches"
+            )
+
+
+bulletin = Bulletin()
