@@ -319,6 +319,12 @@ def load_train_state(step_dir: str | Path, rank: int, map_location: str = "cpu")
     return state, read_state(path, map_location) if path.exists() else {}
 
 
+def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[dict]:
+    """[rank_state] of this rank, if the saved run had as many ranks as this one; otherwise those of all its ranks."""
+    paths = sorted(Path(step_dir).glob("rank_*.pt"))
+    return [read_state(path, "cpu") for path in ([paths[rank]] if len(paths) == world_size else paths)]
+
+
 def read_state(path: Path, map_location: str) -> dict:
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)

@@ -62,6 +62,7 @@ from ranks import (  # noqa: F401 (also passed on: scripts say ddp.init, ddp.any
 )
 
 Named = tuple[str, nn.Parameter]
+COMPRESS = ("none", "fp16", "bf16", "powersgd")
 MIB = 2**20
 PREFETCH = 2  # buckets that are updated, or fetched from other ranks, ahead of forward
 ALIGNMENT = 128  # elements; buckets are multiples of world_size * ALIGNMENT, so that equal shares start SIMD-aligned
@@ -398,6 +399,16 @@ class PowerSGD:
                 mine["error"].copy_(sum(state["error"] for state in theirs) / len(theirs))
                 if theirs[0]["basis"].shape == mine["basis"].shape:
                     mine["basis"].copy_(theirs[0]["basis"])
+
+
+def make_hook(
+    compress: str, rank: int = 4, start_step: int = 0, embedding: bool = True, seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Callable[[Bucket], Iterator]:  # fmt: skip
+    """The hook that the trainers' keys ask for; `compress` is one of COMPRESS."""
+    if compress == "powersgd":
+        return PowerSGD(rank, start_step, embedding, seed, scaler)
+    return Average({"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[compress])
 
 
 def join(tensors: list[Tensor]) -> Tensor:

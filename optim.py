@@ -122,16 +122,19 @@ class Optimizer:
         for group in self.groups[bucket.index]:
             group.update(lr, grad_scale, found_inf)
 
-    def state_dict(self, gather: Callable[[Bucket, Tensor], None] | None = None) -> dict[str, dict[str, Tensor]]:
+    def state_dict(
+        self, gather: Callable[[Bucket, Tensor], None] | None = None, keep: bool = True
+    ) -> dict[str, dict[str, Tensor]]:
         """{parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, in the parameter's shape.
 
         Views of the live state. With ZeRO-1 a rank holds a part: then `gather`, DDP.gather, must be given by all ranks.
-        It completes a flat tensor laid out as bucket.param; the result is a copy on the CPU.
+        It completes a flat tensor laid out as bucket.param; the result is a copy on the CPU, and empty on ranks that do
+        not want to `keep` it.
         """
         saved: dict[str, dict[str, Tensor]] = {}
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
             whole = gather_states(bucket, groups, gather) if gather else {}
-            for group in groups:
+            for group in groups if keep else []:
                 for i in group.items:
                     state = saved[bucket.names[i]] = dict(group.scalars)
                     for key, mine in group.state.items():

@@ -27,7 +27,7 @@ import train_utils
 from configurator import ConfigError, configure, write_config
 from data import Batches, Sampler, TokenData, val_batches
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
-from optim import SCHEDULES, Optimizer, learning_rate_at
+from optim import SCHEDULES, Optimizer, learning_rate_at, stays_whole
 from sample import SamplingParams, begin_prompt, generate, never_sampled
 from tokenizer import Tokenizer
 
@@ -78,6 +78,13 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
 compile = True  # torch.compile, block by block
 activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
 bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
+compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
+compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
+compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
+compress_embedding = True  # powersgd: compress the embedding and the head too
+overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
+zero1 = False  # share the optimizer's state and work out among the ranks
+ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
 timeout_s = 300.0  # give up on a collective after this long
 peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
 plan_only = False  # print the plan and stop
@@ -123,6 +130,7 @@ def check_config(config: dict, world_size: int) -> int:
     """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
     at_least = dict.fromkeys(("batch_size", "block_size", "max_steps", "log_every", "eval_every", "save_every"), 1)
     at_least |= {"max_skipped": 1, "total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0}
+    at_least |= {"compress_rank": 1, "compress_start_step": -1}
     at_least |= dict.fromkeys(("keep_last", "keep_best", "grad_clip", "weight_decay", "learning_rate", "bucket_mb"), 0)
     for key, least in at_least.items():
         if config[key] < least:
@@ -140,6 +148,7 @@ def check_config(config: dict, world_size: int) -> int:
             f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
         )
     choices = {"schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must")}
+    choices["compress"] = dist.COMPRESS
     for key, allowed in choices.items():
         if config[key] not in allowed:
             raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
@@ -242,6 +251,10 @@ def plan(
         config["activation_checkpointing"], config["compile"], device.type,
     )  # fmt: skip
     memory["process"] = train_utils.process_bytes(device)
+    if config["zero1"]:
+        memory["optimizer"] /= world_size
+    if config["compress"] == "powersgd":
+        memory["compression error"] = memory["weights"]
     shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
     epochs = f", {tokens / train_tokens:.2f} epochs of {train_tokens:,}" if train_tokens else ""
     seconds = tokens * flops / (peak * world_size)
@@ -325,6 +338,8 @@ if __name__ == "__main__":
     if compile and torch_device.type == "cpu" and not plan_only and not any(compilers):
         raise ConfigError("config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    if reason := dist.conflict(compress, overlap_step, zero1, grad_clip, torch_dtype == torch.float16):
+        raise ConfigError(f"config: {reason}")
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
@@ -358,7 +373,7 @@ if __name__ == "__main__":
 
     # ---- processes
     stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s)
+    world = dist.init(torch_device.type, timeout_s, ddp_debug)
     check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
@@ -367,12 +382,15 @@ if __name__ == "__main__":
     if resume_from or source:
         checkpoint.load_weights(raw_model, resume_from or source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
-    ddp = dist.DDP(raw_model, bucket_mb=bucket_mb)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
+    compress_from = warmup if compress_start_step < 0 else compress_start_step
+    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
+    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
     opt = Optimizer(
         ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
         muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
     )  # fmt: skip
-    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     if compile:
         raw_model.compile_blocks(partial(torch.compile, dynamic=False))
     model = raw_model  # compiled block by block, so it is the same object
@@ -387,7 +405,10 @@ if __name__ == "__main__":
             scaler.load_state_dict(state["scaler"])
         if rank_state:  # absent for a rank that the saved run did not have
             train_utils.set_rng_state(rank_state["rng"], torch_device)
-    state = rank_state = None  # as large as the optimizer's
+        if compress == "powersgd":
+            rank_states = checkpoint.load_rank_states(resume_from, world.rank, world_size)
+            hook.load_state_dict([saved.get("powersgd", {}) for saved in rank_states])
+    state = rank_state = rank_states = None  # as large as the optimizer's
     if world.is_main:
         if resume == "never" and Path(out_dir).exists():
             shutil.rmtree(out_dir)  # check_overwrite has looked at it
@@ -399,7 +420,6 @@ if __name__ == "__main__":
     )
     val = partial(val_batches, val_data, block_size, batch_size, eval_steps, world.rank, world_size)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
     save_failed, stopping = False, False
 
@@ -415,6 +435,7 @@ if __name__ == "__main__":
             step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
         )
         loss_sum = torch.zeros((), device=torch_device)
+        ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             x, y = batches.next()  # (B, T), (B, T)
@@ -444,14 +465,19 @@ if __name__ == "__main__":
                 stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
             mark_time, mark_step = time.perf_counter(), step
         pause, val_loss = time.perf_counter(), None
+        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+            ddp.flush()  # updates that wait for the next forward
         if step % eval_every == 0 or last:
             scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
         if step % save_every == 0 or last or stopping:
             state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
-            state |= {"optimizer": opt.state_dict(), "scaler": scaler.state_dict()}
+            opt_state = opt.state_dict(ddp.gather if zero1 else None, keep=world.is_main)
+            state |= {"optimizer": opt_state, "scaler": scaler.state_dict()}
             rank_state = {"rng": train_utils.rng_state(torch_device)}
+            if compress == "powersgd":
+                rank_state["powersgd"] = hook.state_dict()
             try:
                 path = checkpoint.save(
                     out_dir, step, raw_model, tokenizer, state, rank_state, world,

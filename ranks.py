@@ -117,7 +117,8 @@ def broadcast(t: Tensor) -> Tensor:
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
     """Call a collective of torch.distributed; all of ours go through here. `operation` is what errors call it."""
     if bulletin.debug:
-        bulletin.compare(f"{operation} {[tuple(t.shape) for t in args if isinstance(t, Tensor)]}")
+        sizes = [t.numel() for t in args if isinstance(t, Tensor)]
+        bulletin.compare(f"{operation} of {sizes[0]} elements" if len(sizes) == 1 else operation)  # two: may differ
     with named_errors(operation):
         return function(*args, **kwargs)
 
