@@ -11,57 +11,41 @@ Every rank runs the same model on other data, and all ranks need the mean of the
    final; a complete bucket is sent at once, while backward still computes the blocks before it.
 3. One order. The last block's gradients are ready first, so bucket 0 is the head and the last one is the embedding.
    Buckets are launched strictly by index: ranks that issue collectives in different orders hang or crash.
-4. A deferred step. Clipping needs the norm of all gradients, so nothing can be updated before the last one is there.
-   But a block's weights are not needed before the next forward comes to it: the update waits until then (and with
-   ZeRO-1 the exchange of the updated shards, too). The numbers are the same to the bit.
+4. A deferred step. Clipping needs the norm of all gradients, so nothing can be updated before the last has come. But a
+   block's weights are not needed until the next forward is there: the update waits for it, to the bit the same.
 5. A pipeline. PowerSGD sends two thin factors instead of a matrix, the second computed from the reduced first. While
    a bucket's first factor travels, the bucket before it takes its second step, in an order that never depends on time.
 
 DDP is not a wrapper around the model. A script calls the plain `model(...)`:
 
-    world = ddp.init(device_type)
-    parallel = ddp.DDP(model)                                   # from here on all ranks hold rank 0's weights
+    parallel = ddp.DDP(model)                                   # after ddp.init(): all ranks hold rank 0's weights
     for micro_step in range(accum_steps):
         parallel.sync = micro_step == accum_steps - 1           # before that: add up locally, send nothing
         loss = model(x, y) * (world.world_size / n_tokens)      # sum of token losses; the ranks are averaged below
         loss.backward()
     norm = parallel.step(optimizer, lr=lr, clip=1.0)            # wait, norm, clip, update (or defer it), zero
     parallel.flush()                                            # before anything but model(...) reads the weights
-    ddp.close()
 
-Collectives run whenever a process group exists (also one of a single process under torchrun) and never otherwise.
-docs/ddp.md explains each idea at length, with a timeline and what each option buys.
+Collectives run whenever a process group exists, and never otherwise. More, with a timeline, in docs/ddp.md.
 """
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby, pairwise, zip_longest
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import (  # noqa: F401 (also passed on: scripts say ddp.init, ddp.any_rank)
-    DDPError,
-    World,
-    all_reduce_sum,
-    any_rank,
-    barrier,
-    broadcast,
-    bulletin,
-    close,
-    gather_objects,
-    init,
-    issue,
-    named_errors,
-    world_size,
-)
+import ranks
+from ranks import DDPError, all_reduce_sum, broadcast, bulletin, named_errors, world_size
 
-Named = tuple[str, nn.Parameter]
+World, init, close, barrier = ranks.World, ranks.init, ranks.close, ranks.barrier  # a script needs to import ddp alone
+any_rank, gather_objects = ranks.any_rank, ranks.gather_objects
 COMPRESS = ("none", "fp16", "bf16", "powersgd")
 MIB = 2**20
 PREFETCH = 2  # buckets that are updated, or fetched from other ranks, ahead of forward
@@ -85,8 +69,9 @@ class Bucket:
     offsets: list[int]  # where each parameter starts, in elements
     param: Tensor  # (padded,) every p.data is a view of it; the padding stays zero
     grad: Tensor  # (padded,) every p.grad is a view of it
-    sizes: list[int]  # ZeRO-1: elements of each rank's shard, the part of the bucket that it updates; else [padded]
+    sizes: list[int]  # elements of each rank's shard, the part of the bucket that it updates; [padded] if not sharded
     shard: tuple[int, int]  # first and one-past-last element that this rank updates
+    sharded: bool  # ZeRO-1
     # What becomes of it within a step
     step: int = 0  # number of the step, from 0
     missing: int = 0  # parameters whose gradient has not arrived in the synced backward
@@ -97,10 +82,6 @@ class Bucket:
     update: Callable[[], None] | None = None  # the update, if it is deferred
     stale: bool = False  # ZeRO-1: the other ranks' shards of `param` are still to be fetched
     updated: torch.cuda.Event | None = None  # on a GPU: the moment when the update is done
-
-    @property
-    def sharded(self) -> bool:
-        return len(self.sizes) > 1
 
     def view(self, flat: Tensor, i: int) -> Tensor:
         """The slot of params[i] in `flat`, which is `param`, `grad` or a tensor of the same layout, in its shape."""
@@ -115,14 +96,13 @@ class Bucket:
         """Start a collective and return at once; without a process group there is nothing to do."""
         if dist.is_initialized():
             what = f"step {self.step}: {collective.__name__} of bucket {self.index} (first parameter {self.names[0]})"
-            self.flight = what, issue(what, partial(collective, async_op=True), *args)
+            self.flight = what, ranks.issue(what, partial(collective, async_op=True), *args)
 
     def wait(self) -> None:
         """Until the collective is done. gloo blocks here; with NCCL only the GPU's stream waits."""
         if self.flight is not None:
-            what, work = self.flight
-            with named_errors(what):
-                work.wait()
+            with named_errors(self.flight[0]):
+                self.flight[1].wait()
             self.flight = None
 
 
@@ -136,27 +116,28 @@ def make_buckets(
     """Allocate the flat buffers, move the trainable parameters of `model` into them and return the buckets in order,
     not sharded or (ZeRO-1) as rank `shard_of` sees them."""
     groups = [
-        (units, [member for member in group if member[1].dtype == dtype])
+        (dtype, units, [member for member in group if member[1].dtype == dtype])
         for units, group in plan_buckets(model, bucket_bytes)
         for dtype in dict.fromkeys(p.dtype for _, p in group)
     ]
-    dtypes = [group[0][1].dtype for _, group in groups]
     multiple = ALIGNMENT * world_size
-    sizes = [-(-sum(p.numel() for _, p in group) // multiple) * multiple for _, group in groups]
-    params = split_flat(dtypes, sizes, groups[0][1][0][1].device)
-    grads = split_flat(dtypes, sizes, groups[0][1][0][1].device)
+    sizes = [-(-sum(p.numel() for _, p in group) // multiple) * multiple for _, _, group in groups]
+    device, flats = groups[0][2][0][1].device, {}
+    for dtype in {dtype for dtype, _, _ in groups}:
+        total = sum(size for group, size in zip(groups, sizes, strict=True) if group[0] == dtype)
+        flats[dtype] = [torch.zeros(total, dtype=dtype, device=device) for _ in ("param", "grad")]
     buckets = []
-    for (units, group), param, grad in zip(groups, params, grads, strict=True):
+    for (dtype, units, group), size in zip(groups, sizes, strict=True):
+        param, grad = (flat[:size] for flat in flats[dtype])
+        flats[dtype] = [flat[size:] for flat in flats[dtype]]
         group.sort(key=lambda member: (-member[1].ndim, tuple(member[1].shape)))  # matrices first, equal ones together
-        ends = list(accumulate(p.numel() for _, p in group))
         names, members = (list(column) for column in zip(*group, strict=True))
+        ends = list(accumulate(p.numel() for p in members))
         whole = [span for name, span in zip(names, pairwise([0, *ends]), strict=True) if keep_whole(name)]
-        cuts = cut_shards(param.numel(), 1 if shard_of < 0 else world_size, whole)
-        mine = max(shard_of, 0)
-        bucket = Bucket(
-            len(buckets), units, names, members, [0, *ends[:-1]], param, grad,
-            sizes=[end - begin for begin, end in pairwise(cuts)], shard=(cuts[mine], cuts[mine + 1]),
-        )  # fmt: skip
+        cuts = cut_shards(size, 1 if shard_of < 0 else world_size, whole)
+        shard = cuts[max(shard_of, 0)], cuts[max(shard_of, 0) + 1]
+        shares, sharded = [end - begin for begin, end in pairwise(cuts)], shard_of >= 0
+        bucket = Bucket(len(buckets), units, names, members, [0, *ends[:-1]], param, grad, shares, shard, sharded)
         for i, p in enumerate(members):
             bucket.view(param, i).copy_(p.detach())
             p.data = bucket.view(param, i)  # the Parameter object stays, and with it ties, names and references
@@ -165,7 +146,7 @@ def make_buckets(
     return buckets
 
 
-def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str], list[Named]]]:
+def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str], list[tuple[str, nn.Parameter]]]]:
     """(units, named trainable parameters) of each bucket, in the order in which backward finishes them.
 
     Buckets end where blocks end (`model.layers`, else the top-level children), so that a block's weights are never
@@ -173,7 +154,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
     weights count once, where they are registered first: at the embedding, whose gradient is the last to be final.
     """
     has_blocks = isinstance(getattr(model, "layers", None), nn.ModuleList)
-    units: dict[str, list[Named]] = {}  # in the order of registration, which is forward's
+    units: dict[str, list[tuple[str, nn.Parameter]]] = {}  # in the order of registration, which is forward's
     edge = BEFORE
     for name, p in model.named_parameters():
         parts = name.split(".")
@@ -195,15 +176,6 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
         groups[-1][1].extend(members)
         room = 0 if alone else room - size
     return groups
-
-
-def split_flat(dtypes: list[torch.dtype], sizes: list[int], device: torch.device) -> list[Tensor]:
-    """Zeros of each dtype and size, cut from one flat buffer per dtype."""
-    parts = {}
-    for dtype in set(dtypes):
-        mine = [size for size, d in zip(sizes, dtypes, strict=True) if d == dtype]
-        parts[dtype] = iter(torch.zeros(sum(mine), dtype=dtype, device=device).split(mine))
-    return [next(parts[dtype]) for dtype in dtypes]
 
 
 def cut_shards(size: int, shards: int, whole: list[tuple[int, int]]) -> list[int]:
@@ -238,16 +210,15 @@ class Average:
         mine = bucket.grad[begin:end]
         if bucket.sharded:
             received = launch_scatter(bucket, sent)
-            yield False
-            if received.ndim == 2:  # the shard of every rank, added in their order
-                torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
-            elif received.data_ptr() != mine.data_ptr():
-                mine.copy_(received)
         else:
+            received = sent
             bucket.launch(dist.all_reduce, sent)
-            yield False
-            if sent is not bucket.grad:
-                mine.copy_(sent)
+        yield False
+        if received.ndim == 2:  # the shard as every rank has it, added in their order
+            torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
+        elif self.wire is not None:
+            mine.copy_(received)
+        del sent, received  # as large as the bucket, and the generator lives on
         yield sum_of_squares(mine)
 
 
@@ -281,8 +252,7 @@ def native(bucket: Bucket, flat: Tensor) -> bool:
 
 def sum_of_squares(flat: Tensor) -> Tensor:
     """0-d float32. By rows: on a CPU vector_norm adds one element after the other, and the norm of 6.5M of them is 2e-4
-    off; this is 1e-8 off in the same time (measured).
-    """
+    off; this is 1e-8 off in the same time (measured)."""
     dtype = torch.promote_types(flat.dtype, torch.float32)
     rows, rest = flat[: flat.numel() // ALIGNMENT * ALIGNMENT], flat[flat.numel() // ALIGNMENT * ALIGNMENT :]
     norms = torch.linalg.vector_norm(rows.view(-1, ALIGNMENT), dim=1, dtype=dtype)
@@ -306,8 +276,8 @@ class PowerSGD:
     to its next gradient. Unlike the paper's, the error is what was lost of this rank's own gradient, D - P Q_rank^T,
     not D - P Q_mean^T: the mean over the ranks, which alone matters to training, is the same, but the paper's differs
     from it by a random walk. Matrices that would not shrink to half, vectors and, unless `embedding`, the matrices
-    outside the blocks are sent as they are; so is everything in the first `start_step` steps. Results do not depend on
-    how the model is cut into buckets. `scaler` is the GradScaler, whose scale the errors must not contain.
+    outside the blocks are sent as they are; so is everything in the first `start_step` steps. `scaler` is the
+    GradScaler, whose scale the errors must not contain.
     """
 
     def __init__(
@@ -320,55 +290,46 @@ class PowerSGD:
         self.raw: list[list[Tensor]] = []  # by bucket: slots of bucket.grad that are sent as they are
 
     def attach(self, buckets: list[Bucket]) -> None:
-        """Allocate the state, all errors zero."""
+        """Allocate the state: no errors, and bases that are random, from the seed and each name alone."""
         for bucket in buckets:
             stacks, raw = [], []
+            inside = self.embedding or not {BEFORE, AFTER} & set(bucket.units)
             for shape, run in groupby(range(len(bucket.params)), key=lambda i: bucket.params[i].shape):
                 items = list(run)
                 grad = bucket.grad[bucket.offsets[items[0]] : bucket.offsets[items[-1]] + shape.numel()]
-                if self.compresses(bucket, shape):
-                    stacks.append(self.new_stack([bucket.names[i] for i in items], grad, shape))
-                else:
+                n, m = shape[0], shape[1:].numel()
+                r = min(n, m, self.rank)
+                if len(shape) < 2 or not inside or 2 * (n + m) * r >= n * m:
                     raw.append(grad)
+                    continue
+                names = [bucket.names[i] for i in items]
+                seeds = [self.seed * 2**32 + zlib.crc32(name.encode()) for name in names]
+                basis = [torch.randn(m, r, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+                grad = grad.view(len(items), n, m)
+                error = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+                stacks.append(Stack(names, grad, error, torch.stack(basis).to(error)))
             self.stacks.append(stacks)
             self.raw.append(raw)
-
-    def compresses(self, bucket: Bucket, shape: torch.Size) -> bool:
-        n, m = shape[0], shape[1:].numel()
-        r = min(n, m, self.rank)
-        inside = self.embedding or not {BEFORE, AFTER} & set(bucket.units)
-        return len(shape) >= 2 and inside and 2 * (n + m) * r < n * m
-
-    def new_stack(self, names: list[str], grad: Tensor, shape: torch.Size) -> Stack:
-        """The first basis is random, from the seed and each name alone."""
-        grad = grad.view(len(names), shape[0], -1)
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        r = min(self.rank, *grad.shape[1:])
-        basis = []
-        for name in names:
-            generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
-            basis.append(torch.randn(grad.shape[2], r, generator=generator, dtype=dtype))
-        return Stack(names, grad, torch.zeros_like(grad, dtype=dtype), torch.stack(basis).to(grad.device))
 
     def __call__(self, bucket: Bucket) -> Iterator:
         stacks, raw = self.stacks[bucket.index], self.raw[bucket.index]
         if not stacks or bucket.step < self.start_step:
             yield from self.average(bucket)
             return
-        scale = torch.ones((), device=bucket.grad.device)
+        scale = torch.ones((), device=bucket.grad.device, dtype=stacks[0].error.dtype)
         scale = scale if self.scaler is None else self.scaler.scale(scale)
         # The gradient plus what is owed to it (in place, if it is float32), projected on the basis
-        wanted = [s.grad.to(s.error.dtype).addcmul_(s.error, scale.to(s.error.dtype)) for s in stacks]
+        wanted = [s.grad.to(scale.dtype).addcmul_(s.error, scale) for s in stacks]
         left = [d @ torch.linalg.qr(s.basis)[0] for d, s in zip(wanted, stacks, strict=True)]
-        message = join(left + [slot.div_(world_size()) for slot in raw])
+        message = torch.cat([t.flatten() for t in left] + [slot.div_(world_size()) for slot in raw])
         bucket.launch(dist.all_reduce, message)
         yield True  # message: the sum over the ranks of the left factors, the mean of the rest
-        left, means = split_like(message, left), split_like(message, raw, from_end=True)
-        for slot, mean in zip(raw, means, strict=True):
+        parts = split_like(message, left + raw)
+        for slot, mean in zip(raw, parts[len(left) :], strict=True):
             slot.copy_(mean)
-        left = [torch.linalg.qr(p)[0] for p in left]
+        left = [torch.linalg.qr(p)[0] for p in parts[: len(left)]]
         mine = [d.mT @ p for d, p in zip(wanted, left, strict=True)]
-        message = join(mine).div_(world_size())
+        message = torch.cat([q.flatten() for q in mine]).div_(world_size())
         bucket.launch(dist.all_reduce, message)
         yield False  # message: the mean over the ranks of the right factors
         right = split_like(message, mine)
@@ -383,12 +344,8 @@ class PowerSGD:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """{parameter name: {"error", "basis"}}, views of the live state. The error is this rank's own."""
-        return {
-            name: {"error": s.error[k], "basis": s.basis[k]}
-            for stacks in self.stacks
-            for s in stacks
-            for k, name in enumerate(s.names)
-        }
+        every = [s for stacks in self.stacks for s in stacks]
+        return {name: {"error": s.error[k], "basis": s.basis[k]} for s in every for k, name in enumerate(s.names)}
 
     def load_state_dict(self, saved: list[dict[str, dict[str, Tensor]]]) -> None:
         """Continue from what this rank has saved, [it], or, on another number of ranks, from what all had saved: the
@@ -411,26 +368,17 @@ def make_hook(
     return Average({"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[compress])
 
 
-def join(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.flatten() for t in tensors])
-
-
-def split_like(flat: Tensor, tensors: list[Tensor], from_end: bool = False) -> list[Tensor]:
-    """Views of the first elements of `flat` (or the last) in the shapes of `tensors`."""
-    sizes = [t.numel() for t in tensors]
-    flat = flat[flat.numel() - sum(sizes) :] if from_end else flat[: sum(sizes)]
-    return [part.view(t.shape) for part, t in zip(flat.split(sizes), tensors, strict=True)]
+def split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Views of `flat` in the shapes of `tensors`."""
+    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
 
 # ---- the synchronisation ------------------------------------------------------------------------------------------
 
 
 class Optimizer(Protocol):
-    """What DDP.step asks of an optimizer; it keeps its own state per bucket."""
-
     def update(self, bucket: Bucket, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Step the parameters in bucket.shard with gradient bucket.grad / grad_scale; change nothing if found_inf is
-        1."""
+        """Step bucket.shard of bucket.param with gradient bucket.grad / grad_scale; do nothing if found_inf is 1."""
 
 
 class DDP:
@@ -446,20 +394,18 @@ class DDP:
     ) -> None:  # fmt: skip
         """Move the weights into flat buffers and make all ranks equal to rank 0, weights and buffers.
 
-        `bucket_mb` is the most that blocks are merged to; 0 takes a twelfth of the model between 1 and 25 MiB: enough
-        buckets to start early, each large enough to hide the latency of its collective. Raises DDPError on all ranks if
-        they hold different models. Move the model to its device and dtype, and freeze what is frozen, before.
-
-        `hook` is how gradients travel; default Average(). `overlap_step` is when a bucket is updated: "off" in step();
-        "forward" when the next forward comes to it; "backward" as soon as its gradient has arrived, see expect_step().
-        `zero1` has each rank update one shard of every bucket, so that optimizer state takes a share of the memory
-        (ZeRO stage 1, arXiv:1910.02054); parameters for whose name `keep_whole` is true belong to one rank entirely.
+        Move the model to its device and dtype, and freeze what is frozen, before. Raises DDPError on all ranks if they
+        hold different models. `bucket_mb` is the most that blocks are merged to; 0 takes a twelfth of the model between
+        1 and 25 MiB: enough buckets to start early, each large enough to hide the latency of its collective. `hook` is
+        how gradients travel, by default Average(). A bucket is updated in step() if `overlap_step` is "off", when the
+        next forward comes to it if "forward", as soon as its gradient has arrived if "backward" (see expect_step()).
+        With `zero1` a rank updates one shard of every bucket and keeps optimizer state for it alone (ZeRO stage 1,
+        arXiv:1910.02054); parameters for whose name `keep_whole` is true are not divided.
         """
         hook = Average() if hook is None else hook
         if reason := conflict(type(hook).__name__.lower(), overlap_step, zero1):
             raise DDPError(f"ddp: {reason}")
-        options = f"{bucket_mb=}, hook={type(hook).__name__}, {overlap_step=}, {zero1=}"
-        check_same_model(model, options)
+        ranks.check_same_model(model, f"{bucket_mb=}, hook={type(hook).__name__}, {overlap_step=}, {zero1=}")
         trainable = [p for p in model.parameters() if p.requires_grad]
         devices = sorted({str(p.device) for p in trainable})
         if len(devices) != 1:
@@ -481,8 +427,8 @@ class DDP:
         self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._norm_param = nn.Parameter(torch.zeros((), device=self.device))  # carries the norm through GradScaler
         self._norm_optimizer = torch.optim.SGD([self._norm_param])
-        side = self.device.type == "cuda" and overlap_step != "off"
-        self._stream = torch.cuda.Stream(self.device) if side else None  # on which buckets are updated
+        aside = self.device.type == "cuda" and overlap_step != "off"
+        self._stream = torch.cuda.Stream(self.device) if aside else None  # where buckets are updated
         self._start_step()
         for p in self._home:
             p.register_post_accumulate_grad_hook(self._on_grad)
@@ -511,22 +457,17 @@ class DDP:
                 f"ddp: {bucket.names[i]} was used before its update: call modules, model(...), not their weights or "
                 "their forward(); or call flush() before"
             )
-        if not bucket.holds(p.grad, bucket.grad, i):
-            self._rebind_grad(bucket, i)
+        if not bucket.holds(p.grad, bucket.grad, i):  # autograd had to allocate it, after zero_grad(set_to_none=True)
+            if not bucket.holds(p, bucket.param, i):
+                raise DDPError(f"ddp: {moved([bucket.names[i]])}")
+            bucket.view(bucket.grad, i).copy_(p.grad.detach())
+            p.grad = bucket.view(bucket.grad, i)
         if not self.sync:
             return  # accumulation: keep adding into the view, send nothing
         self._arrived.add(p)
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._launch_next()
-
-    def _rebind_grad(self, bucket: Bucket, i: int) -> None:
-        """Bring a gradient that autograd had to allocate (after zero_grad(set_to_none=True)) back into the buffer."""
-        p = bucket.params[i]
-        if not bucket.holds(p, bucket.param, i):
-            raise DDPError(f"ddp: {moved([bucket.names[i]])}")
-        bucket.view(bucket.grad, i).copy_(p.grad.detach())
-        p.grad = bucket.view(bucket.grad, i)
 
     @torch.no_grad()
     def _launch_next(self) -> None:
@@ -568,8 +509,7 @@ class DDP:
     # -- step: wait for the rest, then update or defer
 
     def expect_step(self, optimizer: Optimizer, lr: float) -> None:
-        """Before the backward of a step, with overlap_step="backward": what its buckets will be updated with. Without
-        this call, or with another overlap_step, the update waits for step()."""
+        """Before a synced backward: what overlap_step="backward" updates its buckets with. Without it, step() does."""
         if self.overlap_step == "backward":
             self._expected = optimizer, lr
 
@@ -580,16 +520,15 @@ class DDP:
         """Finish the reduction, clip to global norm `clip` (0 = off), update, zero the gradients.
 
         Returns the global norm before clipping, without the loss scale: 0-d float32 on the model's device. If it is not
-        finite, all ranks skip the update together, because it is the norm of the gradients they share. Nothing here
-        waits for the GPU, except with overlap_step="backward". Raises DDPError on all ranks if a gradient is missing or
-        was moved on any.
+        finite, all ranks skip the update together, because it is the norm of the gradients they share. Does not wait
+        for the GPU, but with overlap_step="backward". Raises DDPError on all ranks if a gradient is missing on any.
         """
         if reason := conflict("", self.overlap_step, False, clip, scaler is not None and scaler.is_enabled()):
             raise DDPError(f"ddp: {reason}")
         if self._expected not in (None, (optimizer, lr)):
             raise DDPError("ddp: step() was called with another optimizer or lr than expect_step()")
         norm = self._finish_reduce()
-        self._check_gradients()
+        ranks.raise_on_all(self._problem(), f"step {self.n_steps}")
         grad_scale = torch.ones((), device=self.device)
         if scaler is not None:
             grad_scale = scaler.scale(grad_scale)
@@ -598,12 +537,15 @@ class DDP:
             self._norm_param.grad = norm
             scaler.unscale_(self._norm_optimizer)
         self.found_inf = 1.0 - norm.isfinite().float()
+        if self._expected and self.found_inf:
+            raise DDPError(
+                f"ddp: step {self.n_steps}: the gradient is not finite, and overlap_step='backward' has applied a part "
+                "of it; continue from the last checkpoint with overlap_step='forward', which can skip such a step"
+            )
         if clip > 0:
             grad_scale = grad_scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
         self._grad_scale = grad_scale  # kept with found_inf until the next step: the side stream may still read them
-        if self._expected:
-            self._check_finite(norm)
-        else:
+        if not self._expected:
             for bucket in self.buckets:
                 finish(bucket.stages, self.found_inf)
                 bucket.update = partial(self._update, bucket, optimizer, lr, grad_scale, self.found_inf)
@@ -624,8 +566,7 @@ class DDP:
     def _finish_reduce(self) -> Tensor:
         """Wait for the buckets; the norm of each is taken while the later ones are still on the wire."""
         for bucket in self.buckets[self._next :]:
-            self._begin_refresh(bucket)  # no forward has touched it: an update that still waits needs its old gradient
-            self._end_refresh(bucket)
+            self._refresh(bucket, ahead=0)  # no forward has touched it: an update that waits needs its old gradient
         while self._next < len(self.buckets):
             self._launch_next()  # incomplete: an error below, but other ranks wait for this collective
         while self._relay(before=len(self.buckets)):
@@ -664,11 +605,16 @@ class DDP:
                     module.register_forward_pre_hook(lambda *_, bucket=bucket: self._refresh(bucket))
 
     @torch.no_grad()
-    def _refresh(self, bucket: Bucket) -> None:
-        """Make the parameters current, and have the buckets that forward needs next on their way."""
-        for ahead in reversed(self.buckets[max(0, bucket.index - PREFETCH) : bucket.index + 1]):
-            self._begin_refresh(ahead)
-        self._end_refresh(bucket)
+    def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
+        """Make the parameters current, and have those of the buckets that forward needs next on their way."""
+        for other in reversed(self.buckets[max(0, bucket.index - ahead) : bucket.index + 1]):
+            self._begin_refresh(other)
+        if bucket.stale:
+            bucket.wait()
+            bucket.stale = False
+        if bucket.updated is not None:
+            torch.cuda.current_stream().wait_event(bucket.updated)
+            bucket.updated = None
 
     def _begin_refresh(self, bucket: Bucket) -> None:
         if bucket.update is not None or (bucket.stale and bucket.flight is None):
@@ -678,23 +624,12 @@ class DDP:
                 if bucket.stale:
                     launch_gather(bucket, bucket.param)
 
-    def _end_refresh(self, bucket: Bucket) -> None:
-        if bucket.stale:
-            bucket.wait()
-            bucket.stale = False
-        if bucket.updated is not None:
-            torch.cuda.current_stream().wait_event(bucket.updated)
-            bucket.updated = None
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On a GPU with an overlapped step: on the side stream, after all that the main one has been given so far."""
+    def _aside(self) -> AbstractContextManager:
+        """On a GPU with an overlapped step: the side stream, after all that the main one has been given so far."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def flush(self) -> None:
         """Make all parameters current: before anything but a forward reads them. All ranks, as it may communicate."""
@@ -707,15 +642,11 @@ class DDP:
             launch_gather(bucket, flat)
             bucket.wait()
 
-    # -- what may go wrong
-
-    def _check_gradients(self) -> None:
-        """Raise on all ranks what is wrong on any. One flag over gloo per step; it also notices dead ranks early."""
-        problem = self._problem()
-        if any_rank(problem != "", f"step {self.n_steps}: agreement that all gradients arrived"):
-            problems = gather_objects(problem)
-            rank = next(rank for rank, text in enumerate(problems) if text)
-            raise DDPError(f"ddp: rank {rank}, step {self.n_steps}: {problems[rank]}")
+    def check_replicas(self) -> None:
+        """Raise DDPError on all ranks unless they hold the same parameters, bit for bit."""
+        self.flush()
+        weights = {f"bucket {bucket.index} ({listed(bucket.names)})": bucket.param for bucket in self.buckets}
+        ranks.check_equal(weights, f"after {self.n_steps} steps")
 
     def _problem(self) -> str:
         """Why this rank's gradients are not those of the whole model, or an empty string."""
@@ -736,25 +667,6 @@ class DDP:
         changed = [name for name, bucket, i in slots if not bucket.holds(bucket.params[i].grad, bucket.grad, i)]
         return f".grad was replaced between backward and step for {listed(changed)}" if changed else ""
 
-    def _check_finite(self, norm: Tensor) -> None:
-        if not norm.isfinite():
-            raise DDPError(
-                f"ddp: step {self.n_steps}: the gradient is not finite, and overlap_step='backward' has applied a part "
-                "of it; continue from the last checkpoint with overlap_step='forward', which can skip such a step"
-            )
-
-    def check_replicas(self) -> None:
-        """Raise DDPError on all ranks unless they hold the same parameters, bit for bit."""
-        self.flush()
-        mine = [zlib.crc32(bucket.param.cpu().view(torch.uint8).numpy()) for bucket in self.buckets]
-        for rank, theirs in enumerate(everyone := gather_objects(mine)):
-            for bucket, first, other in zip(self.buckets, everyone[0], theirs, strict=True):
-                if first != other:
-                    raise DDPError(
-                        f"ddp: after {self.n_steps} steps rank {rank} holds other weights than rank 0 in bucket "
-                        f"{bucket.index} ({listed(bucket.names)})"
-                    )
-
 
 def finish(stages: Iterator, found_inf: Tensor) -> None:
     """Let a hook write the mean into bucket.grad."""
@@ -771,27 +683,11 @@ def conflict(compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, s
         return f"overlap_step must be one of off, forward, backward, got {overlap_step!r}"
     if compress == "powersgd" and zero1:
         return "PowerSGD brings the whole mean gradient to every rank, zero1=True only a shard; use one of the two"
-    if overlap_step == "backward":
-        unknown = "overlap_step='backward' updates a bucket before the others have arrived"
-        if clip > 0:
-            return f"{unknown}, so it cannot clip to the global norm; use grad_clip=0.0, or overlap_step='forward'"
-        if scaled:
-            return f"{unknown}, so it cannot skip a step that overflows in float16; use overlap_step='forward'"
-        if compress == "powersgd":
-            return f"{unknown}, but PowerSGD's errors must not change in a skipped step; use overlap_step='forward'"
+    if overlap_step == "backward" and (clip > 0 or scaled or compress == "powersgd"):
+        cannot = "clip to the global norm (grad_clip)" if clip > 0 else "skip a step that overflows (float16)"
+        cannot = "keep PowerSGD's errors if a step is skipped" if compress == "powersgd" else cannot
+        return f"overlap_step='backward' updates a bucket before the others came, so it cannot {cannot}; use 'forward'"
     return ""
-
-
-def check_same_model(model: nn.Module, options: str) -> None:
-    """Raise DDPError on all ranks unless they agree on options, names, order, shapes, dtypes and requires_grad."""
-    mine = [options]
-    mine += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    mine += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    everyone = gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
-            if other != first:
-                raise DDPError(f"ddp: rank {rank} holds another model than rank 0: {other} instead of {first}")
 
 
 def moved(names: list[str]) -> str:

@@ -5,10 +5,12 @@ Everything works without a process group too, as a world of one. ddp.py passes t
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -112,6 +114,35 @@ def broadcast(t: Tensor) -> Tensor:
     if dist.is_initialized():
         issue("broadcast", dist.broadcast, t, src=0)
     return t
+
+
+def raise_on_all(problem: str, where: str) -> None:
+    """Raise DDPError on all ranks if `problem` is not empty on one of them: a flag of 8 bytes if all is well."""
+    if any_rank(problem != "", f"{where}: agreement that all is well"):
+        problems = gather_objects(problem)
+        rank = next(rank for rank, text in enumerate(problems) if text)
+        raise DDPError(f"ddp: rank {rank}, {where}: {problems[rank]}")
+
+
+def check_same_model(model: torch.nn.Module, options: str) -> None:
+    """Raise DDPError on all ranks unless they agree on options, names, order, shapes, dtypes and requires_grad."""
+    mine = [options]
+    mine += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    mine += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    everyone = gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
+            if other != first:
+                raise DDPError(f"ddp: rank {rank} holds another model than rank 0: {other} instead of {first}")
+
+
+def check_equal(tensors: dict[str, Tensor], when: str) -> None:
+    """Raise DDPError on all ranks unless every tensor has the same bits on all."""
+    everyone = gather_objects([zlib.crc32(t.detach().cpu().view(torch.uint8).numpy()) for t in tensors.values()])
+    for rank, theirs in enumerate(everyone):
+        for name, first, other in zip(tensors, everyone[0], theirs, strict=True):
+            if first != other:
+                raise DDPError(f"ddp: {when} rank {rank} holds other weights than rank 0 in {name}")
 
 
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
