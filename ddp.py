@@ -403,9 +403,10 @@ class DDP:
         arXiv:1910.02054); parameters for whose name `keep_whole` is true are not divided.
         """
         hook = Average() if hook is None else hook
-        if reason := conflict(type(hook).__name__.lower(), overlap_step, zero1):
+        if reason := conflict("powersgd" if isinstance(hook, PowerSGD) else "", overlap_step, zero1):
             raise DDPError(f"ddp: {reason}")
-        ranks.check_same_model(model, f"{bucket_mb=}, hook={type(hook).__name__}, {overlap_step=}, {zero1=}")
+        keys = {key: x for key, x in getattr(hook, "__dict__", {}).items() if isinstance(x, int | str | torch.dtype)}
+        ranks.check_same_model(model, f"{bucket_mb=}, {type(hook).__name__} {keys}, {overlap_step=}, {zero1=}")
         trainable = [p for p in model.parameters() if p.requires_grad]
         devices = sorted({str(p.device) for p in trainable})
         if len(devices) != 1:
@@ -427,8 +428,7 @@ class DDP:
         self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._norm_param = nn.Parameter(torch.zeros((), device=self.device))  # carries the norm through GradScaler
         self._norm_optimizer = torch.optim.SGD([self._norm_param])
-        aside = self.device.type == "cuda" and overlap_step != "off"
-        self._stream = torch.cuda.Stream(self.device) if aside else None  # where buckets are updated
+        self._stream = torch.cuda.Stream() if self.device.type == "cuda" and overlap_step != "off" else None
         self._start_step()
         for p in self._home:
             p.register_post_accumulate_grad_hook(self._on_grad)
@@ -440,7 +440,7 @@ class DDP:
         self._next = 0  # bucket to launch
         self._expected: tuple[Optimizer, float] | None = None  # optimizer and lr of updates during backward
         for bucket in self.buckets:
-            bucket.missing, bucket.square, bucket.step = len(bucket.params), None, self.n_steps
+            bucket.missing, bucket.square = len(bucket.params), None
 
     # -- backward: gradients arrive, buckets leave
 
@@ -474,7 +474,7 @@ class DDP:
         """Launch the next bucket and move those before it on: P0, P1 Q0, P2 Q1, ... the same on every rank."""
         bucket = self.buckets[self._next]
         self._next += 1
-        bucket.stages = self.hook(bucket)
+        bucket.step, bucket.stages = self.n_steps, self.hook(bucket)
         self._resume(bucket)
         self._relay(before=bucket.index)
         for earlier in self.buckets[: bucket.index]:

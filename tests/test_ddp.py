@@ -8,6 +8,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -631,6 +632,8 @@ def check_different_models(world: ddp.World) -> None:
         assert_raises_on_all_ranks(lambda model=model: ddp.DDP(model), "rank 1 holds another model", text)
         assert time.monotonic() - start < 10
     assert_raises_on_all_ranks(lambda: ddp.DDP(new_model(0), bucket_mb=1.0 + (world.rank == 1)), "bucket_mb=2.0")
+    hook = ddp.PowerSGD(rank=4 + (world.rank == 1))  # messages of another size would end in an abort
+    assert_raises_on_all_ranks(lambda: ddp.DDP(new_model(0), hook=hook), "rank 1 holds another model", "'rank': 5")
 
 
 GROUP_CHECKS = [*CHECKS, check_equals_torch_ddp, check_helpers, check_different_models]
@@ -861,7 +864,7 @@ def cuda_rank(world: ddp.World, report: Callable[[str, str], None]) -> None:
     _, _, x, y = batch(world, 1)
     reference(x, y).backward()
     model(x.cuda(), y.cuda()).backward()
-    assert all(bucket.work is not None for bucket in parallel.buckets)
+    assert all(bucket.stages is not None for bucket in parallel.buckets)
     parallel.step(capture, 0.0)
     assert_close({name: g.cpu() for name, g in capture.grads.items()}, named_grads(reference), 1e-5)
     assert ddp.any_rank(True) and ddp.all_reduce_sum(torch.ones(2, device="cuda")).tolist() == [1, 1]
@@ -879,11 +882,100 @@ def cuda_rank(world: ddp.World, report: Callable[[str, str], None]) -> None:
         assert parallel.found_inf.item() == float(step == 2) == float(not norm.isfinite())
         assert (before == digest([p.cpu() for p in model.parameters()])) == (step == 2)
     assert scaler.get_scale() == 512.0
-    report("cuda", "")
+    report("cuda_rank", "")
+
+
+def train_on_gpu(**options: object) -> tuple[list[Tensor], list[float]]:
+    """Weights and norms after six steps of AdamW with a loss scale, clipping and two micro-steps."""
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    hook = ddp.make_hook(str(options.pop("compress", "none")), start_step=2, scaler=scaler)
+    exact = options.get("overlap_step") == "backward"  # cannot clip or scale
+    model = new_model(0).cuda()
+    parallel = ddp.DDP(model, BLOCK_MB, hook, **options)
+    optimizer, norms = FlatAdamW(), []
+    for step in range(6):
+        parallel.expect_step(optimizer, 1e-3)
+        for micro_step in range(2):
+            parallel.sync = micro_step == 1
+            _, _, x, y = batch(ddp.World(0, 0, 1), 2 * step + micro_step)
+            loss = model(x.cuda(), y.cuda()) / 64
+            (loss if exact else scaler.scale(loss)).backward()
+        norms.append(parallel.step(optimizer, 1e-3, 0.0 if exact else 1e9, None if exact else scaler).item())
+    parallel.flush()
+    return [p.detach().cpu() for p in model.parameters()], norms
+
+
+def cuda_options(world: ddp.World, report: Callable[[str, str], None]) -> None:
+    """Every option on NCCL with one rank: what is exact equals the plain step to rounding, the rest runs."""
+    plain, norms = train_on_gpu()
+    for options in (
+        {"overlap_step": "forward"},
+        {"overlap_step": "backward"},
+        {"zero1": True},
+        {"zero1": True, "overlap_step": "forward"},
+    ):
+        weights, other = train_on_gpu(**options)
+        assert other == pytest.approx(norms, rel=1e-4), options
+        for got, want in zip(weights, plain, strict=True):
+            assert (got - want).abs().max() < 1e-4, options
+    for options in ({"compress": "fp16"}, {"compress": "bf16"}, {"compress": "powersgd"}):
+        weights, other = train_on_gpu(**options)
+        assert all(math.isfinite(norm) for norm in other) and all(w.isfinite().all() for w in weights), options
+    report("cuda_options", "")
+
+
+def cuda_overlap(world: ddp.World, report: Callable[[str, str], None]) -> None:
+    """overlap_step="forward": kernels of the update run at the same time as kernels of the forward pass."""
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()
+    parallel, optimizer = ddp.DDP(model, BLOCK_MB, overlap_step="forward"), FlatAdamW()
+    x = torch.randn(8192, 4096, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(4):
+            model(x).square().mean().backward()
+            parallel.step(optimizer, 1e-3)
+        parallel.flush()
+        torch.cuda.synchronize()
+    kernels = [e for e in profile.profiler.kineto_results.events() if e.device_type().name == "CUDA"]
+    spans = [(e.device_resource_id(), e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in kernels]
+    updates = [span for span in spans if "adam" in span[3].lower()]
+    products = [span for span in spans if "gemm" in span[3].lower() or "cutlass" in span[3].lower()]
+    overlaps = [
+        (u, p) for u in updates for p in products if u[0] != p[0] and max(u[1], p[1]) < min(u[2], p[2])
+    ]  # fmt: skip
+    assert updates and products and overlaps, (len(updates), len(products))
+    report("cuda_overlap", "")
+
+
+def gloo_on_one_gpu(rank: int, port: int, folder: Path) -> None:
+    """Two processes share one GPU, where NCCL would refuse: gradients over gloo equal those of one process."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    reference, model, capture = new_model(0), new_model(rank).cuda(), Capture()
+    parallel = ddp.DDP(model, BLOCK_MB)
+    all_x, all_y, x, y = batch(ddp.World(rank, 0, 2), 1)
+    (reference(all_x, all_y) / 2).backward()
+    model(x.cuda(), y.cuda()).backward()
+    parallel.step(capture, 0.0)
+    assert_close({name: g.cpu() for name, g in capture.grads.items()}, named_grads(reference), 1e-5)
+    ddp.close()
+    (folder / f"{rank}.ok").touch()
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_nccl(tmp_path: Path) -> None:
-    reports, exit_codes = start_ranks(cuda_rank, 1, tmp_path, device_type="cuda")
-    assert "cuda" in reports[0] and exit_codes == [0], reports
+@needs_cuda
+@pytest.mark.parametrize("scenario", [cuda_rank, cuda_options, cuda_overlap])
+def test_nccl(scenario: Callable, tmp_path: Path) -> None:
+    reports, exit_codes = start_ranks(scenario, 1, tmp_path, device_type="cuda")
+    assert scenario.__name__ in reports[0] and exit_codes == [0], reports
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_two_processes_on_one_gpu(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(gloo_on_one_gpu, args=(port, tmp_path), nprocs=2)
+    assert all((tmp_path / f"{rank}.ok").exists() for rank in range(2))
