@@ -237,12 +237,11 @@ def launch_scatter(bucket: Bucket, flat: Tensor) -> Tensor:
 
 def launch_gather(bucket: Bucket, flat: Tensor) -> None:
     """Start to complete `flat`, laid out as bucket.param, of which each rank holds its shard."""
-    begin, end = bucket.shard
+    mine, n = flat[bucket.shard[0] : bucket.shard[1]], len(bucket.sizes)
     if native(bucket, flat):
-        bucket.launch(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), flat, flat[begin:end])
+        bucket.launch(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), flat, mine)
     else:
-        shares = [end - begin] * len(bucket.sizes)
-        bucket.launch(dist.all_to_all_single, flat, flat[begin:end].repeat(len(shares)), bucket.sizes, shares)
+        bucket.launch(dist.all_to_all_single, flat, mine.repeat(n), bucket.sizes, [mine.numel()] * n)
 
 
 def native(bucket: Bucket, flat: Tensor) -> bool:
@@ -402,7 +401,7 @@ class DDP:
         With `zero1` a rank updates one shard of every bucket and keeps optimizer state for it alone (ZeRO stage 1,
         arXiv:1910.02054); parameters for whose name `keep_whole` is true are not divided.
         """
-        hook = Average() if hook is None else hook
+        hook = hook or Average()
         if reason := conflict("powersgd" if isinstance(hook, PowerSGD) else "", overlap_step, zero1):
             raise DDPError(f"ddp: {reason}")
         keys = {key: x for key, x in getattr(hook, "__dict__", {}).items() if isinstance(x, int | str | torch.dtype)}
@@ -606,8 +605,9 @@ class DDP:
 
     @torch.no_grad()
     def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
-        """Make the parameters current, and have those of the buckets that forward needs next on their way."""
-        for other in reversed(self.buckets[max(0, bucket.index - ahead) : bucket.index + 1]):
+        """Make the parameters current, and have those of the buckets that forward needs next on their way. A forward
+        inside backward (recomputation) must not fetch what this backward has updated: its gather comes after step()."""
+        for other in reversed(self.buckets[max(self._next, bucket.index - ahead) : bucket.index + 1]):
             self._begin_refresh(other)
         if bucket.stale:
             bucket.wait()

@@ -1,0 +1,578 @@
+"""When and where ddp.py updates: deferred, on arrival, in shards; its hooks, what they send, and its error messages.
+
+As in test_ddp.py, a check is a function of a World that asserts, for any number of ranks. The global batch is the same
+for every number of ranks, so that their results can be compared too.
+"""
+
+import functools
+import gc
+import itertools
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ddp import (
+    BLOCK_MB,
+    Capture,
+    D,
+    Llama,
+    T,
+    V,
+    WireLog,
+    assert_close,
+    assert_raises_on_all_ranks,
+    assert_same_on_all_ranks,
+    digest,
+    named_grads,
+    new_model,
+    relative,
+    start_ranks,
+)
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import ddp
+import ranks
+from optim import OptimError, Optimizer, learning_rate_at, stays_whole
+
+ROWS = 8  # sequences in the global batch
+
+
+# ---- one training run, as a dictionary of all that it computes ----------------------------------------------------
+
+
+def mean_loss(world: ddp.World, model: nn.Module, seed: int) -> Tensor:
+    """Of this rank's rows of a batch; its mean over the ranks is the mean over all tokens, for any number of ranks."""
+    data = torch.randint(V, (ROWS, T + 1), generator=torch.Generator().manual_seed(seed))
+    mine = data.chunk(world.world_size)[world.rank]
+    return model(mine[:, :-1].clone(), mine[:, 1:].clone()) * (world.world_size / (ROWS * T))
+
+
+def setup(model: nn.Module | None = None, kind: str = "adamw", **options: object) -> tuple[ddp.DDP, Optimizer]:
+    """With one bucket per block, and Muon's products in full precision."""
+    keep_whole = functools.partial(stays_whole, kind)
+    parallel = ddp.DDP(model or new_model(3), **{"bucket_mb": BLOCK_MB, "keep_whole": keep_whole} | options)
+    muon_dtype = torch.promote_types(parallel.buckets[0].param.dtype, torch.float32)
+    return parallel, Optimizer(parallel.buckets, kind, muon_dtype=muon_dtype)
+
+
+def snapshot(parallel: ddp.DDP, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of the weights, by name, and of the optimizer's state, by "name key"."""
+    parallel.flush()
+    state = optimizer.state_dict(parallel.gather if parallel.buckets[0].sharded else None)
+    found = {f"{name} {key}": t.clone() for name, values in state.items() for key, t in values.items()}
+    return found | {name: p.detach().clone() for name, p in parallel.model.named_parameters()}
+
+
+def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, pattern: str) -> None:
+    """In what has a matching name: weights are called .weight, norms and losses @step, states the rest."""
+    names = [name for name in want if re.search(pattern, name) and name in got]
+    assert names
+    assert_close({name: got[name] for name in names}, {name: want[name] for name in names}, tolerance)
+
+
+def train(
+    world: ddp.World, steps: int = 20, kind: str = "adamw", clip: float = 0.5, scaled: bool = False,
+    dtype: torch.dtype = torch.float32, recompute: str = "", bad_step: int = -1, element: int = 0,
+    model: Llama | None = None, first: int = 0, start: dict[str, Tensor] | None = None, **options: object,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Two micro-batches per step, a schedule, an evaluation in between; at `bad_step` one element of the embedding's
+    gradient is infinite on the last rank. Returns weights, optimizer state, norms and evaluation losses by name."""
+    model = model or new_model(3).to(dtype)
+    model.recompute = recompute
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=256.0, growth_interval=3)
+    parallel, optimizer = setup(model, kind, **options)
+    if start is not None:
+        model.load_state_dict({name: start[name] for name, _ in model.named_parameters()})
+        states = [(*name.split(), t) for name, t in start.items() if " " in name]
+        optimizer.load_state_dict({name: {key: t for n, key, t in states if n == name} for name, _, _ in states})
+    spike = torch.zeros_like(model.embed_tokens.weight)
+    if bad_step >= 0:
+        model.embed_tokens.weight.register_hook(lambda g: g + spike)
+    found = {}
+    for step in range(first, steps):
+        lr = learning_rate_at(step + 1, "cosine", 3e-3, 1e-4, warmup_steps=2, decay_steps=20)
+        if world.rank == world.world_size - 1:
+            spike.view(-1)[element] = float("inf") if step == bad_step else 0.0
+        look = step == bad_step and options.get("overlap_step") != "forward"  # there, looking would flush
+        before = digest([*snapshot(parallel, optimizer).values()]) if look else ""
+        parallel.expect_step(optimizer, lr)
+        for micro_step in range(2):
+            parallel.sync = micro_step == 1
+            scaler.scale(mean_loss(world, model, 2 * step + micro_step) / 2).backward()
+        found[f"norm@{step}"] = parallel.step(optimizer, lr, clip, scaler).nan_to_num(posinf=-1.0)
+        assert parallel.found_inf.item() == float(step == bad_step)
+        if look:
+            assert before == digest([*snapshot(parallel, optimizer).values()])
+        if step % 4 == 1 and recompute != "reentrant":
+            with torch.no_grad():
+                found[f"loss@{step}"] = mean_loss(world, model, 1000)
+    parallel.check_replicas()
+    found |= snapshot(parallel, optimizer)
+    assert_same_on_all_ranks(digest([t for name, t in found.items() if "loss@" not in name]))
+    return found
+
+
+# ---- the moment of the update -------------------------------------------------------------------------------------
+
+
+def check_overlap_is_exact(world: ddp.World) -> None:
+    """The bits of overlap_step="off": weights, moments, norms and losses, whatever else is switched on."""
+    for overlap, variant in (
+        ("forward", {"bad_step": 9}),
+        ("forward", {"clip": 0.0, "bucket_mb": 0.0, "steps": 5}),
+        ("forward", {"scaled": True, "bad_step": 9, "recompute": "saved"}),
+        ("forward", {"recompute": "reentrant", "dtype": torch.bfloat16, "steps": 5}),
+        ("forward", {"kind": "muon", "scaled": True, "bad_step": 4, "steps": 8}),
+        ("forward", {"kind": "muon", "zero1": True, "bad_step": 5, "steps": 8}),
+        ("backward", {"clip": 0.0, "steps": 8}),
+        ("backward", {"clip": 0.0, "kind": "muon", "zero1": True, "steps": 8}),
+        ("backward", {"clip": 0.0, "steps": 3, "recompute": "saved"}),
+    ):
+        assert_close(train(world, overlap_step=overlap, **variant), train(world, **variant), 0.0)
+
+
+def check_compiled_blocks(world: ddp.World) -> None:
+    """One graph for training and one for evaluation serve all blocks, steps and models; the same bits."""
+    runs = []
+    torch._dynamo.reset()
+    counters.clear()
+    for overlap in ("off", "forward"):
+        model = new_model(3)
+        for block in model.layers:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+        runs.append(train(world, 5, overlap_step=overlap, model=model))
+        assert counters["stats"]["unique_graphs"] == 2, counters["stats"]
+    assert_close(runs[1], runs[0], 0.0)
+
+
+def stepped(world: ddp.World, **options: object) -> tuple[ddp.DDP, list[Tensor]]:
+    """After one step; and the weights before it."""
+    parallel, optimizer = setup(**options)
+    mean_loss(world, parallel.model, 0).backward()
+    old = [bucket.param.clone() for bucket in parallel.buckets]
+    parallel.step(optimizer, 1e-2)
+    return parallel, old
+
+
+def check_update_is_deferred(world: ddp.World) -> None:
+    """After step() only what forward needs first is new; forward, or flush(), brings the rest up to date."""
+    for finish in ("forward", "flush"):
+        parallel, old = stepped(world, overlap_step="forward")
+        late, soon = parallel.buckets[: -ddp.PREFETCH], parallel.buckets[-ddp.PREFETCH :]
+        assert len(late) == 3 and all(b.update is not None and torch.equal(b.param, old[b.index]) for b in late)
+        assert all(b.update is None and not torch.equal(b.param, old[b.index]) for b in soon)
+        parallel.flush() if finish == "flush" else mean_loss(world, parallel.model, 0)
+        for b in parallel.buckets:
+            assert b.update is None and not b.grad.any() and not torch.equal(b.param, old[b.index])
+
+
+def check_weights_used_too_early(world: ddp.World) -> None:
+    """Weights that are used past their modules' hooks would be old ones: refused, before anything is sent."""
+    h, text = torch.ones(1, T, D), "was used before its update: call modules"
+    for zero1 in (False, True):
+        model = stepped(world, overlap_step="forward", zero1=zero1)[0].model
+        assert_raises_on_all_ranks(model.layers[2].forward(h).sum().backward, "layers.2.", text)
+        model = stepped(world, overlap_step="forward", zero1=zero1)[0].model
+        assert_raises_on_all_ranks(model.lm_head.weight.sum().backward, "lm_head.weight", text, "flush() before")
+    if world.world_size > 1:  # the embedding's shards of the other ranks are awaited by the hook of the model
+        model = stepped(world, zero1=True)[0].model
+        assert_raises_on_all_ranks(mean_loss(world, model.forward, 0).backward, "embed_tokens.weight", text)
+
+
+def check_updates_on_arrival(world: ddp.World) -> None:
+    """A bucket that has arrived is updated while backward still runs, if expect_step() said with what."""
+    for expected in (True, False):
+        parallel, updated = setup(overlap_step="backward")[0], []
+        optimizer = SimpleNamespace(update=lambda bucket, updated=updated, **_: updated.append(bucket.index))
+
+        def until_arrived(grad: Tensor, bucket: ddp.Bucket = parallel.buckets[0]) -> None:
+            while bucket.flight and not bucket.flight[1].is_completed():
+                time.sleep(0.001)
+
+        parallel.model.embed_tokens.weight.register_hook(until_arrived)  # the last gradient
+        if expected:
+            parallel.expect_step(optimizer, 1e-2)
+        mean_loss(world, parallel.model, 0).backward()
+        assert (0 in updated) == (expected and dist.is_initialized()), updated
+        parallel.step(optimizer, 1e-2)
+        parallel.flush()
+        assert sorted(updated) == list(range(5))
+
+
+def check_step_on_arrival_refused(world: ddp.World) -> None:
+    """Whatever needs all gradients before the first update; the message says why and what to use instead."""
+    why = "updates a bucket before the others", "forward"
+    for factor, arguments, texts in (
+        (1.0, (1e-3, 1.0), (*why, "cannot clip to the global norm")),
+        (1.0, (1e-3, 0.0, torch.amp.GradScaler("cpu")), (*why, "cannot skip a step that overflows")),
+        (1.0, (1e-2,), ("another optimizer or lr than expect_step()",)),
+        (float("inf"), (1e-3,), ("step 0", "not finite", "last checkpoint", "overlap_step='forward'")),
+    ):
+        parallel, optimizer = setup(overlap_step="backward")
+        parallel.expect_step(optimizer, 1e-3)
+        (mean_loss(world, parallel.model, 0) * (factor if world.rank == 0 else 1.0)).backward()
+        assert_raises_on_all_ranks(functools.partial(parallel.step, optimizer, *arguments), *texts)
+    powersgd = functools.partial(setup, hook=ddp.PowerSGD())
+    assert_raises_on_all_ranks(lambda: powersgd(overlap_step="backward"), *why, "PowerSGD's errors")
+    assert_raises_on_all_ranks(lambda: powersgd(zero1=True), "PowerSGD", "zero1=True", "use one of the two")
+    assert_raises_on_all_ranks(lambda: setup(overlap_step="on"), "off, forward, backward, got 'on'")
+
+
+def check_zero1_equals_plain(world: ddp.World) -> None:
+    """Weights and moments, in float64 to its rounding; in float32 weights and norms, with clipping and a step that all
+    skip although only the first or the last rank's shard holds the infinity."""
+    for kind, element in (("adamw", 0), ("adamw", -1), ("muon", 0)):
+        # Without clipping: the norm, and so the coefficient, is float32, whose last bit depends on the shards
+        runs = [train(world, 10, kind, 0.0, dtype=torch.float64, zero1=zero1) for zero1 in (True, False)]
+        assert_agree(*runs, 1e-13, "^[^@]*$")
+        options = {"scaled": element == 0, "bad_step": 4, "element": element}
+        assert_agree(
+            train(world, 10, kind, zero1=True, **options), train(world, 10, kind, **options), 1e-6, "@|weight$"
+        )
+    parallel, _ = setup(zero1=True)
+    if world.world_size > 1:
+        with pytest.raises(OptimError, match="whole matrices, but a shard ends inside one; see DDP's keep_whole"):
+            Optimizer(parallel.buckets, "muon")
+
+
+def check_zero1_equals_torch(world: ddp.World) -> None:
+    """ZeroRedundancyOptimizer(AdamW) with torch's DDP and clip_grad_norm_, in float64."""
+    for clip, tolerance in ((0.0, 1e-13), (0.5, 1e-6)):
+        parallel, optimizer = setup(new_model(3).double(), zero1=True)
+        reference = new_model(3).double()
+        theirs = nn.parallel.DistributedDataParallel(reference)
+        matrices, vectors = ([p for p in reference.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        sharded = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95))
+        for step in range(10):
+            mean_loss(world, parallel.model, step).backward()
+            sharded.zero_grad()
+            mean_loss(world, theirs, step).backward()
+            want = nn.utils.clip_grad_norm_(reference.parameters(), clip or float("inf"))
+            sharded.step()
+            assert relative(parallel.step(optimizer, 1e-3, clip), want) < 1e-6
+        want = {name: p.detach() for name, p in reference.named_parameters()}
+        assert_agree(snapshot(parallel, optimizer), want, tolerance, "weight$")
+
+
+def check_state_moves_between_world_sizes(world: ddp.World) -> None:
+    """What all ranks saved equals one process's, which continues from it to the same result, and the reverse."""
+    one = ddp.World(rank=0, local_rank=0, world_size=1)
+    for kind in ("adamw", "muon"):
+        run = functools.partial(train, kind=kind, clip=0.0, dtype=torch.float64)
+        half = run(world, 5, zero1=True)
+        with mock.patch.object(dist, "is_initialized", return_value=False):  # a run without a process group
+            alone, whole, continued = run(one, 5), run(one, 10), run(one, 10, first=5, start=half)
+        for got, want in ((half, alone), (continued, whole), (run(world, 10, zero1=True, first=5, start=alone), whole)):
+            assert_agree(got, want, 1e-12, "^[^@]*$")
+
+
+# ---- hooks, and what they send ------------------------------------------------------------------------------------
+
+
+def mean_grads(world: ddp.World, **options: object) -> dict[str, Tensor]:
+    """The mean gradients of a batch as the optimizer gets them."""
+    parallel, capture = setup(**options)[0], Capture()
+    mean_loss(world, parallel.model, 0).backward()
+    parallel.step(capture, 0.0)
+    return capture.grads
+
+
+def check_narrow_wire(world: ddp.World) -> None:
+    """The mean to the wire's rounding, equal on all ranks and equal to that of torch's compression hooks."""
+    for dtype, tolerance, torchs in (
+        (torch.float16, 5e-4, default_hooks.fp16_compress_hook),
+        (torch.bfloat16, 4e-3 * world.world_size**0.5, default_hooks.bf16_compress_hook),
+    ):
+        got = mean_grads(world, hook=ddp.Average(dtype))
+        assert_same_on_all_ranks(digest([*got.values()]))
+        assert_close(got, mean_grads(world), tolerance)
+        if world.world_size > 1:
+            theirs = nn.parallel.DistributedDataParallel(new_model(3))
+            theirs.register_comm_hook(None, lambda s, bucket, hook=torchs: hook(s, bucket))  # else torch asks for NCCL
+            mean_loss(world, theirs, 0).backward()
+            # Two summands have no order; torch divides after rounding, which differs below float16's normal numbers
+            bitwise = world.world_size == 2 and dtype == torch.bfloat16
+            assert_close(got, named_grads(theirs.module), 0.0 if bitwise else tolerance)
+        narrow = train(world, 6, hook=ddp.Average(dtype), zero1=True)
+        assert_agree(narrow, train(world, 6, hook=ddp.Average(dtype)), 1e-2, "weight$")
+        assert_agree(narrow, train(world, 6), 1e-2, "weight$")
+
+
+def summing(bucket: ddp.Bucket, goes_on: bool = False) -> Iterator:
+    """A user's hook: one collective, the sum instead of the mean."""
+    bucket.launch(dist.all_reduce, bucket.grad)
+    yield False
+    yield ddp.sum_of_squares(bucket.grad)
+    if goes_on:
+        yield False
+
+
+class Quantized:
+    """A user's hook: integers in units of the largest element on any rank, which a first collective finds."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __call__(self, bucket: ddp.Bucket) -> Iterator:
+        largest = bucket.grad.abs().max()
+        self.events.append(f"P{bucket.index}")
+        bucket.launch(dist.all_reduce, largest, dist.ReduceOp.MAX)
+        yield True
+        unit = largest / 2**20
+        whole = (bucket.grad / unit).round().int()
+        self.events.append(f"Q{bucket.index}")
+        bucket.launch(dist.all_reduce, whole)
+        yield False
+        mean = whole * unit / ddp.world_size()
+        yield ddp.sum_of_squares(mean)
+        bucket.grad.copy_(mean)
+
+
+def check_own_hooks(world: ddp.World) -> None:
+    """One collective; two of which the second needs the first, in an order of the buckets alone; one after the norm."""
+    want, quantized = mean_grads(world), Quantized()
+    total = {name: t * world.world_size for name, t in want.items()}
+    assert_close(mean_grads(world, hook=summing), total, 1e-6)
+    assert_close(mean_grads(world, hook=quantized), want, 1e-4)
+    assert quantized.events == "P0 P1 Q0 P2 Q1 P3 Q2 P4 Q3 Q4".split(), quantized.events
+    forward = train(world, 6, hook=Quantized(), overlap_step="forward")
+    assert_close(forward, train(world, 6, hook=Quantized()), 0.0)
+    endless = functools.partial(summing, goes_on=True)
+    assert_raises_on_all_ranks(lambda: mean_grads(world, hook=endless), "hook must end after the norm")
+
+
+class Wire(WireLog):
+    """Notes (operation, bytes of the bucket or message, bytes that this rank sends to others)."""
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if func.name() == "c10d::alltoall_base_":
+            sent, theirs, mine = args[1], args[3], args[4]
+            whole = sum(max(theirs, mine, key=lambda sizes: len(set(sizes))))  # a bucket's shards; the other is even
+            to_others = sum(mine) - mine[dist.get_rank()]
+            self.events.append(("all_to_all", whole * sent.element_size(), to_others * sent.element_size()))
+        elif func.namespace == "c10d":
+            self.events.append((func.name(), args[0][0].nbytes, 0))
+        return func(*args, **(kwargs or {}))
+
+
+def check_bytes_on_the_wire(world: ddp.World) -> None:
+    """Each step sends what the formulas say, in the same order on all ranks; nothing while gradients are added up."""
+    wires = (None, 4), (torch.float16, 2), (torch.bfloat16, 2)
+    for zero1, overlap, (wire, width) in itertools.product((False, True), ("off", "forward", "backward"), wires):
+        kind = "muon" if zero1 else "adamw"
+        parallel, optimizer = setup(None, kind, zero1=zero1, overlap_step=overlap, hook=ddp.Average(wire))
+        want = [("c10d::allreduce_", 8, 0)]  # the flag that all gradients have arrived
+        for bucket in parallel.buckets:
+            total, own = bucket.param.numel(), bucket.shard[1] - bucket.shard[0]
+            if zero1:
+                want.append(("all_to_all", total * width, (total - own) * width))
+                want.append(("all_to_all", total * 4, (world.world_size - 1) * own * 4))
+            else:
+                want.append(("c10d::allreduce_", total * width, 0))
+        if zero1:
+            want.append(("c10d::allreduce_", 4, 0))  # the squared norm
+        for step in range(2):
+            parallel.flush()
+            with Wire() as log:
+                parallel.sync = False
+                mean_loss(world, parallel.model, step).backward()
+                assert log.events == []
+                parallel.sync = True
+                parallel.expect_step(optimizer, 1e-3)
+                mean_loss(world, parallel.model, step).backward()
+                parallel.step(optimizer, 1e-3)
+                parallel.flush()
+            assert sorted(log.events) == (sorted(want) if dist.is_initialized() else [])
+            assert_same_on_all_ranks([event[:2] for event in log.events])
+
+
+def check_memory(world: ddp.World) -> None:
+    """Weights, gradients and moments and nothing else: 16 bytes per parameter, 8 + 8/N with ZeRO-1, plus padding."""
+
+    def live_bytes() -> int:  # of all tensors of this process, but for scalars and other small ones
+        gc.collect()
+        storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes() > 64}.values())
+
+    for zero1, overlap in ((False, "off"), (True, "forward"), (True, "backward")):
+        before = live_bytes()
+        parallel, optimizer = setup(zero1=zero1, overlap_step=overlap)
+        for step in range(2):
+            parallel.expect_step(optimizer, 1e-3)
+            mean_loss(world, parallel.model, step).backward()
+            parallel.step(optimizer, 1e-3)
+        parallel.flush()
+        n_params = sum(p.numel() for p in parallel.model.parameters())
+        padded = sum(bucket.param.numel() for bucket in parallel.buckets)
+        assert padded - n_params < 128 * world.world_size * len(parallel.buckets)
+        share, moments = padded // (world.world_size if zero1 else 1), (live_bytes() - before - 8 * padded) / 8
+        assert share - (padded - n_params) <= moments <= share
+        assert ddp.all_reduce_sum(torch.tensor(moments)) == n_params * (1 if zero1 else world.world_size)
+        del parallel, optimizer
+
+
+def check_replicas_differ(world: ddp.World) -> None:
+    """One bit of one weight on one rank is an error on all of them."""
+    for options in ({}, {"zero1": True, "overlap_step": "forward"}):
+        parallel, _ = stepped(world, **options)
+        parallel.check_replicas()
+        if world.rank == world.world_size - 1:
+            parallel.model.layers[1].norm1.weight.data.view(torch.int32)[5] ^= 1
+        if world.world_size > 1:
+            text = f"after 1 steps rank {world.world_size - 1} holds other weights than rank 0 in bucket 2 (layers.1."
+            assert_raises_on_all_ranks(parallel.check_replicas, text)
+
+
+class Ticking(nn.Module):
+    """Eight blocks, of 15 ms in forward and of 30 ms in backward before their gradients are ready, on a clock that else
+    moves on only when somebody waits for the link."""
+
+    def __init__(self, ms_per_bucket: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(8))
+        self.now = self.link_free = 0.0
+        self.bytes_per_ms = 4 * D * D / ms_per_bucket
+
+    def advance(self, ms: float) -> None:
+        self.now += ms
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.advance(15)
+            x.register_hook(lambda _: self.advance(30))
+        return x.square().mean()
+
+    def issue(self, operation: str, function: Callable, *args: object) -> SimpleNamespace | None:
+        """In place of ranks.issue: messages queue up on the link, and are there when the clock says so."""
+        size = max(t.nbytes for t in args if isinstance(t, Tensor))
+        arrives = self.link_free = max(self.now, self.link_free) + size / self.bytes_per_ms
+        work = function(*args)
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
+            self.now = max(self.now, arrives)
+
+        return wait() if work is None else SimpleNamespace(wait=wait, is_completed=lambda: self.now >= arrives)
+
+
+def virtual_time(ms_per_bucket: float, late: bool, **options: object) -> float:
+    """What the third step takes by the clock, as a multiple of what it must take for when its gradients were ready.
+    `late`: all buckets are launched when backward is over."""
+    model, ready = Ticking(ms_per_bucket), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: ready.append(model.now))
+    parallel, optimizer = setup(model, **options)
+    with mock.patch.object(ranks, "issue", model.issue):
+        for _ in range(3):
+            begin = model.now
+            parallel.expect_step(optimizer, 1e-3)
+            loss = model(torch.ones(1, D))
+            parallel._next = len(parallel.buckets) if late else 0  # the next to launch
+            loss.backward()
+            ideal = model.now
+            parallel._next = 0 if late else parallel._next
+            parallel.step(optimizer, 1e-3)
+        end = model.now
+        parallel.flush()
+    done = begin
+    for when in ready[-8:]:
+        done = max(done, when) + ms_per_bucket
+    return (end - begin) / (max(ideal, done) - begin)
+
+
+def check_overlap(world: ddp.World) -> None:
+    """A step takes its ideal time on a serial link, fast or slow, ZeRO-1's with its shards fetched during forward;
+    launched after backward it does not."""
+    for ms, overlap in itertools.product((10.0, 30.0, 60.0), ("off", "forward", "backward")):
+        assert virtual_time(ms, False, overlap_step=overlap) < 1.001
+        assert virtual_time(ms, True, overlap_step=overlap) > 1.15
+    assert virtual_time(10.0, False, zero1=True, overlap_step="forward") < 1.05  # and the first shards
+    assert virtual_time(10.0, True, zero1=True, overlap_step="forward") > 1.15
+
+
+def check_recomputed_on_arrival(world: ddp.World) -> None:
+    """Activation checkpointing runs blocks, and their hooks, once more in backward, when later ones are updated."""
+    variant = {"clip": 0.0, "zero1": True, "steps": 3, "recompute": "saved"}
+    assert_close(train(world, overlap_step="backward", **variant), train(world, **variant), 0.0)
+
+
+# ---- starting ranks -----------------------------------------------------------------------------------------------
+
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
+OF_SEVERAL = (check_zero1_equals_torch, check_overlap)
+
+
+def run_checks(world: ddp.World, report: Callable[[str, str], None]) -> None:
+    for check in CHECKS:
+        check(world)
+        report(check.__name__, "")
+
+
+@pytest.mark.parametrize("check", [c for c in CHECKS if c not in OF_SEVERAL], ids=lambda check: check.__name__)
+def test_one_process(check: Callable) -> None:
+    check(ddp.World(rank=0, local_rank=0, world_size=1))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("n", [2, 4])
+def test_several_ranks(n: int, tmp_path: Path) -> None:
+    """All checks in turn; the first that fails ends its rank, and with it the others."""
+    reports, exit_codes = start_ranks(run_checks, n, tmp_path)
+    assert all("end" in report for report in reports), [report.get("error", "no end") for report in reports]
+    assert exit_codes == [0] * n
+
+
+def fail_in_step_3(world: ddp.World, report: Callable, lost: int, debug: bool, **options: object) -> None:
+    """Train; in the fourth step rank `lost` dies, or, in debug mode on another port, issues another collective."""
+    if debug:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(ddp.gather_objects(s.getsockname()[1])[0])
+        dist.destroy_process_group()
+        ddp.init("cpu", 20, debug=True)
+    parallel, optimizer = setup(**options)
+    for step in range(6):
+        if step == 3 and world.rank == lost:
+            report("step 3", "")
+            ddp.any_rank(True) if debug else os.kill(os.getpid(), signal.SIGKILL)
+        mean_loss(world, parallel.model, step).backward()
+        parallel.step(optimizer, 1e-3)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("options", "operation"), [({}, "all_reduce"), ({"zero1": True}, "all_to_all_single")])
+@pytest.mark.parametrize(("lost", "debug"), [(0, False), (1, False), (1, True)])
+def test_rank_that_fails(lost: int, debug: bool, options: dict, operation: str, tmp_path: Path) -> None:
+    """One line says who, when, what and where, and how far each rank has come; in debug mode, who does what instead."""
+    scenario = functools.partial(fail_in_step_3, lost=lost, debug=debug, overlap_step="forward", **options)
+    reports, _ = start_ranks(scenario, 2, tmp_path, timeout_s=30)
+    assert "step 3" in reports[lost], reports
+    text = reports[lost if debug else 1 - lost]["error"][1]
+    doing = f"step 3: {operation} of bucket "
+    if debug:
+        assert re.search(rf"ddp: collective \d+ is any_rank .*on rank 1, but {doing}.* on rank 0; every rank", text), (
+            text
+        )
+        return
+    # With ZeRO-1 the shards that step 2 has updated are still to be fetched
+    assert re.search(rf"DDPError: ddp: rank {1 - lost}: step [23]: {operation} of bucket ", text), text
+    assert "(first parameter " in text and "another rank has died or is stuck" in text, text
+    # With rank 0 the store is lost that knows how far each has come
+    assert lost == 0 or "; steps finished: rank 0 3, rank 1 3 (" in text, text
