@@ -72,8 +72,7 @@ class Bucket:
     sizes: list[int]  # elements of each rank's shard, the part of the bucket that it updates; [padded] if not sharded
     shard: tuple[int, int]  # first and one-past-last element that this rank updates
     sharded: bool  # ZeRO-1
-    # What becomes of it within a step
-    step: int = 0  # number of the step, from 0
+    step: int = 0  # number of the step it is in, from 0
     missing: int = 0  # parameters whose gradient has not arrived in the synced backward
     stages: Iterator | None = None  # the communication hook at work
     more: bool = False  # the hook has another collective to launch
@@ -583,7 +582,8 @@ class DDP:
     def _update(self, bucket: Bucket, optimizer: Optimizer, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Update this rank's shard of the bucket, zero the gradients."""
         bucket.update = None
-        optimizer.update(bucket, lr=lr, grad_scale=grad_scale, found_inf=found_inf)
+        with torch.autocast(self.device.type, enabled=False):  # under which the forward that calls may be
+            optimizer.update(bucket, lr=lr, grad_scale=grad_scale, found_inf=found_inf)
         bucket.grad.zero_()
         bucket.stale = bucket.sharded
         if self._stream is not None:

@@ -5,6 +5,8 @@ Everything works without a process group too, as a world of one. ddp.py passes t
 
 import os
 import threading
+import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,9 +69,40 @@ def init(device_type: str = "cpu", timeout_s: float = 300, debug: bool = False) 
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
     with named_errors("init_process_group", world.rank):
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+        dist.init_process_group(
+            backend, store=meeting_place(world, timeout_s), rank=world.rank, world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_s), device_id=device,
+        )  # fmt: skip
     bulletin.debug, bulletin.n_collectives = debug, 0
     return world
+
+
+def meeting_place(world: World, timeout_s: float) -> dist.Store:
+    """A store at MASTER_ADDR whose keys are those of this start alone.
+
+    torchrun (2.13) keeps one store over all its restarts, in which a new rank finds the addresses of dead ones and
+    waits for them; and its count of restarts may differ between machines. So rank 0 gives a prefix to every rank that
+    answers: each says a word of its own, is told the prefix under that word, and confirms. Dead ranks never confirm.
+    """
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout_s)
+    store = dist.TCPStore(*address, world.world_size, is_master=world.is_main and not hosted, timeout=timeout)
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    if not world.is_main:
+        store.set(f"ddp/word/{world.rank}", word)
+        prefix = store.get(f"ddp/prefix/{word}").decode()
+        store.set(f"ddp/confirmed/{prefix}/{world.rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing = list(range(1, world.world_size))
+    while missing:
+        for rank in missing:
+            if store.check([f"ddp/word/{rank}"]):
+                store.set(f"ddp/prefix/{store.get(f'ddp/word/{rank}').decode()}", word)
+        time.sleep(0.01)
+        missing = [rank for rank in missing if not store.check([f"ddp/confirmed/{word}/{rank}"])]
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
+    return dist.PrefixStore(word, store)
 
 
 def close() -> None:

@@ -1,0 +1,296 @@
+"""pretrain.py on 2 and 4 gloo ranks with every option of ddp.py: each changes what it should, and resumes to the bit.
+
+A start of torchrun takes seconds and a run of eight steps takes half of one, so most runs share a start: this file,
+started by torchrun as a script, executes pretrain.py once per job. What was interrupted is continued by a later start.
+"""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_pretrain as tp
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import train_utils
+
+data_dir, run = tp.data_dir, tp.run
+pytestmark = pytest.mark.dist
+
+STEPS, STOP = 8, 5  # a signal stops the runs that are to be interrupted after step 5, where no save was due
+COMMON = ["--n_layer=3", "--bucket_mb=0.01", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=3"]
+COMMON += ["--eval_every=4", "--compress_start_step=1", "--timeout_s=200", "--peak_tflops=1"]  # 5 buckets
+OPTIONS = {  # a run is named by the number of its ranks and these words; Muon unless AdamW is said
+    "half": ["--dtype=float16", "--batch_size=1", "--grad_clip=0.5"],  # a GradScaler; 2 micro-steps
+    "float": ["--dtype=float32", "--batch_size=2", "--grad_clip=0"],
+    "spread": ["--dtype=float32", "--batch_size=1", "--dropout=0", "--total_batch_tokens=256"],  # by 1, 2 or 4 ranks
+    "adamw": ["--optimizer=adamw"],
+    "zero1": ["--zero1=True"],
+    "forward": ["--overlap_step=forward"],
+    "backward": ["--overlap_step=backward"],
+    "fp16": ["--compress=fp16"],
+    "bf16": ["--compress=bf16"],
+    "powersgd": ["--compress=powersgd"],
+    "recompute": ["--activation_checkpointing=True"],
+    "compiled": ["--compile=True"],
+    "debug": ["--ddp_debug=True"],
+    "long": ["--max_steps=60", "--save_every=5"],
+}
+CASES = [
+    "2 half", "2 half forward", "2 half zero1", "2 half zero1 forward", "2 half powersgd", "2 half powersgd forward",
+    "2 half fp16", "2 half bf16 zero1", "2 half bf16 adamw", "2 float", "2 float backward", "2 float zero1",
+    "2 float zero1 forward recompute", "2 spread powersgd", "4 half adamw", "4 half forward adamw",
+    "4 half zero1 forward adamw", "4 half powersgd forward adamw", "4 half fp16 zero1", "4 float adamw",
+    "4 float backward adamw", "4 float zero1 adamw", "4 spread", "4 spread zero1",
+]  # fmt: skip
+STRAIGHT_ONLY = ["2 half zero1 forward debug", "2 half powersgd debug", "4 half zero1 forward long"]
+MOVES = [  # new run, and the interrupted one that it continues
+    "2 spread zero1 from 4 spread zero1", "2 spread from 4 spread zero1", "2 spread zero1 from 4 spread",
+    "1 spread zero1 from 4 spread zero1", "4 spread powersgd from 2 spread powersgd",
+    "1 spread powersgd from 2 spread powersgd",
+]  # fmt: skip
+SAME = {  # to the bit
+    "2 half forward": "2 half",
+    "2 half zero1 forward": "2 half zero1",
+    "2 half zero1 forward debug": "2 half zero1",
+    "2 half powersgd forward": "2 half powersgd",
+    "2 half powersgd debug": "2 half powersgd",
+    "2 float backward": "2 float",
+    "2 float zero1 forward recompute": "2 float zero1",
+    "4 half forward adamw": "4 half adamw",
+    "4 float backward adamw": "4 float adamw",
+}
+
+
+# ---- many runs in one start ---------------------------------------------------------------------------------------
+
+
+def run_jobs(jobs: list[tuple[list[str], bool]]) -> None:
+    """On each rank: pretrain.py with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
+    n_steps, stops = 0, False
+    advance = train_utils.RunLog.advance
+
+    def count(log: train_utils.RunLog) -> None:
+        nonlocal n_steps
+        n_steps += 1
+        if stops and n_steps == STOP and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        advance(log)
+
+    train_utils.RunLog.advance = count
+    init, place = dist.init_process_group, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    identity = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    store = dist.TCPStore(*place, is_master=False)  # torchrun's, in which each process group needs keys of its own
+    for number, (flags, stops) in enumerate(jobs):  # noqa: B007 (count reads `stops`)
+        n_steps = 0
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        dist.init_process_group = partial(init, store=dist.PrefixStore(f"job {number}", store), **identity)
+        sys.argv = ["pretrain.py", *flags]
+        if "--compile=True" in flags:
+            torch.compiler.reset()
+        try:
+            runpy.run_path(str(tp.ROOT / "pretrain.py"), run_name="__main__")
+        except SystemExit as end:
+            assert end.code == (128 + signal.SIGTERM if stops else 0), (flags, end.code)
+
+
+def all_flags(out: Path, data_dir: Path, *more: str) -> list[str]:
+    """Command line of the run that the name of its directory describes."""
+    ranks, *words = out.name.partition(" from ")[0].split()
+    flags = [flag for word in words for flag in OPTIONS[word]] + list(more)
+    common = [*COMMON, f"--total_batch_tokens={64 * int(ranks)}", f"--data_dir={data_dir}", f"--out_dir={out}"]
+    return tp.flags_with_defaults(tuple(tp.flags_with_defaults(tuple(flags), common)), tp.TINY)
+
+
+def run_all(folder: Path, data_dir: Path, straight: list[str], stopped: list[str], resumed: list[str]) -> None:
+    """All runs of 2 ranks, then all of 4: some in folder/straight, some in folder/broken, but only up to step STOP;
+    some of the latter (in other starts than those) to their end."""
+    jobs = [(folder / "straight" / name, False) for name in straight]
+    jobs += [(folder / "broken" / name, True) for name in stopped]
+    jobs += [(folder / "broken" / name, False) for name in resumed]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)}
+    for ranks in (2, 4):
+        mine = [(all_flags(out, data_dir), stops) for out, stops in jobs if out.name.startswith(str(ranks))]
+        if mine:
+            (folder / "jobs.json").write_text(json.dumps(mine), encoding="utf-8")
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+            done = subprocess.run(
+                [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=tp.ROOT, env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, data_dir) -> Path:
+    """Folder with straight/NAME and broken/NAME (interrupted, then resumed)."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_all(folder, data_dir, straight=CASES + STRAIGHT_ONLY, stopped=CASES, resumed=[])
+    for name in MOVES:
+        source = folder / "broken" / name.partition(" from ")[2]
+        shutil.copytree(source, folder / "broken" / name, symlinks=True)
+    run_all(folder, data_dir, straight=[], stopped=[], resumed=CASES + MOVES)
+    return folder
+
+
+def assert_same_ranks(a: Path, b: Path) -> None:
+    """Losses, weights, optimizer and what each rank has of its own, to the bit."""
+    tp.assert_same_run(a, b)
+    for rank in range(int(a.name[0])):
+        mine, theirs = (checkpoint.load_train_state(out / "latest", rank)[1] for out in (a, b))
+        assert torch.equal(mine["rng"]["cpu"], theirs["rng"]["cpu"])
+        assert ("powersgd" in mine) == ("powersgd" in theirs) == ("powersgd" in a.name)
+        for name, state in mine.get("powersgd", {}).items():
+            for key in ("error", "basis"):
+                assert torch.equal(state[key], theirs["powersgd"][name][key]), (rank, name, key)
+
+
+# ---- what the options change, and what not ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupted_run_ends_like_a_straight_one(runs, name):
+    """SIGTERM to one rank after step 5; other processes go on from there."""
+    assert [event["step"] for event in tp.events(runs / "broken" / name, "save")] == [3, STOP, 6, STEPS]
+    assert_same_ranks(runs / "straight" / name, runs / "broken" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_the_moment_of_the_update_changes_no_bit(runs, name):
+    """Nor does ddp_debug, nor activation checkpointing, whose second forward passes the deferred updates again."""
+    assert_same_ranks(runs / "straight" / SAME[name], runs / "straight" / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plain"), [("2 float zero1", "2 float"), ("4 float zero1 adamw", "4 float adamw")])
+def test_zero1_trains_like_replicated_state(runs, name, plain):
+    straight = runs / "straight"
+    assert tp.losses(straight / name) == pytest.approx(tp.losses(straight / plain), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "first"), [("2 half powersgd", 2), ("2 half fp16", 1), ("2 half bf16 zero1", 1)])
+def test_compression_changes_a_little(runs, name, first):
+    """From the loss after the first compressed step on; PowerSGD has sent one step whole."""
+    plain, compressed = tp.losses(runs / "straight" / "2 half"), tp.losses(runs / "straight" / name)
+    assert plain[:first] == compressed[:first] and plain[first] != compressed[first]
+    assert plain == pytest.approx(compressed, rel=0.01)
+
+
+@pytest.mark.slow
+def test_each_rank_saves_its_own_powersgd_errors(runs):
+    path = runs / "straight" / "2 half powersgd" / "latest"
+    first, second = (checkpoint.load_train_state(path, rank)[1]["powersgd"] for rank in range(2))
+    assert {"embed_tokens.weight", "layers.2.mlp.down_proj.weight"} <= first.keys()
+    for name in first:
+        assert torch.equal(first[name]["basis"], second[name]["basis"])
+        assert not torch.equal(first[name]["error"], second[name]["error"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_goes_on_with_another_number_of_ranks(runs, run, data_dir, name):
+    """With ZeRO-1 and without, from and to it. PowerSGD depends on the mean of the errors only, which is kept."""
+    moved, straight = runs / "broken" / name, runs / "straight" / name.partition(" from ")[2]
+    if name.startswith("1 "):
+        assert run(*all_flags(moved, data_dir)) == 0
+    assert tp.losses(moved)[:STOP] == tp.losses(straight)[:STOP]
+    assert tp.losses(moved) == pytest.approx(tp.losses(straight), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_runs_resume_to_the_bit(tmp_path, data_dir):
+    names = ["2 float zero1 forward compiled", "2 half powersgd compiled"]
+    run_all(tmp_path, data_dir, straight=names, stopped=names, resumed=[])
+    run_all(tmp_path, data_dir, straight=[], stopped=[], resumed=names)
+    for name in names:
+        assert_same_ranks(tmp_path / "straight" / name, tmp_path / "broken" / name)
+
+
+# ---- starts by torchrun -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a rank's process in /proc")
+def test_torchrun_restarts_after_kill_9_of_one_rank(runs, tmp_path, data_dir):
+    out = tmp_path / "4 half zero1 forward long"
+    pretrain = tp.command(*all_flags(out, data_dir), ranks=4)
+    process = subprocess.Popen(
+        [*pretrain[:3], "--max-restarts=3", *pretrain[3:]], cwd=tp.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    tp.wait_for(lambda: tp.logged_steps(out) > 5, process)
+    os.kill(worker(process.pid, rank=2), signal.SIGKILL)
+    output = tp.finish(process)
+    assert re.search(r"continuing .* after step \d*[05]\n", output) and "exitcode: -9" in output, output
+    assert_same_ranks(runs / "straight" / out.name, out)
+
+
+def worker(launcher: int, rank: int) -> int:
+    """Process id of a rank that torchrun has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            if parent == launcher and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                return int(path.name)
+        except OSError:  # it has ended meanwhile
+            continue
+    raise AssertionError(f"no rank {rank} among the children of {launcher}")
+
+
+@pytest.mark.slow
+def test_short_runs_end_without_a_word(tmp_path, data_dir):
+    """Threads of gloo that outlive the interpreter would abort the process now and then."""
+    for name in ("2 half", "2 float zero1 forward", "2 half powersgd", "2 float backward", "2 half bf16"):
+        flags = all_flags(tmp_path / name, data_dir, "--max_steps=2")
+        output = tp.finish(tp.start(*flags, ranks=2))
+        lines = output[output.index("step      0/2") :].splitlines()
+        assert [line[:11] for line in lines] == [f"step {step:6d}" for step in (0, 1, 2, 2)], output
+
+
+# ---- options that do not go together ------------------------------------------------------------------------------
+
+REFUSED = [  # flags, and words that the line must have
+    (["--zero1=True", "--compress=powersgd"], "PowerSGD zero1=True"),
+    (["--overlap_step=backward"], "overlap_step='backward' clip 'forward'"),
+    (["--overlap_step=backward", "--grad_clip=0", "--dtype=float16"], "overlap_step='backward' float16 'forward'"),
+    (["--overlap_step=backward", "--grad_clip=0", "--compress=powersgd"], "overlap_step='backward' PowerSGD 'forward'"),
+    (["--compress=topk"], "compress none fp16 bf16 powersgd 'topk'"),
+    (["--overlap_step=sideways"], "overlap_step off forward backward 'sideways'"),
+    (["--compress_rank=0"], "compress_rank 1 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
+def test_options_that_do_not_go_together_are_one_line(run, tmp_path, capsys, monkeypatch, flags, says):
+    """Before a process group: as rank 1 of 2 that never meets rank 0."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = tp.refused(run, capsys, *flags)
+    assert message.startswith("config: ") and all(word in message for word in says.split()), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_rank_exits_with_1_and_prints_the_line_alone(tmp_path, data_dir):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    out = tmp_path / "2 half zero1 powersgd"
+    flags = all_flags(out, data_dir)
+    done = subprocess.run(tp.command(*flags), cwd=tp.ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("config: PowerSGD"), done.stderr
+    assert not out.exists()
+
+
+if __name__ == "__main__":
+    run_jobs(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
