@@ -194,7 +194,7 @@ def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         rank = dist.get_rank() if rank is None else rank
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].split(". ")[0]  # gloo goes on with advice
         raise DDPError(
             f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
             f"{bulletin.read()} ({reason})"
