@@ -357,7 +357,7 @@ class PowerSGD:
 
 
 def make_hook(
-    compress: str, rank: int = 4, start_step: int = 0, embedding: bool = True, seed: int = 0,
+    compress: str, rank: int = 4, start_step: int = 0, embedding: bool = False, seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Callable[[Bucket], Iterator]:  # fmt: skip
     """The hook that the trainers' keys ask for; `compress` is one of COMPRESS."""

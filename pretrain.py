@@ -81,7 +81,7 @@ bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
 compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
 compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
 compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
-compress_embedding = True  # powersgd: compress the embedding and the head too
+compress_embedding = False  # powersgd: the embedding and the head too: fewer bytes, more loss (docs/ddp.md)
 overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
 zero1 = False  # share the optimizer's state and work out among the ranks
 ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
@@ -254,7 +254,8 @@ def plan(
     if config["zero1"]:
         memory["optimizer"] /= world_size
     if config["compress"] == "powersgd":
-        memory["compression error"] = memory["weights"]
+        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
+        memory["compression error"] = 4 * matrices
     shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
     epochs = f", {tokens / train_tokens:.2f} epochs of {train_tokens:,}" if train_tokens else ""
     seconds = tokens * flops / (peak * world_size)

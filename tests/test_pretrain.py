@@ -471,6 +471,19 @@ def test_plan_only_needs_no_memory_and_no_data(run, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_plan_counts_what_the_ranks_share_and_what_compression_keeps(run, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = ["--n_layer=8", "--n_embd=1024", "--vocab_size=32768", "--plan_only=True", "--data_dir=nowhere"]
+    table = parameter_table(ModelConfig(32768, 32, 8, 4, 2, 1024))
+    for flag, text in (
+        ("--zero1=False", f"optimizer {8 * table['total'] / 2**20:,.0f} MiB"),
+        ("--zero1=True", f"optimizer {8 * table['total'] / 4 / 2**20:,.0f} MiB"),
+        ("--compress=powersgd", f"compression error {4 * (table['attention'] + table['mlp']) / 2**20:,.0f} MiB"),
+    ):
+        assert run(*flags, "--optimizer=adamw", flag) == 0
+        assert text in capsys.readouterr().out
+
+
 def peak_bytes() -> int:
     import resource
 

@@ -69,6 +69,7 @@ CASES = {  # key: (label, options of our DDP)
     "fp16": ("ours, float16 on the wire", {"hook": ddp.Average(torch.float16)}),
     "bf16": ("ours, bfloat16 on the wire", {"hook": ddp.Average(torch.bfloat16)}),
     "powersgd": ("ours, PowerSGD rank 4", {"hook": ddp.PowerSGD(rank=4, embedding=True)}),
+    "powersgd_raw": ("the same, embedding as it is", {"hook": ddp.PowerSGD(rank=4, embedding=False)}),
 }
 LINK = SimpleNamespace(free_at=0.0, sent=0.0)  # the virtual one: when it will be idle, bytes that it has passed
 
