@@ -72,7 +72,7 @@ class Bucket:
     sizes: list[int]  # elements of each rank's shard, the part of the bucket that it updates; [padded] if not sharded
     shard: tuple[int, int]  # first and one-past-last element that this rank updates
     sharded: bool  # ZeRO-1
-    step: int = 0  # number of the step it is in, from 0
+    step: int = 0  # steps finished before the one that it is in
     missing: int = 0  # parameters whose gradient has not arrived in the synced backward
     stages: Iterator | None = None  # the communication hook at work
     more: bool = False  # the hook has another collective to launch
@@ -94,7 +94,7 @@ class Bucket:
     def launch(self, collective: Callable, *args: Any) -> None:
         """Start a collective and return at once; without a process group there is nothing to do."""
         if dist.is_initialized():
-            what = f"step {self.step}: {collective.__name__} of bucket {self.index} (first parameter {self.names[0]})"
+            what = f"step {self.step + 1}: {collective.__name__} of bucket {self.index} (first: {self.names[0]})"
             self.flight = what, ranks.issue(what, partial(collective, async_op=True), *args)
 
     def wait(self) -> None:
@@ -121,7 +121,7 @@ def make_buckets(
     ]
     multiple = ALIGNMENT * world_size
     sizes = [-(-sum(p.numel() for _, p in group) // multiple) * multiple for _, _, group in groups]
-    device, flats = groups[0][2][0][1].device, {}
+    device, flats = next(p.device for p in model.parameters() if p.requires_grad), {}
     for dtype in {dtype for dtype, _, _ in groups}:
         total = sum(size for group, size in zip(groups, sizes, strict=True) if group[0] == dtype)
         flats[dtype] = [torch.zeros(total, dtype=dtype, device=device) for _ in ("param", "grad")]
@@ -187,8 +187,8 @@ def cut_shards(size: int, shards: int, whole: list[tuple[int, int]]) -> list[int
 
 
 # ---- communication hooks ------------------------------------------------------------------------------------------
-# hook(bucket) is called when bucket.grad is final on this rank. It is a generator, because nothing may be waited for
-# during backward: it launches a collective and yields, and is resumed when the collective is done. It yields
+# hook(bucket) is called when bucket.grad is final on this rank. It is a generator, because backward should not wait: it
+# launches a collective and yields, and is resumed when the collective is done. With ZeRO-1, only Average. It yields
 #     True                 another collective depends on this one: resume me as soon as the next bucket is launched
 #     False                this was the last collective
 #     a 0-d tensor         the squared norm of the mean gradient. Resumed with found_inf, it leaves the mean in
@@ -217,6 +217,8 @@ class Average:
             torch.sum(received, dim=0, dtype=mine.dtype, out=mine)
         elif self.wire is not None:
             mine.copy_(received)
+        if received.is_cuda:
+            received.record_stream(torch.cuda.current_stream())  # the side one, if backward updates
         del sent, received  # as large as the bucket, and the generator lives on
         yield sum_of_squares(mine)
 
@@ -295,7 +297,7 @@ class PowerSGD:
             for shape, run in groupby(range(len(bucket.params)), key=lambda i: bucket.params[i].shape):
                 items = list(run)
                 grad = bucket.grad[bucket.offsets[items[0]] : bucket.offsets[items[-1]] + shape.numel()]
-                n, m = shape[0], shape[1:].numel()
+                n, m = shape[:1].numel(), shape[1:].numel()
                 r = min(n, m, self.rank)
                 if len(shape) < 2 or not inside or 2 * (n + m) * r >= n * m:
                     raw.append(grad)
@@ -401,7 +403,8 @@ class DDP:
         arXiv:1910.02054); parameters for whose name `keep_whole` is true are not divided.
         """
         hook = hook or Average()
-        if reason := conflict("powersgd" if isinstance(hook, PowerSGD) else "", overlap_step, zero1):
+        kind = "none" if isinstance(hook, Average) else "powersgd" if isinstance(hook, PowerSGD) else "this hook"
+        if reason := conflict(kind, overlap_step, zero1):
             raise DDPError(f"ddp: {reason}")
         keys = {key: x for key, x in getattr(hook, "__dict__", {}).items() if isinstance(x, int | str | torch.dtype)}
         ranks.check_same_model(model, f"{bucket_mb=}, {type(hook).__name__} {keys}, {overlap_step=}, {zero1=}")
@@ -413,7 +416,7 @@ class DDP:
         self.device = trainable[0].device
         n_bytes = sum(p.numel() * p.element_size() for p in trainable)
         bucket_bytes = bucket_mb * MIB or min(max(n_bytes / 12, MIB), 25 * MIB)
-        shard_of = dist.get_rank() if zero1 and world_size() > 1 else -1
+        shard_of = dist.get_rank() if zero1 and dist.is_initialized() else -1
         self.buckets = make_buckets(model, bucket_bytes, world_size(), shard_of, keep_whole)
         frozen = [p.data for p in model.parameters() if not p.requires_grad]
         for t in [bucket.param for bucket in self.buckets] + frozen + list(model.buffers()):
@@ -443,21 +446,21 @@ class DDP:
     # -- backward: gradients arrive, buckets leave
 
     def _on_grad(self, p: nn.Parameter) -> None:
-        """Called by autograd when p.grad is final for this backward. Never waits: that would stop backward."""
+        """Called by autograd when p.grad is final for this backward. To wait here would stop backward."""
         bucket, i = self._home[p]
         if p in self._arrived:
             raise DDPError(
                 f"ddp: {bucket.names[i]} received its gradient twice in one synced backward; call step() after the "
                 "backward with ddp.sync = True, and use no block twice under reentrant checkpointing"
             )
-        if bucket.update is not None or bucket.stale:
+        if bucket.update is not None or bucket.stale or bucket.updated is not None:
             raise DDPError(
                 f"ddp: {bucket.names[i]} was used before its update: call modules, model(...), not their weights or "
                 "their forward(); or call flush() before"
             )
         if not bucket.holds(p.grad, bucket.grad, i):  # autograd had to allocate it, after zero_grad(set_to_none=True)
             if not bucket.holds(p, bucket.param, i):
-                raise DDPError(f"ddp: {moved([bucket.names[i]])}")
+                raise DDPError(f"ddp: {ranks.moved([bucket.names[i]])}")
             bucket.view(bucket.grad, i).copy_(p.grad.detach())
             p.grad = bucket.view(bucket.grad, i)
         if not self.sync:
@@ -489,7 +492,8 @@ class DDP:
     def _resume(self, bucket: Bucket) -> None:
         """Let the hook go on: to its next collective, or to the norm after the last one."""
         bucket.wait()
-        value = next(bucket.stages)
+        with torch.autocast(self.device.type, enabled=False):
+            value = next(bucket.stages)
         bucket.more = value is True
         if isinstance(value, Tensor):
             bucket.square = value
@@ -507,7 +511,7 @@ class DDP:
     # -- step: wait for the rest, then update or defer
 
     def expect_step(self, optimizer: Optimizer, lr: float) -> None:
-        """Before a synced backward: what overlap_step="backward" updates its buckets with. Without it, step() does."""
+        """Before a synced backward: what overlap_step="backward" updates its buckets with. Without it, as "forward"."""
         if self.overlap_step == "backward":
             self._expected = optimizer, lr
 
@@ -526,7 +530,7 @@ class DDP:
         if self._expected not in (None, (optimizer, lr)):
             raise DDPError("ddp: step() was called with another optimizer or lr than expect_step()")
         norm = self._finish_reduce()
-        ranks.raise_on_all(self._problem(), f"step {self.n_steps}")
+        ranks.raise_on_all(self._problem(), f"step {self.n_steps + 1}")
         grad_scale = torch.ones((), device=self.device)
         if scaler is not None:
             grad_scale = scaler.scale(grad_scale)
@@ -537,8 +541,8 @@ class DDP:
         self.found_inf = 1.0 - norm.isfinite().float()
         if self._expected and self.found_inf:
             raise DDPError(
-                f"ddp: step {self.n_steps}: the gradient is not finite, and overlap_step='backward' has applied a part "
-                "of it; continue from the last checkpoint with overlap_step='forward', which can skip such a step"
+                f"ddp: step {self.n_steps + 1}: the gradient is not finite, and overlap_step='backward' has applied a "
+                "part of it; continue from the last checkpoint with overlap_step='forward', which can skip such a step"
             )
         if clip > 0:
             grad_scale = grad_scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
@@ -576,7 +580,7 @@ class DDP:
             torch.cuda.current_stream().wait_stream(self._stream)
         square = torch.stack([bucket.square for bucket in self.buckets]).sum()
         if self.buckets[0].sharded:
-            all_reduce_sum(square, f"step {self.n_steps}: all_reduce of the squared norm")
+            all_reduce_sum(square, f"step {self.n_steps + 1}: all_reduce of the squared norm")
         return square.sqrt()
 
     def _update(self, bucket: Bucket, optimizer: Optimizer, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -601,15 +605,18 @@ class DDP:
                     self.model.layers[-1].register_forward_hook(lambda *_, bucket=bucket: self._refresh(bucket))
                 else:
                     module = modules.get(unit, self.model)
+                    module = self.model if isinstance(module, nn.ModuleList | nn.ModuleDict) else module  # never called
                     module.register_forward_pre_hook(lambda *_, bucket=bucket: self._refresh(bucket))
 
     @torch.no_grad()
     def _refresh(self, bucket: Bucket, ahead: int = PREFETCH) -> None:
-        """Make the parameters current, and have those of the buckets that forward needs next on their way. A forward
-        inside backward (recomputation) must not fetch what this backward has updated: its gather comes after step()."""
-        for other in reversed(self.buckets[max(self._next, bucket.index - ahead) : bucket.index + 1]):
+        """Make the parameters current, and have those of the buckets that forward needs next on their way, downwards
+        from the last index on every rank. Recomputation in backward leaves alone what this backward has updated."""
+        if self._expected and self._next == len(self.buckets):
+            raise DDPError("ddp: overlap_step='backward': after backward call step() before a forward or flush()")
+        for other in reversed(self.buckets[max(self._next, bucket.index - ahead) :]):
             self._begin_refresh(other)
-        if bucket.stale:
+        if bucket.stale and bucket.flight is not None:
             bucket.wait()
             bucket.stale = False
         if bucket.updated is not None:
@@ -638,6 +645,8 @@ class DDP:
 
     def gather(self, bucket: Bucket, flat: Tensor) -> None:
         """Complete `flat`, laid out as bucket.param, of which this rank has filled its shard. All ranks."""
+        if bucket.update is not None or bucket.flight is not None:
+            raise DDPError("ddp: call flush() before the optimizer's state is gathered")
         if bucket.sharded:
             launch_gather(bucket, flat)
             bucket.wait()
@@ -645,7 +654,7 @@ class DDP:
     def check_replicas(self) -> None:
         """Raise DDPError on all ranks unless they hold the same parameters, bit for bit."""
         self.flush()
-        weights = {f"bucket {bucket.index} ({listed(bucket.names)})": bucket.param for bucket in self.buckets}
+        weights = {f"bucket {bucket.index} ({ranks.listed(bucket.names)})": bucket.param for bucket in self.buckets}
         ranks.check_equal(weights, f"after {self.n_steps} steps")
 
     def _problem(self) -> str:
@@ -653,19 +662,19 @@ class DDP:
         slots = [(name, bucket, i) for bucket in self.buckets for i, name in enumerate(bucket.names)]
         lost = [name for name, bucket, i in slots if not bucket.holds(bucket.params[i], bucket.param, i)]
         if lost:
-            return moved(lost)
+            return ranks.moved(lost)
         absent = [(name, bucket.params[i]) for name, bucket, i in slots if bucket.params[i] not in self._arrived]
         if absent:
             current = dict(self.model.named_parameters())
             replaced = [name for name, p in absent if current.get(name) is not p]
             if replaced:
-                return moved(replaced)
+                return ranks.moved(replaced)
             return (
-                f"no gradient in a backward with ddp.sync = True for {listed([name for name, _ in absent])}; "
+                f"no gradient in a backward with ddp.sync = True for {ranks.listed([name for name, _ in absent])}; "
                 "set requires_grad=False before DDP(model) for parameters that the loss does not use"
             )
         changed = [name for name, bucket, i in slots if not bucket.holds(bucket.params[i].grad, bucket.grad, i)]
-        return f".grad was replaced between backward and step for {listed(changed)}" if changed else ""
+        return f".grad was replaced between backward and step for {ranks.listed(changed)}" if changed else ""
 
 
 def finish(stages: Iterator, found_inf: Tensor) -> None:
@@ -681,19 +690,10 @@ def conflict(compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, s
     """Why these options do not go together, or an empty string. `scaled`: float16 with a GradScaler."""
     if overlap_step not in ("off", "forward", "backward"):
         return f"overlap_step must be one of off, forward, backward, got {overlap_step!r}"
-    if compress == "powersgd" and zero1:
-        return "PowerSGD brings the whole mean gradient to every rank, zero1=True only a shard; use one of the two"
+    if zero1 and compress not in ("none", "fp16", "bf16"):
+        return f"zero1=True brings a rank its shard of the gradient, {compress} all of it; use one of the two"
     if overlap_step == "backward" and (clip > 0 or scaled or compress == "powersgd"):
         cannot = "clip to the global norm (grad_clip)" if clip > 0 else "skip a step that overflows (float16)"
         cannot = "keep PowerSGD's errors if a step is skipped" if compress == "powersgd" else cannot
         return f"overlap_step='backward' updates a bucket before the others came, so it cannot {cannot}; use 'forward'"
     return ""
-
-
-def moved(names: list[str]) -> str:
-    return f"{listed(names)} left the flat buffer; call model.to() and load_state_dict(assign=True) before DDP(model)"
-
-
-def listed(names: list[str]) -> str:
-    """The first five names and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -133,7 +133,7 @@ class Optimizer:
         """
         saved: dict[str, dict[str, Tensor]] = {}
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
-            whole = gather_states(bucket, groups, gather) if gather else {}
+            whole = gather_states(bucket, groups, gather, keep) if gather else {}
             for group in groups if keep else []:
                 for i in group.items:
                     state = saved[bucket.names[i]] = dict(group.scalars)
@@ -165,7 +165,7 @@ class Optimizer:
 
 
 def gather_states(
-    bucket: Bucket, groups: list[AdamWSegment | MuonStack], gather: Callable[[Bucket, Tensor], None]
+    bucket: Bucket, groups: list[AdamWSegment | MuonStack], gather: Callable[[Bucket, Tensor], None], keep: bool
 ) -> dict[str, Tensor]:
     """{key: state of the whole bucket (padded,), on the CPU} from what each rank has of it."""
     whole = {}
@@ -175,7 +175,8 @@ def gather_states(
             if key in group.state:
                 flat[group.begin : group.begin + group.param.numel()] = group.state[key].view(-1)
         gather(bucket, flat)
-        whole[key] = flat.cpu()
+        if keep:
+            whole[key] = flat.cpu()
     return whole
 
 

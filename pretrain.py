@@ -490,6 +490,7 @@ if __name__ == "__main__":
                 save_failed = True
             else:
                 save_failed = False
+            state = opt_state = rank_state = None  # with ZeRO-1 a copy, as large as what all ranks hold
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             how = "not saved" if save_failed else "the same command continues"

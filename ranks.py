@@ -166,7 +166,7 @@ def check_same_model(model: torch.nn.Module, options: str) -> None:
     for rank, theirs in enumerate(everyone):
         for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
             if other != first:
-                raise DDPError(f"ddp: rank {rank} holds another model than rank 0: {other} instead of {first}")
+                raise DDPError(f"ddp: rank {rank} differs from rank 0: {other} instead of {first}")
 
 
 def check_equal(tensors: dict[str, Tensor], when: str) -> None:
@@ -176,6 +176,15 @@ def check_equal(tensors: dict[str, Tensor], when: str) -> None:
         for name, first, other in zip(tensors, everyone[0], theirs, strict=True):
             if first != other:
                 raise DDPError(f"ddp: {when} rank {rank} holds other weights than rank 0 in {name}")
+
+
+def moved(names: list[str]) -> str:
+    return f"{listed(names)} left the flat buffer; call model.to() and load_state_dict(assign=True) before DDP(model)"
+
+
+def listed(names: list[str]) -> str:
+    """The first five names and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
@@ -194,7 +203,7 @@ def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         rank = dist.get_rank() if rank is None else rank
-        reason = str(error).strip().splitlines()[0].split(". ")[0]  # gloo goes on with advice
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]  # gloo adds advice
         raise DDPError(
             f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
             f"{bulletin.read()} ({reason})"
@@ -211,7 +220,8 @@ class Bulletin:
     def post(self, n_steps: int) -> None:
         """Note how many steps this rank has finished (a message of 3 microseconds, nothing is waited for)."""
         if dist.is_initialized():
-            _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
+            with named_errors("note of finished steps"):
+                _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
 
     def read(self) -> str:
         """Who has finished how many steps, for an error; empty if nobody can tell within two seconds."""

@@ -218,7 +218,7 @@ def check_step_on_arrival_refused(world: ddp.World) -> None:
         (1.0, (1e-3, 1.0), (*why, "cannot clip to the global norm")),
         (1.0, (1e-3, 0.0, torch.amp.GradScaler("cpu")), (*why, "cannot skip a step that overflows")),
         (1.0, (1e-2,), ("another optimizer or lr than expect_step()",)),
-        (float("inf"), (1e-3,), ("step 0", "not finite", "last checkpoint", "overlap_step='forward'")),
+        (float("inf"), (1e-3,), ("step 1", "not finite", "last checkpoint", "overlap_step='forward'")),
     ):
         parallel, optimizer = setup(overlap_step="backward")
         parallel.expect_step(optimizer, 1e-3)
@@ -226,7 +226,9 @@ def check_step_on_arrival_refused(world: ddp.World) -> None:
         assert_raises_on_all_ranks(functools.partial(parallel.step, optimizer, *arguments), *texts)
     powersgd = functools.partial(setup, hook=ddp.PowerSGD())
     assert_raises_on_all_ranks(lambda: powersgd(overlap_step="backward"), *why, "PowerSGD's errors")
-    assert_raises_on_all_ranks(lambda: powersgd(zero1=True), "PowerSGD", "zero1=True", "use one of the two")
+    assert_raises_on_all_ranks(lambda: powersgd(zero1=True), "powersgd", "zero1=True", "use one of the two")
+    own = functools.partial(setup, hook=lambda bucket: iter(()))  # would take the norm of a shard for that of the whole
+    assert_raises_on_all_ranks(lambda: own(zero1=True), "this hook", "zero1=True")
     assert_raises_on_all_ranks(lambda: setup(overlap_step="on"), "off, forward, backward, got 'on'")
 
 
@@ -513,6 +515,29 @@ def check_recomputed_on_arrival(world: ddp.World) -> None:
     assert_close(train(world, overlap_step="backward", **variant), train(world, **variant), 0.0)
 
 
+def check_forward_before_step(world: ddp.World) -> None:
+    """What backward has updated is only half of a step: a forward or a flush between is refused."""
+    for use in ("forward", "flush"):
+        parallel, optimizer = setup(overlap_step="backward", zero1=True)
+        parallel.expect_step(optimizer, 1e-3)
+        mean_loss(world, parallel.model, 0).backward()
+        action = parallel.flush if use == "flush" else functools.partial(mean_loss, world, parallel.model, 1)
+        assert_raises_on_all_ranks(action, "call step() before")
+
+
+def check_rank_that_skips_blocks(world: ddp.World) -> None:
+    """Shards are fetched in one order, whatever blocks a rank runs: no abort, but an error with names."""
+    parallel, optimizer = setup(Ticking(1.0), zero1=True, overlap_step="forward")
+    for step in range(2):
+        if step == 1 and world.rank == world.world_size - 1:
+            layers = parallel.model.layers
+            parallel.model.layers = nn.ModuleList([layers[0], layers[7]])
+        parallel.model(torch.ones(1, D)).backward()
+        if step == 0:
+            parallel.step(optimizer, 1e-3)
+    assert_raises_on_all_ranks(lambda: parallel.step(optimizer, 1e-3), "step 2", "layers.6.weight")
+
+
 # ---- starting ranks -----------------------------------------------------------------------------------------------
 
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
@@ -539,7 +564,7 @@ def test_several_ranks(n: int, tmp_path: Path) -> None:
     assert exit_codes == [0] * n
 
 
-def fail_in_step_3(world: ddp.World, report: Callable, lost: int, debug: bool, **options: object) -> None:
+def fail_in_step_4(world: ddp.World, report: Callable, lost: int, debug: bool, **options: object) -> None:
     """Train; in the fourth step rank `lost` dies, or, in debug mode on another port, issues another collective."""
     if debug:
         with socket.socket() as s:
@@ -550,7 +575,7 @@ def fail_in_step_3(world: ddp.World, report: Callable, lost: int, debug: bool, *
     parallel, optimizer = setup(**options)
     for step in range(6):
         if step == 3 and world.rank == lost:
-            report("step 3", "")
+            report("step 4", "")
             ddp.any_rank(True) if debug else os.kill(os.getpid(), signal.SIGKILL)
         mean_loss(world, parallel.model, step).backward()
         parallel.step(optimizer, 1e-3)
@@ -561,18 +586,18 @@ def fail_in_step_3(world: ddp.World, report: Callable, lost: int, debug: bool, *
 @pytest.mark.parametrize(("lost", "debug"), [(0, False), (1, False), (1, True)])
 def test_rank_that_fails(lost: int, debug: bool, options: dict, operation: str, tmp_path: Path) -> None:
     """One line says who, when, what and where, and how far each rank has come; in debug mode, who does what instead."""
-    scenario = functools.partial(fail_in_step_3, lost=lost, debug=debug, overlap_step="forward", **options)
+    scenario = functools.partial(fail_in_step_4, lost=lost, debug=debug, overlap_step="forward", **options)
     reports, _ = start_ranks(scenario, 2, tmp_path, timeout_s=30)
-    assert "step 3" in reports[lost], reports
+    assert "step 4" in reports[lost], reports
     text = reports[lost if debug else 1 - lost]["error"][1]
-    doing = f"step 3: {operation} of bucket "
+    doing = f"step 4: {operation} of bucket "
     if debug:
         assert re.search(rf"ddp: collective \d+ is any_rank .*on rank 1, but {doing}.* on rank 0; every rank", text), (
             text
         )
         return
-    # With ZeRO-1 the shards that step 2 has updated are still to be fetched
-    assert re.search(rf"DDPError: ddp: rank {1 - lost}: step [23]: {operation} of bucket ", text), text
-    assert "(first parameter " in text and "another rank has died or is stuck" in text, text
+    # With ZeRO-1 the shards that step 3 has updated are still to be fetched
+    assert re.search(rf"DDPError: ddp: rank {1 - lost}: step [34]: {operation} of bucket ", text), text
+    assert "(first: " in text and "another rank has died or is stuck" in text, text
     # With rank 0 the store is lost that knows how far each has come
     assert lost == 0 or "; steps finished: rank 0 3, rank 1 3 (" in text, text
