@@ -1,12 +1,9 @@
 """Data-parallel training by hand: flat buffers, gradient hooks, ordered buckets, a deferred step, PowerSGD, ZeRO-1.
 
-torchrun --standalone --nproc_per_node=2 pretrain.py config/debug.py       # 2 processes on a CPU, gloo
-torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py       # 4 GPUs, NCCL
-
 Every rank runs the same model on other data, and all ranks need the mean of their gradients. Five ideas make it fast:
 
-1. Flat buffers. All parameters of one dtype are views of one flat tensor, all gradients are views of another. Autograd
-   adds into the gradient views in place, so that a slice of the buffer can be sent with no copy in or out.
+1. Flat buffers. All parameters of one dtype are views of one flat tensor, all gradients are views of another: a slice
+   of the buffer is sent as it is, and the optimizer sees a few long tensors.
 2. Hooks. A bucket is a slice that holds a few consecutive blocks. A hook on each parameter tells when its gradient is
    final; a complete bucket is sent at once, while backward still computes the blocks before it.
 3. One order. The last block's gradients are ready first, so bucket 0 is the head and the last one is the embedding.
@@ -23,7 +20,7 @@ DDP is not a wrapper around the model. A script calls the plain `model(...)`:
         parallel.sync = micro_step == accum_steps - 1           # before that: add up locally, send nothing
         loss = model(x, y) * (world.world_size / n_tokens)      # sum of token losses; the ranks are averaged below
         loss.backward()
-    norm = parallel.step(optimizer, lr=lr, clip=1.0)            # wait, norm, clip, update (or defer it), zero
+    norm = parallel.step(optimizer, lr=lr, clip=1.0)            # wait, norm, clip, update or defer it
     parallel.flush()                                            # before anything but model(...) reads the weights
 
 Collectives run whenever a process group exists, and never otherwise. More, with a timeline, in docs/ddp.md.
@@ -167,7 +164,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
     groups, room = [], 0
     for unit, members in reversed(units.items()):
         size = sum(p.numel() * p.element_size() for _, p in members)
-        alone = unit in (BEFORE, AFTER)
+        alone = unit == BEFORE or unit == AFTER and size > 2**16  # less is not worth a collective of its own
         if alone or size > room:
             groups.append(([], []))
             room = bucket_bytes
@@ -187,8 +184,9 @@ def cut_shards(size: int, shards: int, whole: list[tuple[int, int]]) -> list[int
 
 
 # ---- communication hooks ------------------------------------------------------------------------------------------
-# hook(bucket) is called when bucket.grad is final on this rank. It is a generator, because backward should not wait: it
-# launches a collective and yields, and is resumed when the collective is done. With ZeRO-1, only Average. It yields
+# hook(bucket) is called when this rank's gradient / world_size stands in bucket.grad: summed over the ranks, the mean.
+# It is a generator, because backward should not wait: it launches a collective and yields, and is resumed when that is
+# done. With ZeRO-1, only Average. It yields
 #     True                 another collective depends on this one: resume me as soon as the next bucket is launched
 #     False                this was the last collective
 #     a 0-d tensor         the squared norm of the mean gradient. Resumed with found_inf, it leaves the mean in
@@ -203,7 +201,6 @@ class Average:
         self.wire = wire
 
     def __call__(self, bucket: Bucket) -> Iterator:
-        bucket.grad.div_(world_size())  # before the sum, which float16 could not hold
         sent = bucket.grad if self.wire is None else bucket.grad.to(self.wire)
         begin, end = bucket.shard
         mine = bucket.grad[begin:end]
@@ -293,7 +290,7 @@ class PowerSGD:
         """Allocate the state: no errors, and bases that are random, from the seed and each name alone."""
         for bucket in buckets:
             stacks, raw = [], []
-            inside = self.embedding or not {BEFORE, AFTER} & set(bucket.units)
+            inside = self.embedding or bucket.units not in ([BEFORE], [AFTER])
             for shape, run in groupby(range(len(bucket.params)), key=lambda i: bucket.params[i].shape):
                 items = list(run)
                 grad = bucket.grad[bucket.offsets[items[0]] : bucket.offsets[items[-1]] + shape.numel()]
@@ -317,21 +314,21 @@ class PowerSGD:
             yield from self.average(bucket)
             return
         scale = torch.ones((), device=bucket.grad.device, dtype=stacks[0].error.dtype)
-        scale = scale if self.scaler is None else self.scaler.scale(scale)
+        scale = (scale if self.scaler is None else self.scaler.scale(scale)) / world_size()
         # The gradient plus what is owed to it (in place, if it is float32), projected on the basis
         wanted = [s.grad.to(scale.dtype).addcmul_(s.error, scale) for s in stacks]
         left = [d @ torch.linalg.qr(s.basis)[0] for d, s in zip(wanted, stacks, strict=True)]
-        message = torch.cat([t.flatten() for t in left] + [slot.div_(world_size()) for slot in raw])
+        message = torch.cat([t.flatten() for t in left + raw])
         bucket.launch(dist.all_reduce, message)
-        yield True  # message: the sum over the ranks of the left factors, the mean of the rest
+        yield True  # message: the left factors of the mean, and the mean of the rest
         parts = split_like(message, left + raw)
         for slot, mean in zip(raw, parts[len(left) :], strict=True):
             slot.copy_(mean)
         left = [torch.linalg.qr(p)[0] for p in parts[: len(left)]]
         mine = [d.mT @ p for d, p in zip(wanted, left, strict=True)]
-        message = torch.cat([q.flatten() for q in mine]).div_(world_size())
+        message = torch.cat([q.flatten() for q in mine])
         bucket.launch(dist.all_reduce, message)
-        yield False  # message: the mean over the ranks of the right factors
+        yield False  # message: the right factors of the mean
         right = split_like(message, mine)
         # |P Q^T| = |Q| since the columns of P are orthonormal
         found_inf = yield sum(sum_of_squares(t.flatten()) for t in right + raw)
@@ -413,7 +410,7 @@ class DDP:
         if len(devices) != 1:
             raise DDPError(f"ddp: the model needs trainable parameters, all on one device; found them on {devices}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
-        self.device = trainable[0].device
+        self.device, self.world_size = trainable[0].device, world_size()
         n_bytes = sum(p.numel() * p.element_size() for p in trainable)
         bucket_bytes = bucket_mb * MIB or min(max(n_bytes / 12, MIB), 25 * MIB)
         shard_of = dist.get_rank() if zero1 and dist.is_initialized() else -1
@@ -423,8 +420,7 @@ class DDP:
             broadcast(t)
         if hasattr(hook, "attach"):
             hook.attach(self.buckets)
-        self.sync = True
-        self.n_steps = 0
+        self.sync, self.n_steps = True, 0
         self.found_inf = torch.zeros((), device=self.device)
         self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._norm_param = nn.Parameter(torch.zeros((), device=self.device))  # carries the norm through GradScaler
@@ -449,22 +445,23 @@ class DDP:
         """Called by autograd when p.grad is final for this backward. To wait here would stop backward."""
         bucket, i = self._home[p]
         if p in self._arrived:
-            raise DDPError(
-                f"ddp: {bucket.names[i]} received its gradient twice in one synced backward; call step() after the "
-                "backward with ddp.sync = True, and use no block twice under reentrant checkpointing"
-            )
+            why = "no step() since the last backward with sync = True, or a block used twice in a reentrant checkpoint"
+            raise DDPError(f"ddp: {bucket.names[i]} received its gradient twice in one synced backward: {why}")
         if bucket.update is not None or bucket.stale or bucket.updated is not None:
             raise DDPError(
                 f"ddp: {bucket.names[i]} was used before its update: call modules, model(...), not their weights or "
                 "their forward(); or call flush() before"
             )
-        if not bucket.holds(p.grad, bucket.grad, i):  # autograd had to allocate it, after zero_grad(set_to_none=True)
-            if not bucket.holds(p, bucket.param, i):
-                raise DDPError(f"ddp: {ranks.moved([bucket.names[i]])}")
-            bucket.view(bucket.grad, i).copy_(p.grad.detach())
-            p.grad = bucket.view(bucket.grad, i)
+        if not bucket.holds(p, bucket.param, i):
+            raise DDPError(f"ddp: {ranks.moved([bucket.names[i]])}")
+        grad, slot = p.grad.detach(), bucket.view(bucket.grad, i)
+        if self.sync and self.world_size > 1:  # so that the sum is the mean; float16 could not hold the sum
+            torch.div(grad, self.world_size, out=slot)
+        elif not bucket.holds(grad, bucket.grad, i):  # the first micro-step: a tensor of autograd's
+            slot.copy_(grad)
+        p.grad = slot
         if not self.sync:
-            return  # accumulation: keep adding into the view, send nothing
+            return  # accumulation: autograd goes on adding into the view, nothing is sent
         self._arrived.add(p)
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -478,7 +475,7 @@ class DDP:
         bucket.step, bucket.stages = self.n_steps, self.hook(bucket)
         self._resume(bucket)
         self._relay(before=bucket.index)
-        for earlier in self.buckets[: bucket.index]:
+        for earlier in self.buckets[: bucket.index] if self._expected or bucket.sharded else []:
             if earlier.flight and not earlier.more and earlier.flight[1].is_completed():
                 self._settle(earlier)  # no collective follows, so this may depend on time
 
@@ -519,7 +516,7 @@ class DDP:
     def step(
         self, optimizer: Optimizer, lr: float, clip: float = 0.0, scaler: torch.amp.GradScaler | None = None
     ) -> Tensor:
-        """Finish the reduction, clip to global norm `clip` (0 = off), update, zero the gradients.
+        """Finish the reduction, clip to global norm `clip` (0 = off), update, drop the gradients.
 
         Returns the global norm before clipping, without the loss scale: 0-d float32 on the model's device. If it is not
         finite, all ranks skip the update together, because it is the norm of the gradients they share. Does not wait
@@ -530,7 +527,6 @@ class DDP:
         if self._expected not in (None, (optimizer, lr)):
             raise DDPError("ddp: step() was called with another optimizer or lr than expect_step()")
         norm = self._finish_reduce()
-        ranks.raise_on_all(self._problem(), f"step {self.n_steps + 1}")
         grad_scale = torch.ones((), device=self.device)
         if scaler is not None:
             grad_scale = scaler.scale(grad_scale)
@@ -573,6 +569,7 @@ class DDP:
             self._launch_next()  # incomplete: an error below, but other ranks wait for this collective
         while self._relay(before=len(self.buckets)):
             pass
+        check = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}")  # one flag, on its way meanwhile
         for bucket in self.buckets:
             if bucket.square is None:
                 self._settle(bucket)
@@ -581,14 +578,16 @@ class DDP:
         square = torch.stack([bucket.square for bucket in self.buckets]).sum()
         if self.buckets[0].sharded:
             all_reduce_sum(square, f"step {self.n_steps + 1}: all_reduce of the squared norm")
+        check()
         return square.sqrt()
 
     def _update(self, bucket: Bucket, optimizer: Optimizer, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Update this rank's shard of the bucket, zero the gradients."""
+        """Update this rank's shard of the bucket, drop the gradients."""
         bucket.update = None
         with torch.autocast(self.device.type, enabled=False):  # under which the forward that calls may be
             optimizer.update(bucket, lr=lr, grad_scale=grad_scale, found_inf=found_inf)
-        bucket.grad.zero_()
+        for p in bucket.params:
+            p.grad = None  # to add into zeros would cost two more passes over the memory
         bucket.stale = bucket.sharded
         if self._stream is not None:
             bucket.updated = self._stream.record_event()
@@ -673,7 +672,8 @@ class DDP:
                 f"no gradient in a backward with ddp.sync = True for {ranks.listed([name for name, _ in absent])}; "
                 "set requires_grad=False before DDP(model) for parameters that the loss does not use"
             )
-        changed = [name for name, bucket, i in slots if not bucket.holds(bucket.params[i].grad, bucket.grad, i)]
+        kept = [] if self._expected else slots  # what backward has updated has no gradient any more
+        changed = [name for name, bucket, i in kept if not bucket.holds(bucket.params[i].grad, bucket.grad, i)]
         return f".grad was replaced between backward and step for {ranks.listed(changed)}" if changed else ""
 
 

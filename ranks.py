@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -149,12 +150,23 @@ def broadcast(t: Tensor) -> Tensor:
     return t
 
 
-def raise_on_all(problem: str, where: str) -> None:
-    """Raise DDPError on all ranks if `problem` is not empty on one of them: a flag of 8 bytes if all is well."""
-    if any_rank(problem != "", f"{where}: agreement that all is well"):
-        problems = gather_objects(problem)
-        rank = next(rank for rank, text in enumerate(problems) if text)
-        raise DDPError(f"ddp: rank {rank}, {where}: {problems[rank]}")
+def start_agreement(problem: str, where: str) -> Callable[[], None]:
+    """Start to tell all ranks whether `problem` is empty here. The returned function waits for their answers and raises
+    DDPError on all ranks if one has a problem. A flag of 8 bytes over gloo: no GPU has to be waited for."""
+    flag, operation, work = torch.tensor(int(problem != "")), f"{where}: agreement that all is well", None
+    if dist.is_initialized():
+        work = issue(operation, partial(dist.all_reduce, async_op=True), flag)
+
+    def check() -> None:
+        if work is not None:
+            with named_errors(operation):
+                work.wait()
+        if flag.item():
+            problems = gather_objects(problem)
+            rank = next(rank for rank, text in enumerate(problems) if text)
+            raise DDPError(f"ddp: rank {rank}, {where}: {problems[rank]}")
+
+    return check
 
 
 def check_same_model(model: torch.nn.Module, options: str) -> None:

@@ -376,7 +376,7 @@ def check_set_to_none(world: ddp.World) -> None:
         results.append(capture.grads)
         for bucket in parallel.buckets:
             for i, p in enumerate(bucket.params):
-                assert p.grad.data_ptr() == bucket.view(bucket.grad, i).data_ptr() and not p.grad.any()
+                assert p.grad is None and bucket.holds(p, bucket.param, i)
     assert_close(results[1], results[0], 0.0)
 
 
