@@ -164,7 +164,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
     groups, room = [], 0
     for unit, members in reversed(units.items()):
         size = sum(p.numel() * p.element_size() for _, p in members)
-        alone = unit == BEFORE or unit == AFTER and size > 2**16  # less is not worth a collective of its own
+        alone = unit in (BEFORE, AFTER)
         if alone or size > room:
             groups.append(([], []))
             room = bucket_bytes

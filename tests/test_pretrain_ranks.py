@@ -37,7 +37,7 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "backward": ["--overlap_step=backward"],
     "fp16": ["--compress=fp16"],
     "bf16": ["--compress=bf16"],
-    "powersgd": ["--compress=powersgd"],
+    "powersgd": ["--compress=powersgd", "--compress_embedding=True"],
     "recompute": ["--activation_checkpointing=True"],
     "compiled": ["--compile=True"],
     "debug": ["--ddp_debug=True"],
@@ -283,7 +283,7 @@ def test_a_refused_rank_exits_with_1_and_prints_the_line_alone(tmp_path, data_di
     flags = all_flags(out, data_dir)
     done = subprocess.run(tp.command(*flags), cwd=tp.ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("config: PowerSGD"), done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("config: zero1=True"), done.stderr
     assert not out.exists()
 
 
