@@ -65,7 +65,7 @@ class Bucket:
     params: list[nn.Parameter]
     offsets: list[int]  # where each parameter starts, in elements
     param: Tensor  # (padded,) every p.data is a view of it; the padding stays zero
-    grad: Tensor  # (padded,) every p.grad is a view of it
+    grad: Tensor  # (padded,) after a backward every p.grad is a view of it
     sizes: list[int]  # elements of each rank's shard, the part of the bucket that it updates; [padded] if not sharded
     shard: tuple[int, int]  # first and one-past-last element that this rank updates
     sharded: bool  # ZeRO-1
