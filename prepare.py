@@ -46,6 +46,7 @@ import numpy as np
 from tqdm import tqdm
 
 import data
+import readers
 from configurator import ConfigError, configure, write_config
 from tokenizer import FILES, Tokenizer, train
 
@@ -103,7 +104,7 @@ def find_inputs(spec: str, work: Path) -> list[Input]:
         elif name == "-":
             found[name] = look(spool_stdin(work), name)
         else:
-            found |= {path: look(path, path) for path in data.find_files(name)}
+            found |= {path: look(path, path) for path in readers.find_files(name)}
     return list(found.values())
 
 
@@ -128,13 +129,13 @@ def spool_stdin(work: Path) -> Path:
     path = work / "stdin.txt"
     with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
-    with data.open_stream(str(path)) as stream:
-        kind = data.container("-", stream.peek(), "file")
+    with readers.open_stream(str(path)) as stream:
+        kind = readers.container("-", stream.peek(), "file")
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
 
 
 class Part(NamedTuple):
-    """What one call of `data.read_documents` reads."""
+    """What one call of `readers.read_documents` reads."""
 
     path: str
     name: str
@@ -148,7 +149,7 @@ def plan_units(inputs: list[Input], txt_split: str) -> list[list[Part]]:
     units: list[list[Part]] = []
     room = -1
     for file in inputs:
-        cuts = data.work_units(file.path, txt_split, UNIT_BYTES) if not file.problem else []
+        cuts = readers.work_units(file.path, txt_split, UNIT_BYTES) if not file.problem else []
         for begin, end in cuts:
             size = file.size // len(cuts)
             if size > room:
@@ -191,7 +192,7 @@ class Counts:
         return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
 
-class Problems(data.Report):
+class Problems(readers.Report):
     """Writes every problem to a file as it comes: however many there are, they need no memory."""
 
     def __init__(self, name: str, file: TextIO, strict: bool) -> None:
@@ -236,7 +237,7 @@ def read_unit(unit: list[Part], recipe: Recipe, problems_file: TextIO, counts: C
     """The documents of a unit that are kept, as (cleaned text, the same in UTF-8); `counts` grows as they are read."""
     for part in unit:
         problems, kept_before = Problems(part.name, problems_file, recipe.strict), counts.kept
-        documents = data.read_documents(
+        documents = readers.read_documents(
             part.path, recipe.text_key, recipe.txt_split, part.begin, part.end, report=problems
         )
         for document in documents:
@@ -517,7 +518,7 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
     if names and not overwrite:
         try:
             data.read_manifest(out_dir)
-        except data.DataError:
+        except readers.DataError:
             hint = "overwrite=True replaces it"
             raise PrepareError(f"prepare: {out_dir} holds {names[0]}, but no manifest.json of ours; {hint}") from None
 

@@ -21,6 +21,7 @@ import pytest
 
 import data
 import prepare
+import readers
 from configurator import ConfigError, is_key
 from prepare import PrepareError
 from tokenizer import Tokenizer, TokenizerError, train
@@ -652,7 +653,7 @@ def test_verify(tmp_path, tok, capsys):
     train([EN] * 3, 384).save(tmp_path / "out")
     with pytest.raises(PrepareError, match="did not make its tokens"):
         prepare.main(KEYS | {"verify": str(tmp_path / "out")})
-    with pytest.raises(data.DataError, match="not prepared"):
+    with pytest.raises(readers.DataError, match="not prepared"):
         prepare.main(KEYS | {"verify": str(tmp_path)})
 
 

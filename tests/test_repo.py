@@ -11,13 +11,18 @@ from configurator import read_file
 
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
-BASE = {"configurator", "data", "tokenizer", "prepare", "model", "optim", "ranks", "ddp"}
-BASE |= {"checkpoint", "train_utils", "sample"}
+BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "data", "prepare"}
+BASE |= {"model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
     "configurator": set(),
-    "data": set(),
-    "tokenizer": {"configurator", "data"},
-    "prepare": {"configurator", "tokenizer", "data"},
+    "readers": set(),
+    "shapes": {"readers"},
+    "filters": set(),
+    "dedup": set(),
+    "bpe": set(),
+    "tokenizer": {"configurator", "readers", "shapes", "bpe"},
+    "data": {"readers"},
+    "prepare": {"configurator", "readers", "shapes", "filters", "dedup", "tokenizer", "data"},
     "model": set(),
     "optim": set(),
     "ranks": set(),

@@ -20,6 +20,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bpe as bpe_module
 import tokenizer as tokenizer_module
 from tokenizer import (
     CHAT_TEMPLATE,
@@ -200,7 +201,7 @@ def test_chunks_are_the_matches_of_the_pattern():
 def test_long_chunks_are_counted_in_parts_and_rare_ones_let_go(monkeypatch: pytest.MonkeyPatch, capsys):
     counts = count_chunks(["=" * 1000 + " " + "甲" * 300])
     assert counts == {b"=" * 256: 3, b"=" * 232: 1, (" " + "甲" * 255).encode(): 1, ("甲" * 45).encode(): 1}
-    monkeypatch.setattr(tokenizer_module, "MAX_CHUNKS", 20)
+    monkeypatch.setattr(bpe_module, "MAX_CHUNKS", 20)
     counts = count_chunks([f"word word word x{chr(97 + i)}{chr(97 + j)}" for i in range(9) for j in range(9)])
     assert len(counts) <= 20 and counts[b" word"] == 2 * 81  # the frequent ones keep their exact counts
     assert "let go" in capsys.readouterr().out
@@ -393,7 +394,7 @@ def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, patter
     cuts = 0
     for text in [*TEXTS, *random_texts(2000, seed=5)]:
         whole = regex.findall(pattern, text)
-        for cut in tokenizer_module.SAFE_CUT.finditer(text):
+        for cut in bpe_module.SAFE_CUT.finditer(text):
             cuts += 1
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())
@@ -406,6 +407,7 @@ def test_long_texts_have_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytes
     whole = bpe.engine.encoding.encode_ordinary(text)
     assert bpe.encode(text) == whole == bpe.encode_array(text).tolist()
     monkeypatch.setattr(tokenizer_module, "MAX_CHARS", 1000)
+    monkeypatch.setattr(bpe_module, "MAX_CHARS", 1000)
     assert len(list(blocks(text))) > 150 and "".join(blocks(text)) == text and max(map(len, blocks(text))) <= 1000
     assert bpe.encode(text) == whole
 
