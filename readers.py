@@ -20,7 +20,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from shapes import columns_of, document_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -583,10 +585,16 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
 # ---- documents --------------------------------------------------------------------------------------------
 
 
+class Row(NamedTuple):
+    value: Any  # what was made of a record
+    path: str
+    offset: int  # of its record, see Record
+
+
 class Document(NamedTuple):
     text: str
     path: str
-    offset: int  # of its record, see Record
+    offset: int
 
 
 class Report:
@@ -619,34 +627,43 @@ class Report:
 
 
 def read_documents(
-    path: str, text_key: str = "text", txt_split: str = "file", begin: int = 0, end: int | None = None,
+    path: str, text_key: str = "", txt_split: str = "file", begin: int = 0, end: int | None = None,
     report: Report | None = None,
 ) -> Iterator[Document]:
     """The documents of a file, or of a part of it from `work_units`, holding one record at a time.
 
-    text_key: where the text is in a JSON object or a row: 'text', 'a.b' for b within a, 'title,body' to join several
-    with a line end. txt_split: what a document is in plain text: 'file', 'blank' (between blank lines) or 'line'.
-    What cannot be read goes to the report and is left out, or raises DataError if the report is strict. A file that
-    cannot be opened raises DataError.
+    text_key: where the text is in a JSON object or a row, see `shapes.document_of`; "" = found by the keys.
+    txt_split: what a document is in plain text: 'file', 'blank' (between blank lines) or 'line'.
+    """
+    rows = read_rows(path, partial(document_of, text_key=text_key), txt_split, begin, end, report, columns_of(text_key))
+    return (Document(*row) for row in rows)
+
+
+def read_rows(
+    path: str, understand: Callable[[Any], tuple[Any, str]], txt_split: str = "file", begin: int = 0,
+    end: int | None = None, report: Report | None = None, columns: list[str] | None = None,
+) -> Iterator[Row]:
+    """What `understand`, a function of shapes.py or like one, makes of each record of a file or of a part of it.
+
+    understand(record) returns (value, "") or (anything, what is wrong). What cannot be read or understood goes to the
+    report and is left out, or raises DataError if the report is strict. A file that cannot be opened raises DataError.
     """
     report = report if report is not None else Report()
-    keys = [key.strip() for key in text_key.split(",")]
-    columns = [key.split(".")[0] for key in keys]
     lines_before = partial(count_lines, path, begin)
     for record in read_records(path, txt_split, begin, end, columns):
-        reason, detail, text = record.problem, record.detail, ""
+        reason, detail, value = record.problem, record.detail, None
         if not reason:
-            text, detail = find_text(record.value, keys)
+            row, n_mended = mend(record.value)
+            value, detail = understand(row)
             reason = "bad_field" if detail else ""
         if reason:
             report.add(path, lines_before() + record.line, record.offset, reason, detail)
             continue
         if record.encoding != "utf-8":
             report.mended[record.encoding] += 1
-        if not is_encodable(text):
+        if n_mended:
             report.mended["surrogates"] += 1
-            text = join_surrogates(text)
-        yield Document(text, path, record.offset)
+        yield Row(value, path, record.offset)
 
 
 @lru_cache(maxsize=16)
@@ -662,21 +679,17 @@ def count_lines(path: str, begin: int) -> int:
         return 1 + sum(block.count(b"\n") for block in blocks)
 
 
-def find_text(value: object, keys: list[str]) -> tuple[str, str]:
-    """(text, "") or ("", what is wrong). Anything but a string is wrong: the text "None" helps nobody."""
+def mend(value: Any) -> tuple[Any, int]:
+    """`value` with every text in it encodable, and how many were not."""
     if isinstance(value, str):
-        return value, ""
-    texts = []
-    for key in keys:
-        found = value
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if not isinstance(found, str):
-            has = f"keys: {', '.join(map(str, value))}" if isinstance(value, dict) else type(value).__name__
-            kind = "no" if found is None else f"{type(found).__name__}, not"
-            return "", f"{kind} text under {key!r} ({has[:200]})"
-        texts.append(found)
-    return "\n".join(texts), ""
+        return (value, 0) if is_encodable(value) else (join_surrogates(value), 1)
+    if isinstance(value, dict):
+        pairs = [(mend(key), mend(item)) for key, item in value.items()]
+        return {key[0]: item[0] for key, item in pairs}, sum(key[1] + item[1] for key, item in pairs)
+    if isinstance(value, list):
+        items = [mend(item) for item in value]
+        return [item[0] for item in items], sum(item[1] for item in items)
+    return value, 0
 
 
 def is_encodable(text: str) -> bool:
