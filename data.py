@@ -1,17 +1,15 @@
-"""Token files and the order in which training sees their tokens.
+"""Token files, and the batches that training reads from them in the order of mixture.py.
 
     python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes the format described here
     python pretrain.py --data_dir=data/x                            # reads it
-
-Two parts. *Token files*: a writer and a reader side by side. *Order*: sample number -> window of tokens, a pure
-function of the seed, so that a run can resume anywhere and on any number of processes.
 
 A data directory holds, for each split that has text (train, val, test):
     train_00000.npy       1-D uint16 (vocab_size <= 65536) or uint32: <|endoftext|> document <|endoftext|> document ...
     train_00000.off.npy   int64, n_documents + 1: where each document starts (at its <|endoftext|>), where the last ends
     manifest.json         written last: sizes, sha256 of every file, the tokenizer's fingerprint; without it: incomplete
 and the tokenizer's own files. The last shard of a split closes with one more <|endoftext|>, so that the end of the last
-document is learned too. Documents do not cross shards; windows do.
+document is learned too. Documents do not cross shards; windows do. A directory of several named sources (wiki, code)
+holds one such set of files for each in a directory of its name, and one manifest.json for all.
 """
 
 import hashlib
@@ -20,12 +18,13 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mixture import Curriculum, Mixture, Sampler, hash_words, parse_data_dir, parse_max_epochs, permute
 from readers import DataError
 
 if TYPE_CHECKING:
@@ -33,6 +32,13 @@ if TYPE_CHECKING:
 
 FORMAT = "groundup tokens 1"
 SHARD_TOKENS = 2**27  # 256 MiB as uint16
+MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+IGNORE = -100  # a target that is not trained on, as in model.py
+SORTED = ("length", "unigram", "bigram", "trigram", "score")  # orders of prepare.py that go from easy to hard
+
+
+class NoSplit(DataError):
+    """A split that a data directory or a source does not have, or too short for one window."""
 
 
 # ---- token files: writer ---------------------------------------------------------------------------------------------
@@ -58,18 +64,20 @@ def npy_header(dtype: np.dtype, length: int) -> bytes:
 
 
 class ShardWriter:
-    """Writes one split. Tokens go to disk as they come; a shard's name appears when the shard is complete."""
+    """Writes one split (of one source). Tokens go to disk as they come; a shard's name appears when it is complete."""
 
     def __init__(
-        self, data_dir: str | Path, split: str, vocab_size: int, eot_id: int, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
+        self, data_dir: str | Path, split: str, vocab_size: int, eot_id: int, shard_tokens: int = SHARD_TOKENS,
+        source: str = "",
+    ) -> None:  # fmt: skip
         assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
-        self.dir, self.split = Path(data_dir), split
+        assert source == Path(source).name, f"{source=} must be a plain directory name"
+        self.dir, self.split, self.source = Path(data_dir), split, source
         self.vocab_size, self.eot_id, self.shard_tokens = vocab_size, eot_id, shard_tokens
         self.dtype = token_dtype(vocab_size)
         self.shards: list[dict] = []  # manifest entries of the shards that are complete
         self.file = None  # of the shard being written
-        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / source).mkdir(parents=True, exist_ok=True)
 
     def add(self, ids: np.ndarray, n_bytes: int) -> None:
         """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
@@ -97,7 +105,7 @@ class ShardWriter:
         return self.shards
 
     def _open_shard(self) -> None:
-        self.name = f"{self.split}_{len(self.shards):05d}"
+        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
         self.file = open(self.dir / f"{self.name}.npy.tmp", "wb", buffering=2**20)
         self.file.write(npy_header(self.dtype, 0))  # the length is filled in when it is known
         self.n_tokens, self.n_bytes, self.starts = 0, 0, []
@@ -121,16 +129,18 @@ class ShardWriter:
         for path in (tokens, offsets):
             os.replace(f"{path}.tmp", path)
         self.shards.append({
-            "split": self.split, "file": tokens.name, "offsets": offsets.name, "tokens": self.n_tokens,
-            "documents": n_documents, "bytes": self.n_bytes, "sha256": file_sha256(tokens),
+            "split": self.split, "source": self.source, "file": f"{self.name}.npy", "offsets": f"{self.name}.off.npy",
+            "tokens": self.n_tokens, "documents": n_documents, "bytes": self.n_bytes, "sha256": file_sha256(tokens),
             "offsets_sha256": file_sha256(offsets),
         })  # fmt: skip
 
 
 def write_manifest(
-    data_dir: str | Path, vocab_size: int, eot_id: int, tokenizer_fingerprint: str, shards: list[dict], info: dict
-) -> dict:
-    """Declare the directory complete. `info` is the preparer's own record (inputs, configuration, counts)."""
+    data_dir: str | Path, vocab_size: int, eot_id: int, tokenizer_fingerprint: str, shards: list[dict], info: dict,
+    weights: Mapping[str, float] = {},
+) -> dict:  # fmt: skip
+    """Declare the directory complete. `info` is the preparer's own record (inputs, configuration, counts); `weights`
+    are the named sources' shares in training, if they have any."""
     manifest = {
         "format": FORMAT, "vocab_size": vocab_size, "eot_id": eot_id, "dtype": token_dtype(vocab_size).name,
         "tokenizer_fingerprint": tokenizer_fingerprint, "splits": {}, "info": info,
@@ -140,13 +150,33 @@ def write_manifest(
         for total in ("tokens", "documents", "bytes"):
             split[total] += shard[total]
         split["shards"].append({key: value for key, value in shard.items() if key != "split"})
-    path = Path(data_dir, "manifest.json")
+    names = list(dict.fromkeys(shard["source"] for shard in shards))
+    assert not weights or set(names) <= set(weights), f"{weights=} lack some of {names}"
+    if names not in ([], [""]):
+        assert "" not in names, f"{names}: either all sources are named or there is only one"
+        manifest["sources"] = source_totals(manifest, names)
+        for name, entry in manifest["sources"].items():
+            entry |= {"weight": weights[name]} if weights else {}
+    write_json(Path(data_dir, "manifest.json"), manifest)
+    return manifest
+
+
+def source_totals(manifest: dict, names: Sequence[str]) -> dict[str, dict]:
+    """What the train split holds of each named source: tokens, documents, bytes."""
+    found = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in names}
+    for shard in manifest["splits"].get("train", {"shards": []})["shards"]:
+        for total in found[shard["source"]]:
+            found[shard["source"]][total] += shard[total]
+    return found
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON file, whole or not at all."""
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        json.dump(manifest, f, indent=1, ensure_ascii=False)
+        json.dump(value, f, indent=1, ensure_ascii=False)
         f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
-    return manifest
 
 
 # ---- token files: reader ---------------------------------------------------------------------------------------------
@@ -167,6 +197,18 @@ def read_manifest(data_dir: str | Path) -> dict:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"data: {path} is not of the format {FORMAT!r}; {how}")
     return manifest
+
+
+def locate(path: str | Path) -> tuple[Path, str | None]:
+    """'data/x' -> (data/x, None); 'data/x/wiki' -> (data/x, 'wiki') if the manifest of data/x names that source."""
+    path = Path(path)
+    if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
+        sources = read_manifest(path.parent).get("sources", {})
+        if path.name in sources:
+            return path.parent, path.name
+        if sources and not path.exists():
+            raise DataError(f"data: {path.parent} has no source {path.name!r} (has: {', '.join(sources)})")
+    return path, None
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
@@ -198,30 +240,41 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None
 
 
 class TokenData:
-    """One split of a data directory as one long row of tokens, mapped read-only.
+    """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only.
 
     The sizes of its files are checked here and ids as they are fetched, so a terabyte opens fast. `verify` reads all.
     """
 
-    def __init__(self, data_dir: str | Path, split: str) -> None:
-        self.dir, self.split = Path(data_dir), split
-        self.manifest = read_manifest(data_dir)
+    def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
+        """source: None = all that data_dir names, one after the other."""
+        self.split = split
+        self.dir, found = locate(data_dir)
+        source = found if source is None else source
+        self.manifest = read_manifest(self.dir)
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eot_id: int = self.manifest["eot_id"]
         self.tokenizer_fingerprint: str = self.manifest["tokenizer_fingerprint"]
-        if split not in self.manifest["splits"]:
-            has = ", ".join(self.manifest["splits"]) or "none"
-            raise DataError(f"data: {data_dir} has no split {split!r} (has: {has}); rerun prepare.py with more text")
-        entry = self.manifest["splits"][split]
-        self.n_bytes: int = entry["bytes"]
-        self.n_documents: int = entry["documents"]
-        self.paths = [self.dir / shard["file"] for shard in entry["shards"]]
+        of_splits = {
+            name: [shard for shard in entry["shards"] if source in (None, shard.get("source", ""))]
+            for name, entry in self.manifest["splits"].items()
+        }
+        if not of_splits.get(split):
+            has = ", ".join(name for name, shards in of_splits.items() if shards) or "none"
+            where = self.dir / (source or "")
+            raise NoSplit(f"data: {where} has no split {split!r} (has: {has}); rerun prepare.py with more text")
+        self.entries = of_splits[split]
+        self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
+        self.n_documents: int = sum(shard["documents"] for shard in self.entries)
+        self.offsets = [
+            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1) for shard in self.entries
+        ]
+        self._map_tokens(self.entries)
+
+    def _map_tokens(self, shards: list[dict]) -> None:
+        self.paths = [self.dir / shard["file"] for shard in shards]
         self.shards = [
             map_array(path, self.manifest["dtype"], shard["tokens"])
-            for path, shard in zip(self.paths, entry["shards"], strict=True)
-        ]
-        self.offsets = [
-            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1) for shard in entry["shards"]
+            for path, shard in zip(self.paths, shards, strict=True)
         ]
         self.ends = np.cumsum([len(shard) for shard in self.shards])  # of each shard, in tokens of the split
         self.n_tokens = int(self.ends[-1])
@@ -230,7 +283,7 @@ class TokenData:
     def fingerprint(self) -> str:
         """sha256 of what decides the token stream: equal fingerprints, equal tokens."""
         parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
-        parts += [shard["sha256"] for shard in self.manifest["splits"][self.split]["shards"]]
+        parts += [shard["sha256"] for shard in self.entries]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_tokenizer(self, fingerprint: str) -> None:
@@ -255,6 +308,10 @@ class TokenData:
             filled, k = filled + len(piece), k + 1
         return out
 
+    def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """How many tokens of the windows that begin at `starts` are to be trained on: here all `length`."""
+        return np.full(len(starts), length)
+
 
 def verify(data_dir: str | Path) -> dict:
     """Read every byte of a data directory and compare it with the manifest, which is returned.
@@ -263,16 +320,29 @@ def verify(data_dir: str | Path) -> dict:
     """
     manifest = read_manifest(data_dir)
     for split, entry in manifest["splits"].items():
-        data = TokenData(data_dir, split)
-        for k, shard in enumerate(entry["shards"]):
-            for name, sha256 in ((shard["file"], shard["sha256"]), (shard["offsets"], shard["offsets_sha256"])):
-                if file_sha256(data.dir / name) != sha256:
-                    raise DataError(f"data: {data.dir / name} changed since it was written (sha256); rerun prepare.py")
-            verify_shard(data, k, last=k == len(entry["shards"]) - 1)
+        for source in dict.fromkeys(shard.get("source", "") for shard in entry["shards"]):
+            data = TokenData(data_dir, split, source)
+            for k, shard in enumerate(data.entries):
+                verify_sha256(data.dir / shard["file"], shard["sha256"])
+                verify_sha256(data.dir / shard["offsets"], shard["offsets_sha256"])
+                verify_shard(data, k, last=k == len(data.entries) - 1)
         for total in ("tokens", "documents", "bytes"):
             if sum(shard[total] for shard in entry["shards"]) != entry[total]:
                 raise DataError(f"data: {data.dir}/manifest.json: {total} of {split} do not add up; rerun prepare.py")
+    sources = manifest.get("sources", {})
+    for source, totals in source_totals(manifest, list(sources)).items() if sources else ():
+        if totals.items() - sources[source].items():
+            raise DataError(f"data: {data_dir}/manifest.json: {source} does not add up; rerun prepare.py")
+    for path in sorted(Path(data_dir).glob("train_pack*.json")):
+        for packed in json.loads(path.read_text(encoding="utf-8"))["sources"].values():
+            for file, sha256 in packed["sha256"].items():
+                verify_sha256(path.parent / file, sha256)
     return manifest
+
+
+def verify_sha256(path: Path, sha256: str) -> None:
+    if file_sha256(path) != sha256:
+        raise DataError(f"data: {path} changed since it was written (sha256); rerun prepare.py")
 
 
 def verify_shard(data: TokenData, k: int, last: bool) -> None:
@@ -289,82 +359,337 @@ def verify_shard(data: TokenData, k: int, last: bool) -> None:
         raise DataError(f"data: {path} has no <|endoftext|> at offset {wrong[0]}; rerun prepare.py")
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- packing ---------------------------------------------------------------------------------------------------------
 
 
-def window_count(n_tokens: int, block_size: int) -> int:
-    """Training windows per epoch. One window's worth is left for the offset that moves their borders every epoch."""
-    return (n_tokens - 1) // block_size - 1
+class Packing(NamedTuple):
+    """Which piece of which document lies in which row; int64, one element per piece, in the order of the rows."""
+
+    document: np.ndarray
+    begin: np.ndarray  # of the piece within its document, not counting the document's delimiter
+    length: np.ndarray  # with the delimiter that opens the piece
+    row: np.ndarray
+    n_rows: int
+    n_cut: int  # documents longer than a row
+
+    @property
+    def used(self) -> np.ndarray:
+        """(n_rows,) tokens of each row that belong to documents."""
+        return np.bincount(self.row, self.length, self.n_rows).astype(np.int64)
 
 
-def hash_words(count: int, *parts: int | str) -> np.ndarray:
-    """`count` pseudo-random uint64, the same on every machine, from the parts."""
-    return np.frombuffer(hashlib.shake_256(repr(parts).encode()).digest(8 * count), dtype="<u8")
+def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
+    """Documents of `lengths` tokens (delimiter included) -> rows of row_tokens that each begin with a delimiter.
 
-
-def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """index (any shape) int64 in [0, n) -> its place under a pseudo-random bijection of [0, n), without a table.
-
-    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible whatever f
-    is. It permutes a power of four; a result >= n is fed in again until it is below ("cycle walking", Black and Rogaway
-    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not alike.
+    Best fit decreasing: the longest pieces first, equal ones in a seeded order, each to the fullest row that has room
+    (Ding et al. 2024, arXiv:2404.10830). A longer document is cut into pieces, each opened by a delimiter of its own.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-
-    def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> half, x & mask
-        for key in keys:
-            f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64, wrapping modulo 2**64
-            f = (f ^ (f >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((f ^ (f >> np.uint64(31))) & mask)
-        return (left << half) | right
-
-    flat = encrypt(np.asarray(index, dtype=np.uint64).reshape(-1))
-    while len(outside := np.flatnonzero(flat >= n)):
-        flat[outside] = encrypt(flat[outside])
-    return flat.astype(np.int64).reshape(np.shape(index))
+    room = row_tokens - 1  # behind the delimiter
+    content = np.asarray(lengths, dtype=np.int64) - 1
+    n_pieces = np.maximum(1, -(-content // room))
+    document = np.repeat(np.arange(len(content)), n_pieces)
+    begin = room * (np.arange(len(document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces))
+    length = 1 + np.minimum(room, content[document] - begin)
+    shuffled = permute(np.arange(len(document)), len(document), hash_words(8, "pack", seed))
+    falling = np.lexsort((shuffled, -length))
+    row = np.empty_like(document)
+    row[falling] = best_fit(length[falling].tolist(), row_tokens)
+    by_row = np.lexsort((shuffled, row))  # within a row not by length: long ones would always come first
+    n_rows, n_cut = int(row.max(initial=-1)) + 1, int((n_pieces > 1).sum())
+    return Packing(document[by_row], begin[by_row], length[by_row], row[by_row], n_rows, n_cut)
 
 
-class Sampler:
-    """Sample number -> where its window of block_size + 1 tokens starts.
+def best_fit(lengths: list[int], row_tokens: int) -> list[int]:
+    """The row of each piece, in turn: the one with the least room that is enough, else a new one."""
+    rows: list[int] = []
+    n_rows, with_room = 0, [[] for _ in range(row_tokens + 1)]  # rows by the room they have left
+    rooms = 0  # bit r is set if with_room[r] is not empty: the least r >= length is the lowest bit of a shift
+    for length in lengths:
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row, n_rows = row_tokens, n_rows, n_rows + 1
+        if room > length:
+            with_room[room - length].append(row)
+            rooms |= 1 << (room - length)
+        rows.append(row)
+    return rows
 
-    Every window comes once per epoch, in an order and with borders that differ between epochs. Nothing to save, nothing
-    to skip: sample 10**9 costs what sample 0 does.
 
-    One source of tokens. A mixture would map a sample number to (source, number within the source) and ask its Sampler.
+def pack(data_dir: str | Path, block_size: int, seed: int = 0, shard_tokens: int = SHARD_TOKENS) -> dict:
+    """Pack the train split of each source into rows of block_size + 1 tokens; the record that says what became of it.
+
+    Beside the train shards there are then train_pack1024_00000.npy, ..., rows one after the other, and
+    train_pack1024.len.npy, int32: how many tokens of each row are to be trained on. What documents leave of a row is
+    filled with delimiters, of which the first counts: it ends the last document. train_pack1024.json is written last.
+    """
+    assert block_size > 0, f"{block_size=}"
+    shards = TokenData(data_dir, "train").entries
+    record = {"format": FORMAT, "block_size": block_size, "seed": seed, "sources": {}}
+    path = Path(data_dir, f"train_pack{block_size}.json")
+    path.unlink(missing_ok=True)  # of an earlier packing, whose files are overwritten now
+    for source in dict.fromkeys(shard.get("source", "") for shard in shards):
+        data = TokenData(data_dir, "train", source)
+        record["sources"][source] = pack_source(data, source, block_size, seed, shard_tokens)
+    write_json(path, record)
+    return record
+
+
+def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_tokens: int) -> dict:
+    """Write the packed rows of one source; its entry for the record."""
+    begins = data.ends - [len(shard) for shard in data.shards]
+    starts = np.concatenate([begin + offsets[:-1] for begin, offsets in zip(begins, data.offsets, strict=True)])
+    packing = pack_rows(np.concatenate([np.diff(offsets) for offsets in data.offsets]), block_size + 1, seed)
+    name, used = f"{source}/train_pack{block_size}".lstrip("/"), packing.used
+    entry = {
+        "fingerprint": data.fingerprint, "documents": data.n_documents, "cut": packing.n_cut, "rows": packing.n_rows,
+        "pieces": len(packing.row), "filled": int((block_size + 1 - used).sum()),
+        "lengths": f"{name}.len.npy", "shards": [], "sha256": {},
+    }  # fmt: skip
+    save_array(data.dir / entry["lengths"], np.minimum(used + 1, block_size + 1).astype(np.int32))
+    per_shard = max(1, shard_tokens // (block_size + 1))
+    for k, first in enumerate(range(0, packing.n_rows, per_shard)):
+        rows = packed_rows(data, starts, packing, first, min(first + per_shard, packing.n_rows), block_size + 1)
+        entry["shards"].append({"file": f"{name}_{k:05d}.npy", "tokens": rows.size})
+        save_array(data.dir / f"{name}_{k:05d}.npy", rows.ravel())
+    files = [entry["lengths"], *(shard["file"] for shard in entry["shards"])]
+    entry["sha256"] = {file: file_sha256(data.dir / file) for file in files}
+    return entry
+
+
+def packed_rows(
+    data: TokenData, starts: np.ndarray, packing: Packing, first: int, end: int, row_tokens: int
+) -> np.ndarray:
+    """Rows first to end - 1, (end - first, row_tokens), of documents that start at `starts`."""
+    rows = np.full((end - first, row_tokens), data.eot_id, dtype=token_dtype(data.vocab_size))
+    row, place = -1, 0
+    for piece in range(*np.searchsorted(packing.row, [first, end])):
+        place = place if packing.row[piece] == row else 0
+        row, n = int(packing.row[piece]), int(packing.length[piece])
+        start = int(starts[packing.document[piece]] + 1 + packing.begin[piece])
+        rows[row - first, place + 1 : place + n] = data.window(start, n - 1)
+        place += n
+    return rows
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Write a 1-D .npy file, whole or not at all."""
+    with open(f"{path}.tmp", "wb") as f:
+        f.write(npy_header(array.dtype, len(array)))
+        f.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    os.replace(f"{path}.tmp", path)
+
+
+class PackedData(TokenData):
+    """The train split of one source as `pack` has laid it out: window (row, block_size + 1) begins with a document."""
+
+    def __init__(self, data_dir: str | Path, block_size: int, source: str = "") -> None:
+        super().__init__(data_dir, "train", source)
+        path, self.block_size = self.dir / f"train_pack{block_size}.json", block_size
+        how = f"run: python prepare.py --pack={block_size} --out_dir={self.dir}"
+        if not path.exists():
+            raise DataError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        self.packed = record["sources"].get(source)
+        if not self.packed or self.packed["fingerprint"] != super().fingerprint:
+            raise DataError(f"data: {path} is not of the tokens that are there now; {how}")
+        self.lengths = map_array(self.dir / self.packed["lengths"], "int32", self.packed["rows"])
+        self._map_tokens(self.packed["shards"])
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what decides the rows."""
+        return hashlib.sha256(json.dumps([FORMAT, self.block_size, self.packed["sha256"]]).encode()).hexdigest()
+
+    def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(n,) int64: how many of the tokens of these rows belong to documents, and the delimiter after the last."""
+        return self.lengths[starts // (self.block_size + 1)].astype(np.int64)
+
+
+# ---- several sources -------------------------------------------------------------------------------------------------
+
+
+def sources_of(path: str) -> dict[tuple[Path, str], tuple[float, int]]:
+    """{(directory, source): (share, train tokens)} of what a path names; the shares add up to 1.
+
+    They are the manifest's weights, or, where it has none, in proportion to the tokens; what has share 0 is left out.
+    """
+    directory, only = locate(path)
+    manifest = read_manifest(directory)
+    sources = manifest.get("sources") or {"": {"tokens": manifest["splits"].get("train", {"tokens": 0})["tokens"]}}
+    if only is not None:
+        sources = {only: sources[only]}
+    key = "weight" if len(sources) > 1 and all("weight" in entry for entry in sources.values()) else "tokens"
+    total = sum(entry[key] for entry in sources.values())
+    if not total:
+        raise NoSplit(f"data: {path} has no split 'train'; rerun prepare.py with more text")
+    return {(directory, s): (entry[key] / total, entry["tokens"]) for s, entry in sources.items() if entry[key]}
+
+
+class Corpus:
+    """The sources that a data_dir string names (mixture.py has its syntax), opened, and their weights in each stage.
+
+    names: what the log calls them. train: their tokens. val: validation splits by name; no_val: why others have none.
+    Raises DataError if all have none, or if not all were made by the same tokenizer.
     """
 
-    def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
-        self.block_size, self.seed = block_size, seed
-        self.n_windows = window_count(n_tokens, block_size)
-        if self.n_windows < 1:
+    def __init__(self, spec: str, block_size: int, pack: bool = False) -> None:
+        self.block_size = block_size
+        stages = parse_data_dir(spec)
+        self.by_path = {path: sources_of(path) for stage in stages for path in stage.weights}
+        self.keys = list(dict.fromkeys(key for found in self.by_path.values() for key in found))
+        names = [source or directory.resolve().name for directory, source in self.keys]
+        paths = [str(directory / source) for directory, source in self.keys]
+        self.names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
+        self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
+        if pack:
+            self.train = [PackedData(directory, block_size, source) for directory, source in self.keys]
+        else:
+            self.train = [TokenData(directory, "train", source) for directory, source in self.keys]
+        self.dir = self.train[0].dir  # where the tokenizer lies
+        for data in self.train:
+            data.check_tokenizer(self.train[0].tokenizer_fingerprint)
+        self.val, self.no_val = {}, {}
+        for name, (directory, source) in zip(self.names, self.keys, strict=True):
+            try:
+                self.val[name] = TokenData(directory, "val", source)
+                val_window_count(self.val[name], block_size)
+            except NoSplit as error:
+                self.val.pop(name, None)
+                self.no_val[name] = error
+        if not self.val:
+            raise next(iter(self.no_val.values()))
+
+    def _weights(self, weights: dict[str, float | None]) -> list[float]:
+        """Weight of each source in a stage, from those of its paths; without any, paths weigh what tokens they have."""
+        found = dict.fromkeys(self.keys, 0.0)
+        for path, weight in weights.items():
+            sources = self.by_path[path]
+            weight = sum(tokens for _, tokens in sources.values()) if weight is None and len(weights) > 1 else weight
+            for key, (share, _) in sources.items():
+                if found[key]:
+                    raise DataError(f"data: {path} names {key[0] / key[1]} a second time in one stage; name it once")
+                found[key] = share * (1.0 if weight is None else weight)
+        return list(found.values())
+
+    def order(
+        self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = "", competence: float = 1.0,
+        competence_steps: int = 0, competence_schedule: str = "sqrt",
+    ) -> Mixture:  # fmt: skip
+        """Which window every sample is. Raises DataError if max_epochs lets the data end before max_steps."""
+        samplers = [
+            Sampler(data.n_tokens, self.block_size, seed, k, isinstance(data, PackedData))
+            for k, data in enumerate(self.train)
+        ]
+        most = self._most_epochs(max_epochs)
+        limits = [
+            max(1, int(most[key] * sampler.n_windows)) if key in most else float("inf")
+            for key, sampler in zip(self.keys, samplers, strict=True)
+        ]
+        stages = [(step * samples_per_step, weights) for step, weights in self.stages]
+        order = Mixture(samplers, seed, stages, self.names, limits)
+        if order.end is not None and order.end < max_steps * samples_per_step:
             raise DataError(
-                f"data: {n_tokens} training tokens are too few for block_size={block_size}, which needs "
-                f"{2 * block_size + 1}; prepare more text or lower block_size"
+                f"data: with max_epochs={max_epochs!r} the data end after step {order.end // samples_per_step}; lower "
+                f"max_steps={max_steps} to that or raise max_epochs"
             )
+        if competence < 1:
+            self._check_sorted()
+            n_samples = order.counts(competence_steps * samples_per_step).tolist()
+            order.samplers = [
+                Curriculum(sampler, n, competence, competence_schedule)
+                for sampler, n in zip(samplers, n_samples, strict=True)
+            ]
+        return order
 
-    def start(self, sample: np.ndarray) -> np.ndarray:
-        """Sample numbers, any shape, -> int64 token offsets. Neighbours share one token: each is a target once."""
-        epochs, positions = np.divmod(np.asarray(sample, dtype=np.int64), self.n_windows)
-        starts = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            now = epochs == epoch
-            words = hash_words(9, "windows", self.seed, int(epoch))
-            offset = int(words[8] % np.uint64(self.block_size))
-            starts[now] = offset + self.block_size * permute(positions[now], self.n_windows, words[:8])
-        return starts
+    def _most_epochs(self, max_epochs: str) -> dict[tuple[Path, str], float]:
+        """{source: limit} from the key of that name."""
+        most = {}
+        for path, limit in parse_max_epochs(max_epochs).items():
+            named = self.by_path.get(path) or (sources_of(path) if path else self.keys)
+            if foreign := [key for key in named if key not in self.keys]:
+                raise DataError(f"data: max_epochs names {foreign[0][0] / foreign[0][1]}, which data_dir does not")
+            most |= dict.fromkeys(named, limit)
+        return most
+
+    def _check_sorted(self) -> None:
+        for data in self.train:
+            order = data.manifest["info"].get("recipe", {}).get("order", "")
+            if order not in SORTED or isinstance(data, PackedData):
+                was = "packed" if isinstance(data, PackedData) else f"prepared with order={order!r}"
+                raise DataError(
+                    f"data: competence needs documents from easy to hard, but {data.dir} was {was}; "
+                    f"rerun prepare.py with --order={SORTED[0]} (or {', '.join(SORTED[1:])})"
+                )
+
+    def record(self) -> dict[str, str]:
+        """What, besides options and seed, decides the order of samples: a resumed run must have the same."""
+        if len(self.train) == 1:
+            return {"data": self.train[0].fingerprint}
+        data = hashlib.sha256("".join(data.fingerprint for data in self.train).encode()).hexdigest()
+        return {"data": data, "stages": str(self.stages)}
+
+    def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
+        """How often n_samples samples go through each source; lines that warn."""
+        several, epochs = len(self.names) > 1, order.epochs(n_samples).tolist()
+        text = ", ".join(
+            f"{times:.2f} epochs of {data.n_tokens:,}" + (f" ({name})" if several else "")
+            for name, data, times in zip(self.names, self.train, epochs, strict=True)
+        )
+        lines = [f"warning     {error}; {name} is not evaluated" for name, error in self.no_val.items()]
+        for name, times, limit in zip(self.names, epochs, order.limits, strict=True):
+            if times > MANY_EPOCHS and limit == float("inf"):
+                lines.append(
+                    f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little "
+                    "(arXiv:2305.16264): prepare more text, lower its weight or set max_epochs"
+                )
+        return text, lines
+
+    def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
+        """{"tokens/name": tokens} of each source among the first n_samples samples; {} if there is only one source."""
+        counts = (order.counts(n_samples) * self.block_size).tolist()
+        return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)} if len(counts) > 1 else {}
+
+    def val_batches(
+        self, batch_size: int, eval_steps: int, rank: int = 0, world_size: int = 1
+    ) -> dict[str, Iterator[tuple["torch.Tensor", "torch.Tensor"]]]:
+        """This rank's evaluation batches of each source; eval_steps in all, shared out evenly, at least one each."""
+        found = {}
+        for k, (name, data) in enumerate(self.val.items()):
+            steps = max(1, eval_steps // len(self.val) + (k < eval_steps % len(self.val))) if eval_steps else 0
+            first = (rank + k) % world_size  # the sources' last batches go to different ranks
+            found[name] = val_batches(data, self.block_size, batch_size, steps, first, world_size)
+        return found
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def load_windows(data: TokenData, starts: np.ndarray, block_size: int) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Inputs and targets, each (len(starts), block_size) int64: targets are the inputs one token later."""
+def load_windows(
+    data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Inputs and targets, each (len(starts), block_size) int64: targets are the inputs one token later, or IGNORE.
+
+    Window i begins at starts[i] of data[sources[i]].
+    """
     import torch
 
-    rows = np.stack([data.window(int(start), block_size + 1) for start in starts])
-    return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+    rows = np.stack([data[s].window(int(at), block_size + 1) for s, at in zip(sources, starts, strict=True)])
+    x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
+    y[np.arange(block_size) >= valid_targets(data, sources, starts, block_size)[:, None]] = IGNORE
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def valid_targets(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> np.ndarray:
+    """(n,) int64: how many targets of each window are trained on, the first ones."""
+    found = np.empty(len(starts), dtype=np.int64)
+    for source in np.unique(sources):
+        found[sources == source] = data[source].valid(starts[sources == source], block_size + 1) - 1
+    return found
 
 
 class Batches:
@@ -376,20 +701,19 @@ class Batches:
     """
 
     def __init__(
-        self, data: TokenData, block_size: int, batch_size: int, accum_steps: int, seed: int, rank: int = 0,
-        world_size: int = 1, device: "str | torch.device" = "cpu", start_step: int = 0, ahead: int = 4,
+        self, data: Sequence[TokenData], order: Mixture, block_size: int, batch_size: int, accum_steps: int,
+        rank: int = 0, world_size: int = 1, device: "str | torch.device" = "cpu", start_step: int = 0, ahead: int = 4,
     ) -> None:  # fmt: skip
         import torch
 
         assert 0 <= rank < world_size, f"{rank=} {world_size=}"
         assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
-        self.data, self.block_size, self.batch_size, self.accum_steps = data, block_size, batch_size, accum_steps
+        self.data, self.order, self.block_size = data, order, block_size
+        self.batch_size, self.accum_steps = batch_size, accum_steps
         self.rank, self.start_step, self.device = rank, start_step, torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples_per_step = batch_size * accum_steps * world_size
-        self.sampler = Sampler(data.n_tokens, block_size, seed)
-        self.n_taken = 0  # micro-batches handed out
         self.queue: queue.Queue = queue.Queue(maxsize=ahead)
         self.stop, self.error = threading.Event(), None
         self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
@@ -399,10 +723,12 @@ class Batches:
         """Number of the first sample of a step (the first step is 0), over all ranks."""
         return step * self.samples_per_step
 
-    @property
-    def epoch(self) -> int:
-        """Epoch (from 0) that the next micro-batch's step begins in."""
-        return self.position(self.start_step + self.n_taken // self.accum_steps) // self.sampler.n_windows
+    def valid_tokens(self, step: int) -> int:
+        """Targets of a step (from 0) that are trained on, over all ranks, from the order alone."""
+        if not any(isinstance(data, PackedData) for data in self.data):
+            return self.samples_per_step * self.block_size
+        samples = np.arange(self.position(step), self.position(step + 1))
+        return int(valid_targets(self.data, *self.order.start(samples), self.block_size).sum())
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Sample numbers of this rank's micro-batch, (batch_size,) int64."""
@@ -416,7 +742,6 @@ class Batches:
             self.error = item if isinstance(item, BaseException) else None
         if self.error is not None:
             raise self.error
-        self.n_taken += 1
         x, y = item
         pinned = self.device.type == "cuda"
         return x.to(self.device, non_blocking=pinned), y.to(self.device, non_blocking=pinned)
@@ -448,8 +773,8 @@ class Batches:
         first = self.start_step * self.accum_steps
         for block in itertools.count(first, 32):  # many micro-batches' samples at once: numpy is slow on few numbers
             samples = [self.samples(*divmod(k, self.accum_steps)) for k in range(block, block + 32)]
-            for starts in self.sampler.start(np.stack(samples)):
-                x, y = load_windows(self.data, starts, self.block_size)
+            for sources, starts in zip(*self.order.start(np.stack(samples)), strict=True):
+                x, y = load_windows(self.data, sources, starts, self.block_size)
                 # from page-locked memory the copy to the device runs while the host goes on
                 yield (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
 
@@ -461,13 +786,20 @@ def val_batches(
 
     eval_steps batches of windows spread evenly over the split; 0, or more than there are: every window once, in order.
     """
-    n_windows = (data.n_tokens - 1) // block_size
-    if n_windows < 1:
-        raise DataError(
-            f"data: the {data.split} split of {data.dir} has {data.n_tokens} tokens, but block_size={block_size} needs "
-            f"{block_size + 1}; prepare more text or lower block_size"
-        )
+    n_windows = val_window_count(data, block_size)
     n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
     starts = np.arange(n) * n_windows // n * block_size
     for first in range(rank * batch_size, n, world_size * batch_size):
-        yield load_windows(data, starts[first : first + batch_size], block_size)
+        now = starts[first : first + batch_size]
+        yield load_windows([data], np.zeros_like(now), now, block_size)
+
+
+def val_window_count(data: TokenData, block_size: int) -> int:
+    """Windows of a validation split. Raises NoSplit if there is none."""
+    n_windows = (data.n_tokens - 1) // block_size
+    if n_windows < 1:
+        raise NoSplit(
+            f"data: the {data.split} split of {data.dir} has {data.n_tokens} tokens, but block_size={block_size} needs "
+            f"{block_size + 1}; prepare more text or lower block_size"
+        )
+    return n_windows

@@ -124,7 +124,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, mask: Tensor | None = None
+    ) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
@@ -135,18 +137,26 @@ class Attention(nn.Module):
             k, v, mask = cache.append(k, v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped)
         elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH:
-            y = plain_causal_attention(q, k, v, dropout)
+            y = plain_causal_attention(q, k, v, dropout, mask)
+        elif mask is not None:
+            if self.grouped:  # on a GPU no fused kernel both takes a mask and shares keys among heads
+                k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
-def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D); k, v (B, K, T, D) -> (B, H, T, D)."""
+def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D); k, v (B, K, T, D) -> (B, H, T, D).
+    mask (B, 1, T, T): where attention may go, instead of to the whole past."""
     B, H, T, D = q.shape
     q = (q * D**-0.5).view(B, k.shape[1], -1, D)  # heads that share keys become more rows of one product
-    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    scores = (q @ k.mT).view(B, H, T, T) + future
+    if mask is None:
+        hidden = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    else:
+        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+    scores = (q @ k.mT).view(B, H, T, T) + hidden
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return (weights.view(B, k.shape[1], -1, T) @ v).view(B, H, T, D)
 
@@ -173,9 +183,20 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin, cache), self.dropout, self.training)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin, cache, mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
+
+
+def document_mask(idx: Tensor, document_id: int) -> Tensor:
+    """idx (B, T) -> (B, 1, T, T) bool: may position i attend to j: not later, and no `document_id` in between or at i.
+
+    Positions go on counting across documents: rotary attention depends on distances only."""
+    segment = (idx == document_id).cumsum(1)
+    same = segment[:, None, :, None] == segment[:, None, None, :]
+    return same.tril()
 
 
 class Transformer(nn.Module):
@@ -183,6 +204,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more work
+        self.document_id: int | None = None  # token that opens a document: without a cache, attention stays within one
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -214,11 +236,13 @@ class Transformer(nn.Module):
             positions = cache.extend(T)  # (B, T)
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (B, 1, T, D/2)
         x = F.dropout(self.embed_tokens(idx), self.cfg.dropout, self.training)
+        confined = cache is None and self.document_id is not None
+        mask = document_mask(idx, self.document_id) if confined else None
         for i, block in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, None, mask, use_reentrant=False)
             else:
-                x = block(x, cos, sin, None if cache is None else cache.layers[i])
+                x = block(x, cos, sin, None if cache is None else cache.layers[i], mask)
         x = self.norm(x)
         if targets is None:
             return self.lm_head(x[:, -1:] if last_only else x)

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,9 @@ import ddp as dist
 import prepare
 import train_utils
 from configurator import ConfigError, configure, write_config
-from data import Batches, Sampler, TokenData, val_batches
+from data import Batches, Corpus
+from mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from mixture import parse_data_dir
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
 from optim import SCHEDULES, Optimizer, learning_rate_at, stays_whole
 from sample import SamplingParams, begin_prompt, generate, never_sampled
@@ -33,7 +35,7 @@ from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
-data_dir = "data/demo"  # prepared by prepare.py
+data_dir = "data/demo"  # prepared by prepare.py; a mixture 'data/a=0.7,data/b=0.3', stages '0: data/a; 8000: data/b'
 init_from = ""  # "" = new weights; else a run, checkpoint or Hugging Face Llama/Qwen3 directory (architecture, weights)
 resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
 overwrite = False  # with resume='never': delete what out_dir holds
@@ -52,6 +54,13 @@ norm_eps = 1e-5
 qk_norm = False  # RMSNorm on queries and keys (Qwen3)
 tie_embeddings = True
 dropout = 0.0
+doc_mask = False  # attention stays within a document
+# data
+pack = False  # rows that begin with a document, packed by prepare.py --pack=block_size, instead of windows
+max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+competence = 1.0  # share of the windows seen at first, the easiest; needs prepare.py --order
+competence_steps = 0  # steps until all windows are seen
+competence_schedule = "sqrt"  # how the share grows: sqrt | linear
 # batch
 batch_size = 16  # sequences per rank and micro-step
 total_batch_tokens = 0  # tokens per step, all ranks and micro-steps; 0 = one micro-step on each rank
@@ -101,6 +110,8 @@ ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in glo
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
+ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
+DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}
 # What a run leaves in its directory: overwrite=True deletes nothing else.
 OWN_FILES = re.compile(r"(config\.py|log\.jsonl|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
 
@@ -130,12 +141,12 @@ def check_config(config: dict, world_size: int) -> int:
     """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
     at_least = dict.fromkeys(("batch_size", "block_size", "max_steps", "log_every", "eval_every", "save_every"), 1)
     at_least |= {"max_skipped": 1, "total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0}
-    at_least |= {"compress_rank": 1, "compress_start_step": -1}
+    at_least |= {"compress_rank": 1, "compress_start_step": -1, "competence_steps": int(config["competence"] < 1)}
     at_least |= dict.fromkeys(("keep_last", "keep_best", "grad_clip", "weight_decay", "learning_rate", "bucket_mb"), 0)
     for key, least in at_least.items():
         if config[key] < least:
             raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
-    for key in ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum"):
+    for key in ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum", "competence"):
         if not 0 <= config[key] <= 1:
             raise ConfigError(f"config: {key} must be from 0 to 1, got {config[key]}")
     if config["keep_best"] > 2:
@@ -148,7 +159,7 @@ def check_config(config: dict, world_size: int) -> int:
             f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
         )
     choices = {"schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must")}
-    choices["compress"] = dist.COMPRESS
+    choices |= {"compress": dist.COMPRESS, "competence_schedule": COMPETENCE_SCHEDULES}
     for key, allowed in choices.items():
         if config[key] not in allowed:
             raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
@@ -228,18 +239,19 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
 
 def check_data_order(saved: dict, now: dict, path: Path) -> None:
     """A resumed run goes on with the very next sample only if everything that orders samples is unchanged."""
-    differ = [key for key in now if saved.get(key) != now[key]]
+    differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if differ:
-        detail = [f"{key}={saved.get(key)} (asked {now[key]})" if key != "data" else "another corpus" for key in differ]
-        detail = ", ".join(detail)
+        was, asked = DATA_DEFAULTS | saved, DATA_DEFAULTS | now
+        detail = {key: f"{key}={was.get(key)} (asked {asked.get(key)})" for key in differ}
+        detail = ", ".join((detail | {"data": "another corpus"} if "data" in detail else detail).values())
         raise ConfigError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
 
 
 def plan(
     cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
-    train_tokens: int,
+    epochs: str,
 ) -> str:  # fmt: skip
-    """What this run will take, as text: parameters, tokens, FLOPs, memory by part, time."""
+    """What this run will take, as text: parameters, tokens and `epochs` of the data, FLOPs, memory by part, time."""
     params = parameter_table(cfg)
     total = params["total"]
     tokens_per_step = config["total_batch_tokens"]
@@ -257,13 +269,13 @@ def plan(
         matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
         memory["compression error"] = 4 * matrices
     shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
-    epochs = f", {tokens / train_tokens:.2f} epochs of {train_tokens:,}" if train_tokens else ""
     seconds = tokens * flops / (peak * world_size)
     lines = [
         f"parameters  {total:,}: {shares}",
         f"batch       {tokens_per_step:,} tokens per step = {config['batch_size']} sequences x {config['block_size']} "
         f"tokens x {accum_steps} micro-steps x {world_size} ranks",
-        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter{epochs}",
+        f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
+        + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
         + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
@@ -274,29 +286,34 @@ def plan(
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], batch_size: int,
+    model: Transformer, batches: Mapping[str, Iterable[tuple[torch.Tensor, torch.Tensor]]], batch_size: int,
     token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
-    """Mean loss over validation windows that the ranks share out: nats per token, bits per byte of text."""
+    """Mean loss over validation windows that the ranks share out: nats per token, bits per byte of text; if there are
+    several sources, over all their windows and of each."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    for x, y in batches:
-        counts = [y.numel(), token_bytes[y].sum().item()]
-        missing = (0, 0, 0, batch_size - len(x))  # fill the last batch up: another shape would be compiled again
-        x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
-        with train_utils.autocast(device, dtype):
-            nats = model(x.to(device), y.to(device))
-        sums += torch.tensor([nats.item(), *counts], dtype=torch.float64)
-    nats, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64)  # nats, tokens, bytes
+    for source, of_source in enumerate(batches.values()):
+        for x, y in of_source:
+            counts = [y.numel(), token_bytes[y].sum().item()]
+            missing = (0, 0, 0, batch_size - len(x))  # fill the last batch up: another shape would be compiled again
+            x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
+            with train_utils.autocast(device, dtype):
+                nats = model(x.to(device), y.to(device))
+            sums[source] += torch.tensor([nats.item(), *counts], dtype=torch.float64)
+    dist.all_reduce_sum(sums)
     model.train()
-    return {"val_loss": nats / tokens, "val_bpb": nats / math.log(2) / n_bytes}
+    of = {"": sums.sum(0)} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
+    losses = {f"val_loss{name}": (nats / tokens).item() for name, (nats, tokens, _) in of.items()}
+    return losses | {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, n_bytes) in of.items()}
 
 
 def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples: list[str]) -> None:
     log.write("eval", step, scores)
-    log.print(
-        f"step {step:6d}/{log.max_steps} | val loss {scores['val_loss']:.4f} | {scores['val_bpb']:.4f} bits per byte"
-    )
+    sources = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
+    parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
+    parts += [f"{name} {scores[f'val_loss/{name}']:.4f}, {scores[f'val_bpb/{name}']:.4f}" for name in sources]
+    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
     for text in samples:
         log.print(f"    {text!r}")
 
@@ -345,23 +362,28 @@ if __name__ == "__main__":
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
-    if plan_only and (vocab_size or source) and not Path(data_dir).exists():
+    paths = [Path(path) for stage in parse_data_dir(data_dir) for path in stage.weights]
+    if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         cfg = choose_architecture(config, source, 0)
-        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, train_tokens=0))
+        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs=""))
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
-    train_data, val_data = TokenData(data_dir, "train"), TokenData(data_dir, "val")
-    tokenizer = Tokenizer.load(data_dir)
-    train_data.check_tokenizer(tokenizer.fingerprint())
-    Sampler(train_data.n_tokens, block_size, seed)  # raises if the corpus is shorter than a few blocks
-    next(val_batches(val_data, block_size, batch_size=1, eval_steps=1))
+    corpus = Corpus(data_dir, block_size, pack)
+    tokenizer = Tokenizer.load(corpus.dir)
+    corpus.train[0].check_tokenizer(tokenizer.fingerprint())
+    mixture = corpus.order(
+        seed, tokens_per_step // block_size, max_steps, max_epochs, competence, competence_steps, competence_schedule
+    )
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
-    order = {key: config[key] for key in DATA_KEYS} | {"data": train_data.fingerprint}
+    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
+    order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     if source:
         check_tokenizer(source, tokenizer, data_dir)
     if rank == 0:
-        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, train_data.n_tokens), flush=True)
+        epochs, warnings = corpus.describe(mixture, max_steps * tokens_per_step // block_size)
+        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs)
+        print("\n".join([text, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
     resume_from = find_resume(config, cfg, verbose=rank == 0)
@@ -383,6 +405,7 @@ if __name__ == "__main__":
     if resume_from or source:
         checkpoint.load_weights(raw_model, resume_from or source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    raw_model.document_id = tokenizer.eot_id if doc_mask else None
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
     compress_from = warmup if compress_start_step < 0 else compress_start_step
@@ -417,9 +440,10 @@ if __name__ == "__main__":
         again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
         write_config(again, f"{out_dir}/config.py", command=f"python pretrain.py {out_dir}/config.py")
     batches = Batches(
-        train_data, block_size, batch_size, accum_steps, seed, world.rank, world_size, torch_device, start_step
+        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step
     )
-    val = partial(val_batches, val_data, block_size, batch_size, eval_steps, world.rank, world_size)
+    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
+    stages = mixture.changes(batches.samples_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
     save_failed, stopping = False, False
@@ -435,13 +459,18 @@ if __name__ == "__main__":
         lr = learning_rate_at(
             step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
         )
+        if step in stages:
+            log.write("stage", step, {"weights": stages[step]})
+            shares = ", ".join(f"{100 * share:.1f} % {name}" for name, share in stages[step].items())
+            log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
+        n_targets = batches.valid_tokens(step - 1)  # over all micro-steps and ranks
         loss_sum = torch.zeros((), device=torch_device)
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             x, y = batches.next()  # (B, T), (B, T)
             with train_utils.autocast(torch_device, torch_dtype):
-                loss = model(x, y) * (world_size / tokens_per_step)  # the model returns a sum; ddp averages over ranks
+                loss = model(x, y) * (world_size / n_targets)  # the model returns a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
         # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
@@ -461,6 +490,7 @@ if __name__ == "__main__":
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
             }  # fmt: skip
+            values |= corpus.tokens_seen(mixture, step * batches.samples_per_step)
             log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
                 stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)

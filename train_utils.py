@@ -218,7 +218,8 @@ class RunLog:
             sys.stdout.flush()
 
     def train(self, step: int, values: Mapping[str, float], step_s: float) -> None:
-        """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0."""
+        """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0. A key with
+        a slash (tokens/source) goes to the file only: there may be many."""
         self.write("train", step, values)
         named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib")
         eta = clock(step_s * (self.max_steps - step))
@@ -227,7 +228,8 @@ class RunLog:
             f"norm {values['grad_norm']:.2f}", f"{1000 * step_s:.0f} ms", f"{values['tokens_per_s']:,.0f} tok/s",
             f"mfu {100 * values['mfu']:.1f}%", f"{values['memory_gib']:.1f} GiB", f"eta {eta}",
         ]  # fmt: skip
-        parts += [f"{key} {value:.4g}" for key, value in values.items() if value and key not in named]
+        others = [key for key in values if key not in named and "/" not in key]
+        parts += [f"{key} {values[key]:.4g}" for key in others if values[key]]
         self.print(" | ".join(parts))
 
     def close(self) -> None:

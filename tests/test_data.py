@@ -1,4 +1,4 @@
-"""data.py: token files against numpy, order of samples against enumeration."""
+"""data.py: token files against numpy, batches and packing against enumeration."""
 
 import io
 import itertools
@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import data
-from data import Batches, Sampler, ShardWriter, TokenData
+import model
+from data import IGNORE, Batches, Corpus, PackedData, ShardWriter, TokenData
+from mixture import Mixture, Sampler
 from readers import DataError
 
 # ---- token files -----------------------------------------------------------------------------------------------------
@@ -41,6 +44,14 @@ def row(path: Path, n_tokens: int, split: str = "train") -> TokenData:
     """One document such that the split holds n_tokens tokens, 4, 5, 6, ... between the delimiters."""
     write(path, [4 + np.arange(n_tokens - 2) % (VOCAB - 4)], split)
     return TokenData(path, split)
+
+
+def batches_of(
+    split: TokenData, block_size: int, batch_size: int, accum_steps: int, seed: int, **more: object
+) -> Batches:
+    """Of this one split alone."""
+    order = Mixture([Sampler(split.n_tokens, block_size, seed)], seed)
+    return Batches([split], order, block_size, batch_size, accum_steps, **more)
 
 
 @pytest.mark.parametrize("shard_tokens", [64, 91, 512, 4096])
@@ -241,61 +252,7 @@ def test_verify_offsets(tmp_path: Path, starts: list[int], complaint: str | None
             data.verify(tmp_path)
 
 
-# ---- order of samples ------------------------------------------------------------------------------------------------
-
-
-def test_permute_is_a_bijection() -> None:
-    for n in [*range(1, 301), 1000, 4096, 4097, 65_536, 99_991]:
-        for epoch in range(3):
-            keys = data.hash_words(8, n, epoch)
-            found = data.permute(np.arange(n), n, keys)
-            assert np.array_equal(np.sort(found), np.arange(n)), n
-            some = np.random.default_rng(n).integers(0, n, (2, 3))
-            assert np.array_equal(data.permute(some, n, keys), found[some])  # any shape, order, repetition
-    n = 10**12 + 39
-    found = data.permute(np.arange(100_000), n, data.hash_words(8, "large"))
-    assert len(set(found.tolist())) == 100_000 and 0 <= found.min() and found.max() < n
-
-
-def test_permutation_looks_random() -> None:
-    counts: dict[tuple[int, ...], int] = {}
-    for key in range(4800):
-        order = tuple(data.permute(np.arange(4), 4, data.hash_words(8, "small", key)))
-        counts[order] = counts.get(order, 0) + 1
-    chi2 = sum((count - 200) ** 2 / 200 for count in counts.values())
-    assert len(counts) == 24 and chi2 < 49.7  # 23 degrees of freedom: one in a thousand is above
-    n = 100_003
-    order = data.permute(np.arange(n), n, data.hash_words(8, 1)).astype(float)
-    other = data.permute(np.arange(n), n, data.hash_words(8, 2)).astype(float)
-    for a, b in ((order[:-1], order[1:]), (order, np.arange(n)), (order, other)):
-        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / n**0.5
-
-
-def test_windows_of_an_epoch() -> None:
-    """Every position is the target of exactly one window, but for fewer than 2T at the ends."""
-    for block_size in (1, 2, 3, 8):
-        for n_tokens in range(2 * block_size + 1, 8 * block_size + 4):
-            sampler = Sampler(n_tokens, block_size, seed=7)
-            n = data.window_count(n_tokens, block_size)
-            assert sampler.n_windows == n >= 1
-            for epoch in range(4):
-                starts = sampler.start(np.arange(epoch * n, (epoch + 1) * n))
-                targets = np.sort((starts[:, None] + 1 + np.arange(block_size)).ravel())
-                assert starts.min() >= 0 and targets.max() < n_tokens
-                assert np.array_equal(targets, np.arange(targets[0], targets[0] + n * block_size))
-                assert n_tokens - 1 - len(targets) < 2 * block_size
-
-
-def test_epochs_differ_in_order_and_borders_and_seeds_differ() -> None:
-    sampler = Sampler(10_000, 16, seed=1)
-    n = sampler.n_windows
-    epochs = [tuple(sampler.start(np.arange(e * n, (e + 1) * n))) for e in range(20)]
-    assert len({epoch[0] % 16 for epoch in epochs}) > 8 and len({epoch[:8] for epoch in epochs}) == 20
-    mixed = np.random.default_rng(0).permutation(20 * n)  # any order, many epochs at once
-    assert np.array_equal(sampler.start(mixed), np.concatenate(epochs)[mixed])
-    assert not np.array_equal(Sampler(10_000, 16, seed=2).start(np.arange(n)), epochs[0])
-    # fixed for ever: a changed order would break the resumption of every run
-    assert Sampler(1000, 10, seed=1337).start(np.array([0, 1, 2, 98, 10**9])).tolist() == [281, 171, 881, 963, 624]
+# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_late_step_costs_no_more_than_the_first(tmp_path: Path) -> None:
@@ -303,7 +260,7 @@ def test_a_late_step_costs_no_more_than_the_first(tmp_path: Path) -> None:
 
     def seconds(step: int) -> float:
         begin = time.perf_counter()
-        batches = Batches(split, 16, 4, 1, seed=1, start_step=step)
+        batches = batches_of(split, 16, 4, 1, seed=1, start_step=step)
         batches.next()
         batches.close()
         return time.perf_counter() - begin
@@ -313,15 +270,12 @@ def test_a_late_step_costs_no_more_than_the_first(tmp_path: Path) -> None:
 
 
 def test_corpus_shorter_than_needed(tmp_path: Path) -> None:
-    Batches(row(tmp_path / "a", 129), 64, 1, 1, 0).close()
+    batches_of(row(tmp_path / "a", 129), 64, 1, 1, 0).close()
     with pytest.raises(DataError, match=r"128 training tokens are too few for block_size=64, which needs 129;"):
-        Batches(row(tmp_path / "b", 128), 64, 1, 1, 0)
+        batches_of(row(tmp_path / "b", 128), 64, 1, 1, 0)
     assert len(list(data.val_batches(row(tmp_path / "c", 65, "val"), 64, 4))) == 1
     with pytest.raises(DataError, match=r"val split of .* has 64 tokens, but block_size=64 needs 65;"):
         list(data.val_batches(row(tmp_path / "d", 64, "val"), 64, 4))
-
-
-# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def take(
@@ -329,7 +283,7 @@ def take(
     start: int = 0,
 ) -> torch.Tensor:
     """Inputs of n_steps steps of one rank, (n_steps, accum_steps * batch_size, 16); x and y are checked."""
-    batches = Batches(split, 16, batch_size, accum_steps, 5, rank, world_size, "cpu", start)
+    batches = batches_of(split, 16, batch_size, accum_steps, 5, rank=rank, world_size=world_size, start_step=start)
     steps = []
     for _ in range(n_steps * accum_steps):
         x, y = batches.next()
@@ -344,11 +298,10 @@ def take(
 def test_batches_hold_the_samples_of_the_sampler(tmp_path: Path) -> None:
     expected = write(tmp_path, random_documents(), shard_tokens=256)
     split = TokenData(tmp_path, "train")
-    batches = Batches(split, 16, 3, 2, seed=9, start_step=4)
+    batches = batches_of(split, 16, 3, 2, seed=9, start_step=4)
     assert batches.position(4) == 24
     starts = Sampler(split.n_tokens, 16, 9).start(np.arange(24, 24 + 60))
     for k in range(20):
-        assert batches.epoch == (24 + 6 * (k // 2)) // batches.sampler.n_windows
         x, y = batches.next()
         for row_x, row_y, start in zip(x, y, starts[3 * k : 3 * k + 3], strict=True):
             assert row_x.tolist() == expected[start : start + 16].tolist()
@@ -389,7 +342,7 @@ def test_resume_at_every_step(tmp_path: Path) -> None:
 def test_error_of_the_thread_surfaces(tmp_path: Path) -> None:
     write(tmp_path, [np.full(3000, 500), np.full(3000, 999)])
     edit(tmp_path, vocab_size=999)
-    batches = Batches(TokenData(tmp_path, "train"), 16, 4, 1, seed=0)
+    batches = batches_of(TokenData(tmp_path, "train"), 16, 4, 1, seed=0)
     with pytest.raises(DataError, match=r"train_00000.npy holds token id 999 at offset \d+, but the tokenizer has"):
         for _ in range(100):
             batches.next()
@@ -402,7 +355,7 @@ def test_error_of_the_thread_surfaces(tmp_path: Path) -> None:
 
 def test_queue_is_bounded_and_close_ends_the_thread(tmp_path: Path) -> None:
     before = threading.active_count()
-    batches = Batches(row(tmp_path, 500), 16, 4, 2, seed=0, ahead=3)
+    batches = batches_of(row(tmp_path, 500), 16, 4, 2, seed=0, ahead=3)
     deadline = time.monotonic() + 10
     while batches.queue.qsize() < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -435,12 +388,353 @@ def test_validation_windows(tmp_path: Path, eval_steps: int) -> None:
         assert sum(map(len, shares)) == len(whole)
 
 
+# ---- several sources -------------------------------------------------------------------------------------------------
+
+
+def documents_of(parity: int, n: int, seed: int = 0, longest: int = 300) -> list[np.ndarray]:
+    """Documents of even (0) or odd (1) ids only, beside the delimiter."""
+    rng = np.random.default_rng([seed, parity])
+    return [4 + parity + 2 * rng.integers(0, 490, rng.integers(1, longest)) for _ in range(n)]
+
+
+def write_sources(path: Path, sizes: dict[str, int], weights: Mapping[str, float] = {}, **info: object) -> None:
+    """Documents by source: the first source has even ids, the second odd ones. Shards of 4,096 tokens."""
+    shards = []
+    for split in ("train", "val"):
+        for k, (source, n) in enumerate(sizes.items()):
+            writer = ShardWriter(path, split, VOCAB, EOT, 4096, source=source)
+            for ids in documents_of(k % 2, n if split == "train" else 30, seed=split == "val"):
+                writer.add(ids, 2 * len(ids))
+            shards += writer.close()
+    data.write_manifest(path, VOCAB, EOT, "f" * 64, shards, info, weights)
+
+
+def tokens_of(documents: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([[EOT, *ids] for ids in documents] + [[EOT]])
+
+
+def test_named_sources_lie_in_directories_of_their_own(tmp_path: Path) -> None:
+    write_sources(tmp_path, {"wiki": 60, "code": 25}, {"wiki": 3.0, "code": 1.0})
+    wiki, code = tokens_of(documents_of(0, 60)), tokens_of(documents_of(1, 25))
+    assert {p.name for p in tmp_path.iterdir()} == {"manifest.json", "wiki", "code"}
+    assert len(list((tmp_path / "wiki").glob("train_*.off.npy"))) == -(-len(wiki) // 4096) > 1
+    for split, expected in (
+        (TokenData(tmp_path, "train", "wiki"), wiki),
+        (TokenData(tmp_path / "code", "train"), code),
+        (TokenData(tmp_path, "train"), np.concatenate([wiki, code])),
+    ):
+        assert np.array_equal(split.window(0, split.n_tokens), expected)
+    manifest = data.verify(tmp_path)
+    assert manifest["sources"] == {
+        "wiki": {"tokens": len(wiki), "documents": 60, "bytes": 2 * (len(wiki) - 61), "weight": 3.0},
+        "code": {"tokens": len(code), "documents": 25, "bytes": 2 * (len(code) - 26), "weight": 1.0},
+    }
+    assert manifest["splits"]["train"]["tokens"] == len(wiki) + len(code)
+    with pytest.raises(DataError, match=r"has no source 'wikki' \(has: wiki, code\)"):
+        TokenData(tmp_path / "wikki", "train")
+    with pytest.raises(DataError, match=r"wiki has no split 'test' \(has: train, val\)"):
+        TokenData(tmp_path / "wiki", "test")
+    manifest["sources"]["code"]["tokens"] += 1
+    edit(tmp_path, **manifest)
+    with pytest.raises(DataError, match="code does not add up"):
+        data.verify(tmp_path)
+    edit(tmp_path, sources={})
+    for path in (tmp_path / "wiki" / "train_00001.npy", tmp_path / "code" / "val_00000.off.npy"):
+        raw = path.read_bytes()
+        path.write_bytes(raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:])
+        with pytest.raises(DataError, match=path.name):
+            data.verify(tmp_path)
+        path.write_bytes(raw)
+
+
+def test_weights_of_sources_and_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_sources(Path("x"), {"wiki": 60, "code": 25}, {"wiki": 3.0, "code": 1.0})
+    write_sources(Path("y"), {"wiki": 20, "books": 40})
+    write_sources(Path("z"), {"": 30})
+    size = {path: TokenData(path, "train").n_tokens for path in ("x", "y/wiki", "y", "z")}
+
+    def shares(spec: str) -> list[dict[str, float]]:
+        corpus = Corpus(spec, 16)
+        weights = np.array([weights for _, weights in corpus.stages])
+        rounded = np.round(weights / weights.sum(axis=1, keepdims=True), 9).tolist()
+        return [dict(zip(corpus.names, stage, strict=True)) for stage in rounded]
+
+    assert shares("x") == [{"wiki": 0.75, "code": 0.25}]
+    assert shares("x/wiki") == [{"wiki": 1.0}] and shares("z") == [{"z": 1.0}]
+    of_wiki = size["y/wiki"] / size["y"]
+    assert shares("y") == [pytest.approx({"wiki": of_wiki, "books": 1 - of_wiki}, abs=1e-8)]
+    assert shares("x=0.5,z=1.5") == [{"wiki": 0.1875, "code": 0.0625, "z": 0.75}]
+    total = size["x"] + size["z"]
+    expected = {"wiki": 0.75 * size["x"] / total, "code": 0.25 * size["x"] / total, "z": size["z"] / total}
+    assert shares("x,z") == [pytest.approx(expected, abs=1e-8)]
+    assert shares("x/wiki=1,y/wiki=3") == [{"x/wiki": 0.25, "y/wiki": 0.75}]
+    assert shares("0: x/wiki; 10: x/wiki=.5,z=.5; 20: z") == [
+        {"wiki": 1.0, "z": 0.0}, {"wiki": 0.5, "z": 0.5}, {"wiki": 0.0, "z": 1.0},
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="x/wiki a second time in one stage"):
+        Corpus("x=1,x/wiki=1", 16)
+    with pytest.raises(DataError, match="no directory nowhere"):
+        Corpus("x=1,nowhere=1", 16)
+    edit(Path("z"), tokenizer_fingerprint="e" * 64)
+    with pytest.raises(DataError, match="z was prepared with another tokenizer"):
+        Corpus("x=1,z=1", 16)
+
+
+STEP = 32  # samples
+MIXED = "0: {0}/wiki=1; 7: {0}/wiki=0.75,{0}/code=0.25; 19: {0}/wiki=0.25,{0}/code=0.75"
+
+
+def mixed_batches(
+    path: Path, batch_size: int = STEP, accum_steps: int = 1, start: int = 0, rank: int = 0, world_size: int = 1,
+    **options: object,
+) -> Batches:  # fmt: skip
+    """Of three stages; 30 steps pass through shards, sources, stages and more than one epoch of each source."""
+    corpus = Corpus(MIXED.format(path), 16)
+    order = corpus.order(11, STEP, 30, **options)
+    return Batches(corpus.train, order, 16, batch_size, accum_steps, rank, world_size, start_step=start)
+
+
+def inputs(batches: Batches, n: int) -> torch.Tensor:
+    found = [batches.next()[0] for _ in range(n)]
+    batches.close()
+    return torch.stack(found)
+
+
+def mixed_run(path: Path, n_steps: int, batch_size: int = STEP, accum_steps: int = 1, **more: object) -> torch.Tensor:
+    """Inputs of n_steps steps of this rank: (n_steps, its samples, 16)."""
+    batches = mixed_batches(path, batch_size, accum_steps, **more)
+    return inputs(batches, n_steps * accum_steps).view(n_steps, -1, 16)
+
+
+def test_a_mixture_gives_the_tokens_of_its_sources(tmp_path: Path) -> None:
+    """Every window is one of its source, and the counts are those of the order, at every step."""
+    write_sources(tmp_path, {"wiki": 40, "code": 15})
+    streams = [tokens_of(documents_of(0, 40)), tokens_of(documents_of(1, 15))]
+    batches = mixed_batches(tmp_path)
+    windows = inputs(batches, 30)
+    odd = (((windows % 2 == 1) & (windows != EOT)).any(dim=2)).numpy()
+    even = (windows % 2 == 0).any(dim=2).numpy()
+    assert (odd ^ even).all() and not odd[:7].any() and odd[7:].sum() > 100
+    for step in range(31):
+        assert batches.order.counts(STEP * step).tolist() == [even[:step].sum(), odd[:step].sum()]
+    places = [{tuple(s[i : i + 16]) for i in range(len(s) - 16)} for s in streams]
+    for window, source in zip(windows.view(-1, 16).tolist(), odd.reshape(-1).astype(int), strict=True):
+        assert tuple(window) in places[source]
+    assert (batches.order.epochs(30 * STEP) > 1).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_mixture_does_not_depend_on_ranks_or_accumulation(tmp_path: Path, world_size: int) -> None:
+    write_sources(tmp_path, {"wiki": 40, "code": 15})
+    expected = mixed_run(tmp_path, 22)
+    for accum_steps in (1, 2, 4):
+        size = STEP // world_size // accum_steps
+        ranks = [
+            mixed_run(tmp_path, 22, size, accum_steps, rank=rank, world_size=world_size) for rank in range(world_size)
+        ]
+        assert torch.equal(torch.cat(ranks, dim=1), expected), accum_steps
+
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": "1.6"}, {"competence": 0.2, "competence_steps": 15}])
+def test_a_mixture_resumes_at_every_step(tmp_path: Path, options: dict) -> None:
+    write_sources(tmp_path, {"wiki": 60, "code": 15}, recipe={"order": "length"})
+    whole = mixed_run(tmp_path, 30, **options)
+    for step in range(30):
+        assert torch.equal(mixed_run(tmp_path, 1, start=step, **options)[0], whole[step])
+    late = inputs(mixed_batches(tmp_path, start=10**6), 1)  # two million epochs on: nothing is skipped one by one
+    assert ((late % 2 == 1) & (late != EOT)).any()
+
+
+def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
+    write_sources(tmp_path, {"wiki": 40, "code": 15})
+    corpus = Corpus(str(tmp_path), 16)
+    n_wiki, n_code = (TokenData(tmp_path, "train", s).n_tokens // 16 for s in ("wiki", "code"))
+    order = corpus.order(1, 8, 10, max_epochs="2")
+    assert order.end == pytest.approx(2 * n_wiki + 2 * n_code, abs=8)
+    assert order.epochs(order.end).tolist() == [2.0, 2.0]
+    message = rf"with max_epochs='2' the data end after step {order.end // 8}; lower max_steps=9999 to that or raise"
+    with pytest.raises(DataError, match=message):
+        corpus.order(1, 8, 9999, max_epochs="2")
+    corpus.order(1, 8, order.end // 8, max_epochs="2")
+    limited = corpus.order(1, 8, 10, max_epochs=f"{tmp_path}/code=0.5")
+    assert limited.end is None and limited.epochs(10**5)[1] == pytest.approx(0.5, abs=0.01)
+    text, warnings = corpus.describe(limited, 10**5)
+    assert f"0.50 epochs of {corpus.train[1].n_tokens:,} (code)" in text or "0.49 epochs" in text
+    assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
+    with pytest.raises(DataError, match="max_epochs names .*code, which data_dir does not"):
+        Corpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
+
+
+def test_competence_needs_sorted_documents(tmp_path: Path) -> None:
+    """Of documents that grow, the first steps see the first ones only."""
+    write_sources(tmp_path / "x", {"wiki": 40, "code": 15}, recipe={"order": ""})
+    with pytest.raises(DataError, match=r"x was prepared with order=''; rerun prepare.py with --order=length \(or uni"):
+        Corpus(str(tmp_path / "x"), 16).order(1, 8, 10, competence=0.5, competence_steps=5)
+    write(tmp_path, [np.arange(4, 4 + 900)])
+    edit(tmp_path, info={"recipe": {"order": "length"}}, splits=data.read_manifest(tmp_path)["splits"])
+    corpus = Corpus.__new__(Corpus)  # of one split, without validation
+    corpus.block_size, corpus.names, corpus.keys = 16, ["a"], [(tmp_path, "")]
+    corpus.train, corpus.stages = [TokenData(tmp_path, "train")], [(0, [1.0])]
+    order = corpus.order(1, 4, 100, competence=0.1, competence_steps=64)
+    order.start(np.arange(4 * 64))
+    assert order.start(np.arange(16))[1].max() < 0.25 * 900 < order.start(np.arange(4 * 64))[1].max()
+
+
+@pytest.mark.parametrize("eval_steps", [0, 1, 5, 1000])
+def test_validation_of_each_source(tmp_path: Path, eval_steps: int) -> None:
+    write_sources(tmp_path, {"wiki": 40, "code": 15})
+    corpus = Corpus(str(tmp_path), 16)
+    whole = {name: list(batches) for name, batches in corpus.val_batches(4, eval_steps).items()}
+    assert list(whole) == ["wiki", "code"]
+    for (name, batches), steps in zip(whole.items(), {1: (1, 1), 5: (3, 2)}.get(eval_steps, (0, 0)), strict=True):
+        expected = list(data.val_batches(TokenData(tmp_path / name, "val"), 16, 4, steps))
+        assert len(expected) == len(batches) and (not steps or len(batches) == steps)
+        for pair, other in zip(expected, batches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+    for world_size in (2, 3):
+        shares = [corpus.val_batches(4, eval_steps, rank, world_size) for rank in range(world_size)]
+        for name, batches in whole.items():
+            found = [x.tolist() for share in shares for x, _ in share[name]]
+            assert sorted(found) == sorted(x.tolist() for x, _ in batches)
+
+
+def test_sources_without_validation(tmp_path: Path) -> None:
+    write_sources(tmp_path / "x", {"wiki": 40, "code": 15})
+    write(tmp_path / "y", documents_of(0, 9))
+    corpus = Corpus(f"{tmp_path}/x,{tmp_path}/y", 16)
+    assert list(corpus.val) == ["wiki", "code"] and list(corpus.val_batches(4, 1)) == ["wiki", "code"]
+    assert "y has no split 'val'" in corpus.describe(corpus.order(1, 8, 1), 8)[1][0]
+    with pytest.raises(DataError, match=r"y has no split 'val' \(has: train\)"):
+        Corpus(str(tmp_path / "y"), 16)
+    with pytest.raises(DataError, match=r"val split of .* tokens, but block_size=9000 needs 9001"):
+        Corpus(str(tmp_path / "x"), 9000)
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def check_packing(lengths: np.ndarray, row_tokens: int, packing: data.Packing) -> None:
+    """Every token of every document is in one piece; a row holds no more than it can; the counts are right."""
+    seen = [np.zeros(n - 1, dtype=int) for n in lengths]
+    for document, begin, length in zip(packing.document, packing.begin, packing.length, strict=True):
+        assert 1 <= length <= row_tokens and begin + length - 1 <= len(seen[document])
+        seen[document][begin : begin + length - 1] += 1
+    assert all((counts == 1).all() for counts in seen)
+    assert set(packing.document) == set(range(len(lengths)))
+    assert (packing.used <= row_tokens).all() and set(packing.row) == set(range(packing.n_rows))
+    assert packing.n_cut == sum(n > row_tokens for n in lengths)
+    assert len(packing.row) == sum(max(1, -(-(n - 1) // (row_tokens - 1))) for n in lengths)
+
+
+@pytest.mark.parametrize("row_tokens", [2, 3, 17, 65])
+def test_rows_hold_every_document_once(row_tokens: int) -> None:
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).integers(1, 150, 200)
+        packing = data.pack_rows(lengths, row_tokens, seed)
+        check_packing(lengths, row_tokens, packing)
+        again = data.pack_rows(lengths, row_tokens, seed)
+        assert all(np.array_equal(a, b) for a, b in zip(packing, again, strict=True))
+    assert not np.array_equal(packing.document, data.pack_rows(lengths, row_tokens, seed + 1).document)
+
+
+def test_best_fit_against_trying_every_row() -> None:
+    for seed in range(20):
+        lengths = np.sort(np.random.default_rng(seed).integers(1, 33, 150))[::-1].tolist()
+        room: list[int] = []
+        for row, length in zip(data.best_fit(lengths, 32), lengths, strict=True):
+            fits = [left for left in room if left >= length]
+            if row == len(room):
+                assert not fits
+                room.append(32)
+            assert room[row] == min(fits, default=32)
+            room[row] -= length
+        assert len(room) < sum(lengths) / 32 * 1.1 + 1
+
+
+def packed_directory(path: Path, block_size: int = 64) -> dict:
+    write_sources(path, {"wiki": 120, "code": 45})
+    return data.pack(path, block_size, seed=3, shard_tokens=4096)
+
+
+def test_packed_files_hold_every_document_once(tmp_path: Path) -> None:
+    record = packed_directory(tmp_path)
+    for parity, source in enumerate(("wiki", "code")):
+        split, entry = PackedData(tmp_path, 64, source), record["sources"][source]
+        assert len(entry["shards"]) > 1 and split.n_tokens == 65 * entry["rows"]
+        rows = split.window(0, split.n_tokens).reshape(-1, 65)
+        valid = split.valid(65 * np.arange(len(rows)), 65)
+        assert (rows[:, 0] == EOT).all() and valid.max() <= 65
+        pieces = []
+        filled = 0
+        for row, n in zip(rows.tolist(), valid, strict=True):
+            text = row if n == 65 and row[-1] != EOT else row[: n - 1]
+            assert set(row[len(text) :]) <= {EOT} and n in (len(text), len(text) + 1)
+            filled += 65 - len(text)
+            pieces += [tuple(group) for is_eot, group in itertools.groupby(text, lambda i: i == EOT) if not is_eot]
+        expected = [tuple(ids[i : i + 64]) for ids in documents_of(parity, 120 if source == "wiki" else 45)
+                    for i in range(0, len(ids), 64)]  # fmt: skip
+        assert sorted(pieces) == sorted(expected) and entry["pieces"] == len(expected)
+        assert entry["cut"] == sum(len(ids) > 64 for ids in documents_of(parity, entry["documents"]))
+        assert entry["filled"] == filled
+    data.verify(tmp_path)
+    path = tmp_path / "code" / "train_pack64_00000.npy"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(DataError, match="train_pack64_00000.npy changed"):
+        data.verify(tmp_path)
+
+
+def test_training_on_packed_rows(tmp_path: Path) -> None:
+    """Each row once per epoch; targets end where the row's documents do; every step's targets are counted."""
+    packed_directory(tmp_path)
+    corpus = Corpus(str(tmp_path), 64, pack=True)
+    order = corpus.order(1, 6, 10)
+    n_rows = sum(split.n_tokens // 65 for split in corpus.train)
+    n_steps = n_rows // 6 + 3
+    found = [[], []]
+    batches = [Batches(corpus.train, order, 64, 3, 1, rank, 2) for rank in range(2)]
+    for step in range(n_steps):
+        n_valid = 0
+        for k, of_rank in enumerate(batches):
+            x, y = of_rank.next()
+            assert (x[:, 0] == EOT).all()
+            valid = y != IGNORE
+            n_valid += int(valid.sum())
+            assert torch.equal(x[:, 1:][valid[:, :-1]], y[:, :-1][valid[:, :-1]])
+            assert (x[:, 1:][~valid[:, :-1]] == EOT).all()
+            for x_row, mask in zip(x, valid, strict=True):
+                assert mask[: mask.sum()].all()
+                found[k].append(tuple(x_row.tolist()))
+        assert batches[0].valid_tokens(step) == batches[1].valid_tokens(step) == n_valid
+    for of_rank in batches:
+        of_rank.close()
+    counts = order.counts(6 * n_steps)
+    for source, split in enumerate(corpus.train):
+        starts = order.samplers[source].start(np.arange(min(counts[source], split.n_tokens // 65)))
+        assert len(set(starts)) == len(starts) and (starts % 65 == 0).all()
+    assert len(set(found[0]) | set(found[1])) > 0.9 * n_rows
+    assert batches_of(TokenData(tmp_path, "train", "wiki"), 16, 3, 2, 1).valid_tokens(5) == 96
+    assert IGNORE == model.IGNORE
+
+
+def test_mistakes_with_packing(tmp_path: Path) -> None:
+    packed_directory(tmp_path)
+    with pytest.raises(DataError, match=r"not packed for block_size=32; run: python prepare.py --pack=32 --out_dir="):
+        Corpus(str(tmp_path), 32, pack=True)
+    with pytest.raises(DataError, match=r"competence needs .* was packed"):
+        Corpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
+    write_sources(tmp_path, {"wiki": 121, "code": 45})
+    with pytest.raises(DataError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):
+        Corpus(str(tmp_path), 64, pack=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_on_cuda(tmp_path: Path) -> None:
     split = row(tmp_path, 500)
     expected = take(split, 4, 2, 5).view(10, 4, 16)
-    batches = Batches(split, 16, 4, 2, 5, device="cuda")
+    batches = batches_of(split, 16, 4, 2, 5, device="cuda")
     for x in expected:
         found, _ = batches.next()
         assert found.is_cuda and torch.equal(found.cpu(), x)

@@ -217,6 +217,95 @@ def test_cache_refuses_more_than_it_holds():
         Transformer(cfg)(random_ids(cfg, 1, 5), cache=cache)
 
 
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+LENGTHS = [5, 1, 17, 2, 7]  # of the documents of a row, delimiter included
+
+
+def rows_of_documents(cfg: ModelConfig, delimiter: int = 96) -> tuple[Tensor, Tensor]:
+    """Two rows of 32: the documents one after the other, and, as a window has them, begun in the midst of one."""
+    documents = random_ids(cfg, 1, 32)[0] % delimiter
+    starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
+    documents[starts] = delimiter
+    return documents, torch.cat((documents[3:], documents[:3]))
+
+
+def alone(net: Transformer, row: Tensor, delimiter: int = 96) -> Tensor:
+    """Logits of each document of the row by itself."""
+    borders = [0, *(t for t in range(1, len(row)) if row[t] == delimiter), len(row)]
+    net.document_id = None
+    return torch.cat([net(row[a:b].unsqueeze(0))[0] for a, b in zip(borders, borders[1:], strict=False)])
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3", "llama 3.1 frequencies"])
+def test_documents_of_a_row_are_as_if_alone(shape):
+    net = random_model(tiny_config(**SHAPES[shape]))
+    rows = rows_of_documents(net.cfg)
+    with torch.no_grad():
+        want = torch.stack([alone(net, row) for row in rows])
+        unconfined = net(torch.stack(rows))
+        net.document_id = 96
+        got = net(torch.stack(rows))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(unconfined[0, :5], got[0, :5], atol=1e-5, rtol=1e-5)  # the first document
+    assert (unconfined - want).abs()[:, 8:].amax(dim=-1).min() > 1e-2
+
+
+@pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "plain"])
+def test_gradients_of_documents_are_as_if_alone(way, monkeypatch):
+    net = random_model(tiny_config(n_kv_head=2))
+    rows = torch.stack(rows_of_documents(net.cfg))
+    targets = random_ids(net.cfg, 2, 32, seed=5)
+    logits = torch.cat([alone(net, row) for row in rows])
+    want = gradients(net, F.cross_entropy(logits, targets.flatten(), reduction="sum"))
+    net.document_id = 96
+    net.activation_checkpointing = way == "checkpointed"
+    if way == "compiled":
+        torch._dynamo.reset()
+        net.compile_blocks(lambda f: torch.compile(f, backend="aot_eager", dynamic=False))
+    if way == "plain":  # the path of bfloat16 on a CPU, in float32
+
+        def plain(q, k, v, attn_mask, dropout_p):
+            return model.plain_causal_attention(q, k, v, dropout_p, attn_mask)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+    got = gradients(net, net(rows, targets))
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-5, name
+
+
+def test_documents_in_bfloat16():
+    net = random_model(tiny_config(n_kv_head=2))
+    rows = rows_of_documents(net.cfg)
+    with torch.no_grad():
+        want = torch.stack([alone(net, row) for row in rows])
+        net.document_id = 96
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert relative_error(net(torch.stack(rows)), want) < 0.02
+
+
+def test_a_document_mask_is_that_of_the_offsets():
+    row, window = rows_of_documents(tiny_config())
+    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])  # as in the .off.npy beside a shard
+    segment = torch.searchsorted(starts, torch.arange(32), right=True)
+    got = model.document_mask(torch.stack((row, window)), 96)
+    assert got.shape == (2, 1, 32, 32) and got.dtype == torch.bool
+    for i in range(32):
+        for j in range(32):
+            assert got[0, 0, i, j].item() == (j <= i and segment[i].item() == segment[j].item())
+    segment = torch.cat((segment[3:], 10 + segment[:3]))
+    assert torch.equal(got[1, 0], (segment[:, None] == segment).tril())
+
+
+def test_generation_with_a_cache_knows_no_mask():
+    net = random_model(tiny_config())
+    idx = random_ids(net.cfg, 2, 9)
+    net.document_id = 96
+    with torch.no_grad():
+        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 9, "cpu", torch.float32)
+        torch.testing.assert_close(net(idx % 96, cache=cache), net(idx % 96), atol=2e-5, rtol=1e-5)
+
+
 # ---- loss -----------------------------------------------------------------------------------------------------------
 
 

@@ -23,9 +23,10 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
+import data as token_files
 import ddp
 import prepare
-from data import TokenData, val_batches
+from data import Batches, ShardWriter, TokenData, val_batches
 from model import ModelConfig, Transformer, parameter_table
 from tokenizer import Tokenizer
 
@@ -178,6 +179,179 @@ def test_compiled_blocks_train_like_eager_ones(run, tmp_path):
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
 
 
+# ---- several sources ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory, data_dir) -> Path:
+    """Sources "even" and "odd", of documents with ids of that kind only, in shards of 4,096 tokens."""
+    path = tmp_path_factory.mktemp("mixed")
+    write_documents(path, data_dir, shortest=1, longest=200)
+    return path
+
+
+def write_documents(path: Path, tokenizer_dir: Path, shortest: int, longest: int) -> None:
+    tokenizer = Tokenizer.load(tokenizer_dir)
+    tokenizer.save(path)
+    shards, rng = [], np.random.default_rng(0)
+    for split, n in (("train", 90), ("val", 20)):
+        for parity, source in enumerate(("even", "odd")):
+            writer = ShardWriter(path, split, tokenizer.vocab_size, tokenizer.eot_id, 4096, source=source)
+            for _ in range(n if source == "even" else n // 3):
+                ids = parity + 2 * rng.integers(0, 128, rng.integers(shortest, longest))
+                writer.add(np.sort(ids), len(ids))
+            shards += writer.close()
+    info = {"recipe": {"order": "length"}}
+    token_files.write_manifest(path, tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint(), shards, info)
+
+
+STAGED = "0: {0}/even=1; 4: {0}/even=3,{0}/odd=1; 9: {0}/even=0.2,{0}/odd=0.8"
+
+
+def odd_rows(x: torch.Tensor, eot_id: int) -> torch.Tensor:
+    """Which rows hold ids of the source "odd"; the others must hold none. An empty row has nothing but delimiters."""
+    odd = ((x % 2 == 1) & (x != eot_id)).any(dim=1)
+    assert not (odd & ((x % 2 == 0) & (x != eot_id)).any(dim=1)).any()
+    return odd
+
+
+@pytest.fixture
+def taken(monkeypatch, data_dir) -> list[list[int]]:
+    """[even, odd] rows of each micro-batch that a run in this process takes."""
+    original, eot_id, counts = Batches.next, Tokenizer.load(data_dir).eot_id, []
+
+    def recorded(batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = original(batches)
+        odd = int(odd_rows(x, eot_id).sum())
+        counts.append([len(x) - odd, odd])
+        return x, y
+
+    monkeypatch.setattr(Batches, "next", recorded)
+    return counts
+
+
+def test_a_staged_mixture_takes_and_logs_exact_shares(run, tmp_path, mixed, taken, capsys):
+    """Counted from the batches, through two resumptions; the annealing stage shows in the log."""
+    flags = [f"--data_dir={STAGED.format(mixed)}", "--total_batch_tokens=1024", "--batch_size=8", "--eval_every=5"]
+    for steps in (3, 10, 14):
+        assert run(*flags, f"--max_steps={steps}", "--decay_steps=14") == 0
+    counts = np.cumsum(np.array(taken).reshape(14, 4, 2).sum(axis=1), axis=0)
+    out = tmp_path / "out"
+    train = events(out, "train")
+    assert [[e["tokens/even"], e["tokens/odd"]] for e in train] == (32 * counts).tolist()
+    assert [e["tokens"] for e in train] == (32 * counts.sum(axis=1)).tolist()
+    assert counts[3].tolist() == [128, 0] and counts[8, 1] in range(25, 56) and counts[13, 1] - counts[8, 1] > 100
+    assert [(e["step"], e["weights"]) for e in events(out, "stage")] == [
+        (1, {"even": 1.0, "odd": 0.0}), (5, {"even": 0.75, "odd": 0.25}), (10, {"even": 205 / 1024, "odd": 819 / 1024}),
+    ]  # fmt: skip
+    last = events(out, "eval")[-1]  # two batches of each source: as many tokens
+    assert last["val_loss"] == pytest.approx((last["val_loss/even"] + last["val_loss/odd"]) / 2)
+    assert last["val_loss/even"] < last["val_loss/odd"]
+    text = capsys.readouterr().out
+    assert "step     10/10 | samples from here on: 20.0 % even, 80.0 % odd" in text
+    assert re.search(r"tokens +14,336 .* epochs of [\d,]+ \(even\), [\d.]+ epochs of [\d,]+ \(odd\)", text)
+    assert re.search(r"step +14/14 \| val loss .* \| even [\d.]+, [\d.]+ \| odd [\d.]+, [\d.]+\n", text)
+
+
+def test_validation_of_a_source_is_that_of_its_windows(run, tmp_path, mixed):
+    assert run(f"--data_dir={mixed}", "--max_steps=1", "--eval_steps=0") == 0
+    model = checkpoint.load_model(tmp_path / "out" / "latest").eval()
+    tokenizer, last = Tokenizer.load(mixed), events(tmp_path / "out", "eval")[-1]
+    sums = []
+    for source in ("even", "odd"):
+        nats = n_bytes = n = 0
+        with torch.no_grad():
+            for x, y in val_batches(TokenData(mixed / source, "val"), 32, 8):
+                nats += torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
+                n, n_bytes = n + y.numel(), n_bytes + sum(len(tokenizer.token_bytes(i)) for i in y.flatten().tolist())
+        assert last[f"val_loss/{source}"] == pytest.approx(nats / n, rel=1e-5)
+        assert last[f"val_bpb/{source}"] == pytest.approx(nats / np.log(2) / n_bytes, rel=1e-5)
+        sums.append((nats, n))
+    nats, n = map(sum, zip(*sums, strict=True))
+    assert last["val_loss"] == pytest.approx(nats / n, rel=1e-5)
+
+
+def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsys):
+    """The source is taken that many times and no more; the log says when its share went to the other."""
+    n_windows = token_files.Corpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
+    flags = [f"--data_dir={mixed}/even=0.5,{mixed}/odd=0.5", "--batch_size=16", "--eval_every=99"]
+    assert run(*flags, f"--max_epochs={mixed}/odd=0.4", "--max_steps=12") == 0
+    assert np.sum(taken, axis=0)[1] == int(0.4 * n_windows)
+    assert [e["weights"]["odd"] for e in events(tmp_path / "out", "stage")] == [0.5, 0.0]
+    assert run(*flags, f"--max_epochs={mixed}/odd=0.4", "--max_steps=13") == 0
+    assert "max_epochs=" in refused(run, capsys, *flags, "--max_steps=14")
+    end = refused(run, capsys, *flags, "--max_steps=9999", "--max_epochs=2", f"--out_dir={tmp_path / 'b'}")
+    assert "max_epochs='2' the data end after step" in end and not (tmp_path / "b").exists()
+
+
+def test_a_curriculum_goes_on_after_a_resumption(run, tmp_path, mixed, taken, capsys):
+    flags = [f"--data_dir={mixed}/even", "--competence=0.1", "--competence_steps=6", "--dropout=0.1", "--eval_every=3"]
+    for out, stops in {"straight": (8,), "broken": (3, 8)}.items():
+        for steps in stops:
+            assert run(*flags, f"--max_steps={steps}", "--decay_steps=8", f"--out_dir={tmp_path / out}") == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+    message = refused(run, capsys, flags[0], "--max_steps=9", f"--out_dir={tmp_path / 'broken'}")
+    assert "competence=0.1 (asked 1.0), competence_steps=6 (asked 0)" in message
+
+
+def test_sources_that_changed_are_refused(run, tmp_path, mixed, capsys):
+    assert run(f"--data_dir={mixed}/even=3,{mixed}/odd=1", "--max_steps=2") == 0
+    assert "stages=[(0, [3.0, 1.0])] (asked [(0, [3.0, 2.0])])" in refused(
+        run, capsys, f"--data_dir={mixed}/even=3,{mixed}/odd=2", "--max_steps=3"
+    )
+    assert "another corpus" in refused(run, capsys, f"--data_dir={mixed}/odd=1,{mixed}/even=3", "--max_steps=3")
+    assert "another corpus" in refused(run, capsys, f"--data_dir={mixed}/even", "--max_steps=3")
+    assert run(f"--data_dir={mixed}/even=3,{mixed}/odd=1", "--max_steps=3") == 0
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+
+def document_losses(model: Transformer, x: torch.Tensor, y: torch.Tensor, eot_id: int) -> torch.Tensor:
+    """Cross-entropy of each target (IGNORE: 0), every document of the rows by itself."""
+    found = []
+    for ids, targets in zip(x, y, strict=True):
+        borders = [0, *(t for t in range(1, len(ids)) if ids[t] == eot_id), len(ids)]
+        logits = torch.cat([model(ids[None, a:b])[0] for a, b in zip(borders, borders[1:], strict=False)])
+        found.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    return torch.stack(found)
+
+
+def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
+    for flag in ("True", "False"):
+        flags = [f"--data_dir={mixed}/odd", "--max_steps=4", "--eval_steps=3", f"--doc_mask={flag}"]
+        assert run(*flags, f"--out_dir={tmp_path / flag}") == 0
+    model, eot_id = checkpoint.load_model(tmp_path / "True" / "latest").eval(), Tokenizer.load(mixed).eot_id
+    batches = list(val_batches(TokenData(mixed / "odd", "val"), 32, 2, 3))
+    with torch.no_grad():
+        alone = torch.cat([document_losses(model, x, y, eot_id) for x, y in batches]).mean().item()
+    masked, plain = (events(tmp_path / flag, "eval") for flag in ("True", "False"))
+    assert masked[-1]["val_loss"] == pytest.approx(alone, rel=1e-5)
+    assert masked[0]["val_loss"] != plain[0]["val_loss"]
+    assert losses(tmp_path / "True") != losses(tmp_path / "False")
+
+
+def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, mixed):
+    """The first losses against hand arithmetic; the same in one and in four micro-steps."""
+    write_documents(tmp_path / "packed", mixed, shortest=18, longest=40)
+    token_files.pack(tmp_path / "packed", 32, seed=1)
+    flags = [f"--data_dir={tmp_path / 'packed'}", "--pack=True", "--doc_mask=True"]
+    flags += ["--total_batch_tokens=256", "--max_steps=4"]
+    for size in ("8", "2"):
+        assert run(*flags, f"--batch_size={size}", f"--out_dir={tmp_path / size}") == 0
+    assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)
+    torch.manual_seed(1337)
+    model = Transformer(checkpoint.load_config(tmp_path / "8" / "latest")).eval()
+    corpus = token_files.Corpus(str(tmp_path / "packed"), 32, pack=True)
+    batches = Batches(corpus.train, corpus.order(1337, 8, 4), 32, 8, 1)
+    x, y = batches.next()
+    batches.close()
+    with torch.no_grad():
+        nats = document_losses(model, x, y, Tokenizer.load(mixed).eot_id)
+    assert (y == token_files.IGNORE).sum() > 0
+    assert losses(tmp_path / "8")[0] == pytest.approx((nats.sum() / (y != token_files.IGNORE).sum()).item(), rel=1e-5)
+
+
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +495,14 @@ def refused(run, capsys, *flags: str) -> str:
         ("--keep_best=3", "keep_best must be 0, 1 or 2"),
         ("--decay_fraction=1.5", "decay_fraction must be from 0 to 1"),
         ("--overwrite=True", "add resume='never'"),
+        ("--data_dir=a=1,b", "'b' in data_dir='a=1,b' has no weight"),
+        ("--data_dir=0: a; 5: b=0", "'b=0' in data_dir="),
+        ("--max_epochs=many", "'many' in max_epochs='many' is wrong"),
+        ("--max_epochs=0.001", "with max_epochs='0.001' the data end after step"),
+        ("--competence=0.5", "competence_steps must be at least 1"),
+        ("--competence=1.5", "competence must be from 0 to 1"),
+        ("--competence_schedule=cubic", "competence_schedule must be one of sqrt, linear"),
+        ("--pack=True", "is not packed for block_size=32; run: python prepare.py --pack=32 --out_dir="),
         ("--out_dir=", "out_dir='' is not a directory"),
         ("--out_dir=pretrain.py", "is not a directory"),
     ],

@@ -20,8 +20,10 @@ import torch
 
 import checkpoint
 import train_utils
+from data import Batches
+from tokenizer import Tokenizer
 
-data_dir, run = tp.data_dir, tp.run
+data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
 pytestmark = pytest.mark.dist
 
 STEPS, STOP = 8, 5  # a signal stops the runs that are to be interrupted after step 5, where no save was due
@@ -213,6 +215,54 @@ def test_compiled_runs_resume_to_the_bit(tmp_path, data_dir):
         assert_same_ranks(tmp_path / "straight" / name, tmp_path / "broken" / name)
 
 
+# ---- several sources ----------------------------------------------------------------------------------------------
+
+
+def run_counted(folder: str, eot_id: str, *flags: str) -> None:
+    """pretrain.py on this rank, which appends to a file in `folder` how many rows of each source it takes."""
+    original = Batches.next
+
+    def counted(batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = original(batches)
+        odd = int(tp.odd_rows(x, int(eot_id)).sum())
+        with open(Path(folder) / f"{os.getpid()}.txt", "a", encoding="utf-8") as f:
+            f.write(f"{len(x) - odd} {odd}\n")
+        return x, y
+
+    Batches.next = counted
+    sys.argv = ["pretrain.py", *flags]
+    runpy.run_path(str(tp.ROOT / "pretrain.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_counts_of_sources_are_exact_through_resumptions_on_other_numbers_of_ranks(tmp_path, mixed):
+    """Two ranks, then one, then four: what they took, as they counted it, is what a straight run's log says."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)}
+    flags = [f"--data_dir={tp.STAGED.format(mixed)}", "--total_batch_tokens=1024", "--dropout=0", "--eval_every=99"]
+    flags += ["--decay_steps=12", f"--max_epochs={mixed}/odd=0.9"]
+    eot_id = str(Tokenizer.load(mixed).eot_id)
+    for out, ranks, steps in (("straight", 1, 12), ("moved", 2, 3), ("moved", 1, 8), ("moved", 4, 12)):
+        (tmp_path / "counts" / out).mkdir(parents=True, exist_ok=True)
+        mine = tp.flags_with_defaults((*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / out}"), tp.TINY)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        counted = [__file__, "counted", str(tmp_path / "counts" / out), eot_id]
+        done = subprocess.run(
+            [sys.executable, *launcher, *counted, *mine], cwd=tp.ROOT, env=env, text=True, timeout=200,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    logs = {out: tp.events(tmp_path / out, "train") for out in ("straight", "moved")}
+    for out, log in logs.items():
+        rows = [line.split() for path in (tmp_path / "counts" / out).iterdir() for line in path.open(encoding="utf-8")]
+        even, odd = (sum(int(row[k]) for row in rows) for k in (0, 1))
+        assert even + odd == 12 * 32
+        assert [log[-1]["tokens/even"], log[-1]["tokens/odd"]] == [32 * even, 32 * odd]
+    assert [e["tokens/odd"] for e in logs["moved"]] == [e["tokens/odd"] for e in logs["straight"]]
+    assert tp.events(tmp_path / "moved", "stage") == tp.events(tmp_path / "straight", "stage")
+    assert len(tp.events(tmp_path / "moved", "stage")) == 4  # three of data_dir, and the end of the odd ones
+    assert tp.losses(tmp_path / "moved") == pytest.approx(tp.losses(tmp_path / "straight"), rel=1e-5)
+
+
 # ---- starts by torchrun -------------------------------------------------------------------------------------------
 
 
@@ -287,5 +337,7 @@ def test_a_refused_rank_exits_with_1_and_prints_the_line_alone(tmp_path, data_di
     assert not out.exists()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "counted":
+    run_counted(*sys.argv[2:])
+elif __name__ == "__main__":
     run_jobs(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
