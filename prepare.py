@@ -1,120 +1,204 @@
-"""Raw files to token files: read, clean, tokenize, split, write. The trainers read the result.
+"""Raw files to token files: read, clean, drop copies and bad text, split, tokenize. The trainers read the result.
 
     python prepare.py --input='corpus/*.jsonl' --out_dir=data/x --vocab_size=32768     # trains a tokenizer of its own
     python prepare.py --input=more/,x.txt.gz --out_dir=data/y --tokenizer_dir=data/x   # uses that of data/x
-    python prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096        # text that is on every machine
+    python prepare.py --input='wiki: wiki/*.json, weight=0.6; web: web/, weight=0.4, quality=web' --out_dir=data/mix
+    python prepare.py --input=chat.jsonl --kind=chat --show=5                          # what is understood of 5 rows
     python prepare.py --verify=data/x                                                  # reads every byte again
 
-The input is cut into units, which depend on nothing but the input. Any number of processes turn units into tokens; then
-one pass copies the tokens, in the order of the units, into the splits. So the output is the same to the byte for any
-number of processes. Each holds one document at a time, so memory does not grow with the input.
+In order: read -> clean -> exact copies -> quality rules -> evaluation text -> near copies -> split -> tokenize. What
+concerns a document alone happens unit by unit in any number of processes (pipeline.py); then one pass compares
+documents with each other (selection.py), units are tokenized, and one pass copies the tokens, in the order of the
+input, into the splits. So the output is the same to the byte for any number of processes.
 
-All of it is built in a hidden directory beside out_dir and renamed at the end: a run that was killed leaves nothing
-that looks finished. A run whose inputs, settings and tokenizer are those of the directory that is there does nothing.
+All of it is built in a hidden directory beside out_dir and renamed at the end: nothing half-made looks finished. A run
+that was killed leaves that directory; the same command goes on with it. A run whose inputs, settings and tokenizer are
+those of the directory that is there does nothing.
 """
 
-import ast
 import fcntl
-import itertools
+import hashlib
 import json
-import multiprocessing
 import os
 import platform
 import re
 import shutil
-import signal
-import struct
 import sys
-import sysconfig
 import tempfile
-import threading
 import time
-import tokenize
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
-from hashlib import blake2b
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 import data
+import dedup
 import readers
 from configurator import ConfigError, configure, write_config
-from tokenizer import FILES, Tokenizer, train
+from corpus import debug_texts, python_docs
+from decontaminate import Evals
+from difficulty import NgramModel
+from pipeline import (
+    EXACT,
+    KEPT,
+    REASONS,
+    SHOWN,
+    Counts,
+    Input,
+    PrepareError,
+    Recipe,
+    Source,
+    Unit,
+    inspect_unit,
+    parse_score,
+    plan_units,
+    read_kept,
+    run,
+    tokenize_unit,
+)
+from selection import (
+    SPLITS,
+    Selection,
+    Share,
+    cut,
+    nothing_kept,
+    select,
+    shares,
+    single_text,
+    summarize,
+    write_dropped,
+    write_report,
+)
+from show import show_rows
+from tokenizer import FILES, SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # files, directories, globs, comma-separated; python-docs: those of the running Python; -: standard input
+input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
 tokenizer_dir = ""  # tokenizer to use; "" = train one; a directory without one gets the one that is trained
 vocab_size = 32_768  # of a tokenizer that is trained
 backend = "bpe"  # of a tokenizer that is trained: bpe | sentencepiece
-kind = "text"  # what a document is: text
-text_key = "text"  # where the text is in a JSON object or a row: 'text', 'a.b', 'title,body'
+kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
+text_key = ""  # where the text is in an object or row: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
 workers = 0  # processes; 0 = one per core
+show = 0  # print what is understood of the first so many rows, and stop
+punctuation = False  # Chinese text: full-width marks, and none twice in a row
+# what is dropped
+quality = "curated"  # curated = only empty, tiny, huge and garbled texts go; web = all rules of filters.py
+rules_off = ""  # rules to leave out, comma-separated
+rules_on = ""  # rules that are off otherwise: c4
+min_chars = 0  # shortest document; 0 = the rule's own
+max_chars = 0  # longest document; 0 = the rule's own
+keep = ""  # a function of yours, 'file.py:function', that takes a text and tells whether to keep it
+words = ""  # file of words, one per line: texts full of them go
+question_min_chars = 0  # chat, preference: shortest first question
+question_max_chars = 0  # chat, preference: longest first question; 0 = any
+score = ""  # ranges of the rows' own numbers, such as 'bpb=0.3..1.5,ifd=5%..95%'
+exact = True  # drop texts that are there already, but for case and white space
+near = 0.8  # drop texts as similar as this to one that is there already; 0 = off
+near_bands = 0  # of signatures; 0 = from `near`
+near_rows = 0  # numbers per band; 0 = from `near`
+near_engine = "numpy"  # numpy | datasketch (slow, the same result)
+decontaminate = ""  # evaluation files whose questions must not be learnt: .csv of MMLU, CMMLU, C-Eval; .jsonl
+decontaminate_action = "drop"  # drop the document | cut the place out of it
+# what is made
 val_fraction = 0.01  # of the documents; of the characters if there is only one document
 test_fraction = 0.0  # likewise
-strict = False  # stop at the first record that cannot be read, instead of counting it and going on
+fold = ""  # 'i/k': the i-th of k parts is val, the rest train (cross-validation), instead of val_fraction
+order = "input"  # of documents: input | hash (mixed) | length, unigram, bigram, trigram, score (easy ones first)
+pack = 0  # also rows of this many tokens that begin with a document, for pretrain.py --pack=True
 shard_tokens = 134_217_728  # tokens per file
+# what is not in order
+strict = False  # stop at the first record that cannot be read, instead of counting it and going on
+max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot be read
 verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
-VERSION = 1  # of what is made of an input; a directory made by another version is made anew
-UNIT_BYTES = 2**26  # a large file is cut into units of this size
-GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000 files are not 100,000 tasks
+VERSION = 2  # of what is made of an input; a directory made by another version is made anew
 TOKENIZER_BYTES = 2**28  # of text that a tokenizer is trained on; more changes little and takes minutes
-SHOWN = 20  # problems that are printed; errors.tsv has all of them
-SPLITS = ("train", "val", "test")
-SPLIT_KEY = b"split-v1"
-# C0 controls but for tab and newline. In UTF-8 each is a byte that occurs in no other character.
-CONTROLS = bytes(byte for byte in range(32) if byte not in b"\t\n")
-
-
-class PrepareError(ValueError):
-    """What the user can mend; printed as one line, without a traceback."""
-
-    one_line = True
+ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
+ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 
 
 # ---- inputs ----------------------------------------------------------------------------------
 
-
-class Input(NamedTuple):
-    path: str  # where the bytes are
-    name: str  # what the user calls it: the path, python-docs or -
-    size: int
-    mtime_ns: int
-    problem: str = ""  # why it cannot be opened
+NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
+OWN_KEYS = ("weight", "text_key", "txt_split", "quality", "rules_off", "rules_on", "min_chars", "max_chars")
 
 
-def find_inputs(spec: str, work: Path) -> list[Input]:
-    """The files that `spec` names. What is not a file becomes one in `work`. Raises DataError if nothing matches."""
+def parse_sources(config: dict) -> tuple[Source, ...]:
+    """The sources that `input` names, with their settings, else one without a name. Raises ConfigError."""
+    general = {key: config[key] for key in OWN_KEYS if key != "weight"}
+    parts = [part for part in config["input"].split(";") if part.strip()]
+    if not any(NAMED.fullmatch(part) for part in parts):
+        return (Source(input=config["input"], **general),)
+    sources = []
+    for part in parts:
+        named = NAMED.fullmatch(part)
+        if not named:
+            raise ConfigError(f"config: input: {part.strip()!r} is not of the form 'name: files, key=value, ...'")
+        items = [item.strip() for item in named[2].split(",") if item.strip()]
+        own = dict(item.split("=", 1) for item in items if item.partition("=")[0].strip() in OWN_KEYS)
+        paths = [item for item in items if item.partition("=")[0].strip() not in OWN_KEYS]
+        if not paths:
+            raise ConfigError(f"config: input: source {named[1]} names no files")
+        sources.append(make_source(named[1], ",".join(paths), general, own))
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"config: input: two sources have the same name: {', '.join(names)}")
+    if len({source.weight > 0 for source in sources}) > 1:
+        raise ConfigError("config: input: give a weight to every source, or to none")
+    return tuple(sources)
+
+
+def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> Source:
+    settings: dict = dict(general)
+    for key, text in own.items():
+        kind = {"weight": float, "min_chars": int, "max_chars": int}.get(key.strip(), str)
+        try:
+            settings[key.strip()] = kind(text.strip())
+        except ValueError:
+            raise ConfigError(f"config: input: {key}={text} of source {name} is not a number") from None
+    for key in ("rules_off", "rules_on"):
+        settings[key] = settings[key].replace("+", ",")  # a comma would end the setting
+    if settings.get("weight", 0.0) < 0:
+        raise ConfigError(f"config: input: weight={settings['weight']} of source {name} is negative")
+    return Source(name, paths, **settings)
+
+
+def find_inputs(sources: tuple[Source, ...], work: Path) -> list[Input]:
+    """The files of all sources. What is not a file becomes one in `work`. Raises DataError if nothing matches."""
     found: dict[str, Input] = {}
-    for name in filter(None, (part.strip() for part in spec.split(","))):
-        if name == "python-docs":
-            found[name] = look(write_documents(python_docs(), work / "python-docs.jsonl"), name)
-        elif name == "-":
-            found[name] = look(spool_stdin(work), name)
-        else:
-            found |= {path: look(path, path) for path in readers.find_files(name)}
+    for number, source in enumerate(sources):
+        for name in filter(None, (part.strip() for part in source.input.split(","))):
+            if name == "python-docs":
+                files = [made_file(write_documents(python_docs(), work / "python-docs.jsonl"), name, number)]
+            elif name == "-":
+                files = [made_file(spool_stdin(work), name, number)]
+            else:
+                files = [look(path, path, number) for path in readers.find_files(name)]
+            found |= {file.path: file for file in files if file.path not in found}
     return list(found.values())
 
 
-def look(path: str | Path, name: str) -> Input:
+def look(path: str | Path, name: str, source: int) -> Input:
     try:
         with open(path, "rb") as f:
             stat = os.fstat(f.fileno())
     except OSError as error:
-        return Input(str(path), name, 0, 0, problem=error.strerror)
-    return Input(str(path), name, stat.st_size, stat.st_mtime_ns)
+        return Input(str(path), name, 0, "", source, problem=error.strerror)
+    return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
+
+
+def made_file(path: Path, name: str, source: int) -> Input:
+    """As `look`, of a file that each run makes anew: its content tells whether it changed."""
+    return look(path, name, source)._replace(stamp=data.file_sha256(path))
 
 
 def write_documents(texts: Iterable[str], path: Path) -> Path:
@@ -134,373 +218,190 @@ def spool_stdin(work: Path) -> Path:
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
 
 
-class Part(NamedTuple):
-    """What one call of `readers.read_documents` reads."""
-
-    path: str
-    name: str
-    begin: int
-    end: int | None
-    size: int  # bytes of input, for the progress bar
+# ---- tokens ----------------------------------------------------------------------------------
 
 
-def plan_units(inputs: list[Input], txt_split: str) -> list[list[Part]]:
-    """The work, in the order of the output: parts of large files one by one, small files in groups."""
-    units: list[list[Part]] = []
-    room = -1
-    for file in inputs:
-        cuts = readers.work_units(file.path, txt_split, UNIT_BYTES) if not file.problem else []
-        for begin, end in cuts:
-            size = file.size // len(cuts)
-            if size > room:
-                units.append([])
-                room = GROUP_BYTES
-            units[-1].append(Part(file.path, file.name, begin, end, size))
-            room -= size
-    return units
+def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]:
+    """What a tokenizer learns from: kept documents of train, from units all over the source."""
+    stride = 1 + sum(unit.size for unit in share.units) // TOKENIZER_BYTES
+    is_train = np.zeros(len(chosen.rows), bool)
+    is_train[share.rows[share.splits == 0]] = True
+    for unit in share.units[::stride]:
+        own = is_train[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+        yield from (text for _, text in read_kept(unit, work, np.where(own, KEPT, EXACT)))
 
 
-# ---- a unit to tokens, in any process --------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The settings that decide what is made of an input, besides the tokenizer."""
-
-    kind: str
-    text_key: str
-    txt_split: str
-    val_fraction: float
-    test_fraction: float
-    strict: bool
-    shard_tokens: int
-
-
-@dataclass
-class Counts:
-    """What became of some documents."""
-
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)  # documents by reason
-    mended: Counter[str] = field(default_factory=Counter)  # documents by what was mended; they are kept
-    bytes_read: int = 0  # of text in UTF-8
-    bytes_kept: int = 0  # after cleaning
-    failed: list[str] = field(default_factory=list)  # files that could not be read, or not to the end
-    shown: list[str] = field(default_factory=list)  # the first problems, in words
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
-
-
-class Problems(readers.Report):
-    """Writes every problem to a file as it comes: however many there are, they need no memory."""
-
-    def __init__(self, name: str, file: TextIO, strict: bool) -> None:
-        super().__init__(strict)
-        self.name, self.file = name, file
-        self.shown: list[str] = []  # the first of them
-
-    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
-        detail = " ".join(detail.split())  # one line without tabs
-        what = f"{self.name}:{line}: {reason}: {detail}"
-        if self.strict:
-            raise PrepareError(f"prepare: {what}; mend it, or leave such records out with strict=False")
-        self.problems[reason] += 1
-        self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
-        if len(self.shown) < SHOWN:
-            self.shown.append(what)
-
-
-ROW = struct.Struct("<QQQ")  # position, tokens, bytes: a document in the file <unit>.rows
-
-
-def tokenize_unit(number: int, unit: list[Part], recipe: Recipe, work: Path, tokenizer: Tokenizer) -> Counts:
-    """Read, clean and tokenize a unit. Writes to `work`: its tokens end to end, a row per document, its problems."""
-    counts = Counts()
-    with (
-        open(unit_file(work, number, "problems"), "w", encoding="utf-8") as problems_file,
-        open(unit_file(work, number, "tokens"), "wb") as tokens_file,
-        open(unit_file(work, number, "rows"), "wb") as rows_file,
-    ):
-        for text, raw in read_unit(unit, recipe, problems_file, counts):
-            ids = tokenizer.encode_array(text)
-            tokens_file.write(ids.data)
-            rows_file.write(ROW.pack(split_position(raw), len(ids), len(raw)))
-    return counts
-
-
-def unit_file(work: Path, number: int, what: str) -> str:
-    return str(work / f"{number:06d}.{what}")
-
-
-def read_unit(unit: list[Part], recipe: Recipe, problems_file: TextIO, counts: Counts) -> Iterator[tuple[str, bytes]]:
-    """The documents of a unit that are kept, as (cleaned text, the same in UTF-8); `counts` grows as they are read."""
-    for part in unit:
-        problems, kept_before = Problems(part.name, problems_file, recipe.strict), counts.kept
-        documents = readers.read_documents(
-            part.path, recipe.text_key, recipe.txt_split, part.begin, part.end, report=problems
-        )
-        for document in documents:
-            text, raw, n_bytes = clean(document.text)
-            counts.bytes_read += n_bytes
-            if not raw or text.isspace():
-                counts.dropped["empty"] += 1
-            else:
-                counts.kept += 1
-                counts.bytes_kept += len(raw)
-                yield text, raw
-        counts.dropped += problems.problems
-        counts.mended += problems.mended
-        counts.shown = (counts.shown + problems.shown)[:SHOWN]
-        if problems.problems["truncated_file"] or (problems.problems and counts.kept == kept_before):
-            counts.failed.append(part.name)
-
-
-def clean(text: str) -> tuple[str, bytes, int]:
-    r"""`text` with "\n" for every line end and no NUL or other control character; that in UTF-8; bytes of `text`."""
-    raw = text.encode()
-    if len(raw.translate(None, CONTROLS)) == len(raw):  # as fast as copying
-        return text, raw, len(raw)
-    cleaned = raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").translate(None, CONTROLS)
-    return cleaned.decode(), cleaned, len(raw)
-
-
-def split_position(raw: bytes) -> int:
-    """Where in [0, 2**64) a document falls, by a keyed hash of its text: adding others never moves it, and a text that
-    occurs twice is in one split."""
-    return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
-
-
-def split_of(position: int, test_end: int, val_end: int) -> str:
-    return "test" if position < test_end else "val" if position < val_end else "train"
-
-
-def split_ends(recipe: Recipe) -> tuple[int, int]:
-    """Where test ends and val begins, and where val ends, in [0, 2**64]."""
-    return int(recipe.test_fraction * 2**64), int((recipe.test_fraction + recipe.val_fraction) * 2**64)
-
-
-# ---- all units, in several processes ---------------------------------------------------------
-
-
-def tokenize_units(units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int) -> Counts:
-    """Run tokenize_unit for all. Raises what a worker raised, and PrepareError if one was killed."""
-    counts = [Counts()] * len(units)
-    sizes = [sum(part.size for part in unit) for unit in units]
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="tokenize", disable=None) as progress:
-        with closing(run(units, recipe, work, tokenizer, min(workers, len(units)))) as results:
-            for number, counted in results:
-                counts[number] = counted
-                progress.update(sizes[number])
-    return sum(counts, Counts())
-
-
-def run(
-    units: list[list[Part]], recipe: Recipe, work: Path, tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[int, Counts]]:
-    """(number, counts) of every unit, as it is done."""
-    if workers <= 1:
-        for number, unit in enumerate(units):
-            yield number, tokenize_unit(number, unit, recipe, work, tokenizer)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    watched, lifeline = spawn.Pipe(duplex=False)
-    # On an error, too, the lifeline is closed first: the workers end, and the executor does not wait for their units.
-    with ProcessPoolExecutor(workers, spawn, start_worker, (watched,)) as executor, lifeline:
-        tasks = {executor.submit(tokenize_in_worker, k, unit, recipe, work): k for k, unit in enumerate(units)}
-        for task in as_completed(tasks):
-            try:
-                counts = task.result()
-            except BrokenProcessPool:
-                hint = "run again, with fewer workers if memory was short"
-                raise PrepareError(f"prepare: a worker process was killed; {hint}") from None
-            yield tasks[task], counts
-
-
-def start_worker(watched: Connection) -> None:
-    """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sees to the others
-    threading.Thread(target=end_with, args=(watched,), daemon=True).start()
-
-
-@lru_cache(maxsize=1)
-def load_tokenizer(directory: Path) -> Tokenizer:
-    return Tokenizer.load(directory)
-
-
-def tokenize_in_worker(number: int, unit: list[Part], recipe: Recipe, work: Path) -> Counts:
-    return tokenize_unit(number, unit, recipe, work, load_tokenizer(work / "out"))
-
-
-def end_with(watched: Connection) -> None:
-    try:
-        watched.recv()
-    except EOFError:
-        os._exit(1)
-
-
-# ---- tokens to splits, in one process --------------------------------------------------------
-
-
-def write_splits(units: list[list[Part]], kept: int, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
-    """Copy the tokens of all units, in order, into the shards of their splits; returns the shards for the manifest."""
-    writers = {
-        split: data.ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens)
-        for split in SPLITS
-    }
-    if kept == 1:
-        print("prepare: there is only one document; it is cut into the splits")
-        text, _ = next(read_again(units, recipe, Counts()))
-        for split, part in zip(SPLITS, cut(text, recipe), strict=True):
-            if part:
-                writers[split].add(tokenizer.encode_array(part), len(part.encode()))
+def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
+                    work: Path) -> Tokenizer:  # fmt: skip
+    """A tokenizer learnt from the train split. A run that was killed after this finds it again."""
+    settings = repr((config["vocab_size"], config["backend"], recipe.settings(), VERSION)).encode()
+    key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["key"].tobytes()).hexdigest()
+    kept = work / "tokenizer"
+    if (kept / "key").exists() and (kept / "key").read_text(encoding="utf-8") == key:
+        return Tokenizer.load(kept)
+    if single is not None:
+        texts = iter([cut(single, recipe)[0]])
+    elif len(parts) == 1:
+        texts = limited(training_texts(parts[0], chosen, work), TOKENIZER_BYTES)
     else:
-        test_end, val_end = ends_for(recipe, len(units), work)
-        for number in range(len(units)):
-            for position, ids, n_bytes in tokenized(number, work):
-                writers[split_of(position, test_end, val_end)].add(ids, n_bytes)
-    shards = [shard for split in SPLITS for shard in writers[split].close()]
-    if not any(shard["split"] == "train" for shard in shards):
-        raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
+        weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+        sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
+        from tokenizer import mix_texts
+
+        texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
+    tokenizer = train(texts, config["vocab_size"], config["backend"])
+    tokenizer.save(kept)
+    (kept / "key").write_text(key, encoding="utf-8")
+    return tokenizer
+
+
+def limited(texts: Iterator[str], n_bytes: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        n_bytes -= len(text.encode())
+        if n_bytes <= 0:
+            return
+
+
+class Tokens(NamedTuple):
+    """The ids of a share's documents, on disk."""
+
+    files: list[np.ndarray]  # ids of each unit, mapped
+    unit: np.ndarray  # (n,) index in files
+    begin: np.ndarray  # (n,) where a document begins in its unit's ids
+    length: np.ndarray  # (n,)
+
+    def ids(self, i: int) -> np.ndarray:
+        begin = int(self.begin[i])
+        return self.files[self.unit[i]][begin : begin + int(self.length[i])]
+
+
+def open_tokens(share: Share, dtype: np.dtype, work: Path) -> Tokens:
+    lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in share.units]
+    files = [np.memmap(unit.file(work, "tokens"), dtype, "r") if n.sum() else np.zeros(0, dtype)
+             for unit, n in zip(share.units, lengths, strict=True)]  # fmt: skip
+    unit = np.repeat(np.arange(len(files)), [len(n) for n in lengths])
+    begins = [np.cumsum(n) - n for n in lengths]
+    empty = np.zeros(0, np.int64)
+    return Tokens(files, unit, np.concatenate([empty, *begins]), np.concatenate([empty, *lengths]))
+
+
+def easy_first(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
+    """The order in which a share's documents are written, (n,) int64."""
+    if recipe.order == "input":
+        return np.arange(len(share.rows))
+    if recipe.order == "hash":
+        return np.argsort(chosen.rows["position"][share.rows], kind="stable")
+    if recipe.order == "length":
+        return np.argsort(tokens.length, kind="stable")
+    if recipe.order == "score":
+        return np.argsort(chosen.rows["score"][share.rows], kind="stable")
+    model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[recipe.order])
+    for i in np.flatnonzero(share.splits == 0).tolist():
+        model.add(tokens.ids(i))
+    added = (share.splits == 0).tolist()
+    return np.argsort([model.difficulty(tokens.ids(i), added[i]) for i in range(len(added))], kind="stable")
+
+
+def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
+    """Copy the tokens into the shards of their sources and splits; returns the shards for the manifest."""
+    dtype, shards = data.token_dtype(tokenizer.vocab_size), []
+    for part in parts:
+        tokens = open_tokens(part, dtype, work)
+        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
+        order = easy_first(part, tokens, chosen, recipe)
+        n_bytes = chosen.rows["n_bytes"][part.rows]
+        for number, split in enumerate(SPLITS):
+            writer = new_writer(split, recipe, tokenizer, work, part.source.name)
+            for i in order[part.splits[order] == number].tolist():
+                writer.add(tokens.ids(i), int(n_bytes[i]))
+            shards += writer.close()
     return shards
 
 
-def read_again(units: list[list[Part]], recipe: Recipe, counts: Counts) -> Iterator[tuple[str, bytes]]:
-    """What read_unit gives, for all units, the problems left to the reading that counts."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        for unit in units:
-            yield from read_unit(unit, recipe, nowhere, counts)
+def new_writer(split: str, recipe: Recipe, tokenizer: Tokenizer, work: Path, name: str) -> data.ShardWriter:
+    return data.ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens, name)
 
 
-def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
-    """A single document as train, val and test: test is the last test_fraction of its characters, val lies before it.
-
-    With val_fraction=0.1 these are nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :].
-    """
-    val_begin = int(len(text) * (1 - recipe.test_fraction - recipe.val_fraction))
-    test_begin = int(len(text) * (1 - recipe.test_fraction))
-    return text[:val_begin], text[val_begin:test_begin], text[test_begin:]
-
-
-def ends_for(recipe: Recipe, n_units: int, work: Path) -> tuple[int, int]:
-    """split_ends; if they leave val empty, val's end is moved to take in the next document."""
-    test_end, val_end = split_ends(recipe)
-    if test_end == val_end:
-        return test_end, val_end
-    lowest = 2**64
-    for position in (position for number in range(n_units) for position, _, _ in rows(number, work)):
-        if test_end <= position < val_end:
-            return test_end, val_end
-        lowest = min(lowest, position) if position >= test_end else lowest
-    print(f"prepare: warning: val_fraction={recipe.val_fraction} takes none of so few documents; one is moved to val")
-    return test_end, lowest + 1
+def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
+    print("prepare: there is only one document; it is cut into the splits")
+    shards = []
+    for split, part in zip(SPLITS, cut(text, recipe), strict=True):
+        writer = new_writer(split, recipe, tokenizer, work, recipe.sources[0].name)
+        if part:
+            writer.add(tokenizer.encode_array(part), len(part.encode()))
+        shards += writer.close()
+    return shards
 
 
-def rows(number: int, work: Path) -> Iterator[tuple[int, int, int]]:
-    """(position, tokens, bytes) of the documents of a unit."""
-    with open(unit_file(work, number, "rows"), "rb") as f:
-        while block := f.read(ROW.size * 2**12):
-            yield from ROW.iter_unpack(block)
-
-
-def tokenized(number: int, work: Path) -> Iterator[tuple[int, np.ndarray, int]]:
-    """(position, ids, bytes) of the documents of a unit. Afterwards its tokens are removed, to save space."""
-    tokens_file = unit_file(work, number, "tokens")
-    with open(tokens_file, "rb") as f:
-        for position, n_tokens, n_bytes in rows(number, work):
-            yield position, np.frombuffer(f.read(4 * n_tokens), np.uint32), n_bytes
-    os.unlink(tokens_file)
-
-
-# ---- the built-in corpus ---------------------------------------------------------------------
-
-# folders that hold tests, tables, programs, or what is installed later
-NOT_DOCS = "test tests encodings idlelib lib2to3 pydoc_data turtledemo ensurepip site-packages dist-packages"
-
-
-def python_docs() -> Iterator[str]:
-    """The documentation that every Python carries: its reference, a document per topic; then a document per module of
-    the standard library, docstrings as prose followed by the source. Always in the same order."""
-    from pydoc_data.topics import topics
-
-    yield from (topics[name] for name in sorted(topics))
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(library.rglob("*.py")) if is_documentation(file.relative_to(library))]
-    if not files:
-        raise PrepareError(f"prepare: python-docs: no sources of the standard library in {library}; use other text")
-    for file in files:
-        with tokenize.open(file) as f:  # in the encoding that the file declares
-            source = f.read()
-        module = ".".join(file.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
-        yield "\n\n\n".join([*docstrings(ast.parse(source), module), source])
-
-
-def is_documentation(file: Path) -> bool:
-    """Whether a file of the standard library is no test and the same on every machine."""
-    local = file.parts[0].startswith("config-") or file.name.startswith("_sysconfigdata")
-    return not local and not set(NOT_DOCS.split()) & set(file.parts) and not re.match(r"test_|.*_test\.py$", file.name)
-
-
-def docstrings(node: ast.AST, name: str) -> Iterator[str]:
-    """The docstrings of a module, class or function and of all in it, each under its name, as ordered in the source."""
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        if text := ast.get_docstring(node):
-            yield f"{name}\n\n{text}"
-        for child in node.body:
-            yield from docstrings(child, f"{name}.{getattr(child, 'name', '')}")
+def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
+    """Conversations or pairs as train.jsonl, val.jsonl, test.jsonl; {split: what the manifest says of it}."""
+    splits = {}
+    fate = np.full(len(chosen.rows), len(SPLITS), np.uint8)
+    for part in parts:
+        fate[part.rows] = part.splits
+    for number, split in enumerate(SPLITS):
+        path, n_rows = work / "out" / f"{split}.jsonl", 0
+        with open(path, "w", encoding="utf-8") as f:
+            for unit in (unit for part in parts for unit in part.units):
+                own = fate[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+                for _, row in read_kept(unit, work, np.where(own == number, KEPT, EXACT)):
+                    f.write(row + "\n")
+                    n_rows += 1
+        if n_rows:
+            sha256 = data.file_sha256(path)
+            splits[split] = {"file": path.name, "rows": n_rows, "bytes": path.stat().st_size, "sha256": sha256}
+        else:
+            path.unlink()
+    return splits
 
 
 # ---- the directory ---------------------------------------------------------------------------
 
-OWN = re.compile(r"(train|val|test)_\d{5}(\.off)?\.npy|manifest\.json|config\.py|errors\.tsv|" + "|".join(FILES))
+OWN = re.compile(
+    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test)\.jsonl|manifest\.json|config\.py|errors\.tsv"
+    r"|dropped\.tsv|report\.md|" + "|".join(FILES)
+)
 
 
 @contextmanager
-def scratch_dir(out_dir: Path) -> Iterator[Path]:
-    """A new hidden directory beside `out_dir`, removed in the end. Those that killed runs left are removed first.
-
-    Each is locked while its process lives, and gets the name by which others find it once it is locked.
-    """
-    parent, prefix, suffix = out_dir.absolute().parent, f".{out_dir.absolute().name}.", ".building.tmp"
-    parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.iterdir():
-        if left.name.startswith(prefix) and left.name.endswith(suffix):
-            with locked(left) as is_dead:
-                if is_dead:
-                    shutil.rmtree(left, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=parent))
-    with locked(new):
-        scratch = new.rename(new.with_suffix(suffix))
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[bool]:
-    """Lock a directory; False if a living process holds the lock, if the directory is gone, or where there are none."""
-    handle = -1
+def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
+    """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
+    of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
+    Raises PrepareError if another run holds it."""
+    work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
+    (work / "units").mkdir(parents=True, exist_ok=True)
+    handle = os.open(work, os.O_RDONLY)
     try:
-        handle = os.open(directory, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise PrepareError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+        (work / "units").mkdir(parents=True, exist_ok=True)  # the one that was waited for has removed it
+        if (work / "old").exists() and not out_dir.exists():
+            (work / "old").rename(out_dir)  # killed between the two renames of `publish`
+        try:
+            yield work
+        except ValueError as error:
+            if getattr(error, "one_line", False):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
     finally:
-        if handle >= 0:
-            os.close(handle)
+        os.close(handle)
 
 
 def complete_manifest(out_dir: Path) -> dict:
     """manifest.json of a directory whose files are all there, {} of any other."""
     try:
-        manifest = data.read_manifest(out_dir)
-        for split in manifest["splits"]:
+        manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["format"] == ROWS_FORMAT:
+            files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
+            return manifest if all((out_dir / name).stat().st_size == n for name, n in files.items()) else {}
+        for split in data.read_manifest(out_dir)["splits"]:
             data.TokenData(out_dir, split)  # compares the sizes
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except (ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
+    except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
         return {}
     return manifest if same_tokenizer else {}
 
@@ -511,20 +412,25 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
         return
     if not out_dir.is_dir():
         raise PrepareError(f"prepare: out_dir={out_dir} is a file; choose another")
-    names = sorted(os.listdir(out_dir))
-    others = [name for name in names if not OWN.fullmatch(name)]
-    if others:
-        raise PrepareError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or use another out_dir")
-    if names and not overwrite:
+    paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
+    others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
+    empty = [path.name for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
+    if others or empty:
+        what = str(others[0]) if others else empty[0]
+        raise PrepareError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
+    if paths and not overwrite:
         try:
-            data.read_manifest(out_dir)
-        except readers.DataError:
+            known = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))["format"]
+        except (OSError, ValueError, KeyError, TypeError):
+            known = ""
+        if known not in (data.FORMAT, ROWS_FORMAT):
             hint = "overwrite=True replaces it"
-            raise PrepareError(f"prepare: {out_dir} holds {names[0]}, but no manifest.json of ours; {hint}") from None
+            raise PrepareError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
 
 
 def publish(work: Path, out_dir: Path) -> None:
     """Rename work/out to `out_dir`, and what is there out of the way. After a kill in between, neither is there."""
+    shutil.rmtree(work / "old", ignore_errors=True)
     if out_dir.exists():
         out_dir.rename(work / "old")
     (work / "out").rename(out_dir)
@@ -533,115 +439,103 @@ def publish(work: Path, out_dir: Path) -> None:
 # ---- all of it -------------------------------------------------------------------------------
 
 
-def training_texts(units: list[list[Part]], recipe: Recipe) -> Iterator[str]:
-    """What a tokenizer learns from: documents of train, some TOKENIZER_BYTES, from units all over the input."""
-    size = sum(part.size for unit in units for part in unit)
-    counts = Counts()
-    documents = read_again(units[:: 1 + size // TOKENIZER_BYTES], recipe, counts)
-    first = list(itertools.islice(documents, 2))
-    if not first:
-        raise nothing_kept(counts)
-    if len(first) == 1:
-        yield cut(first[0][0], recipe)[0]
-        return
-    for text, raw in itertools.chain(first, documents):
-        if split_of(split_position(raw), *split_ends(recipe)) == "train":
-            yield text
-        if counts.bytes_read > TOKENIZER_BYTES:
-            return
-
-
-def nothing_kept(counts: Counts) -> PrepareError:
-    reasons = ", ".join(f"{n} {reason}" for reason, n in counts.dropped.items()) or "the input holds none"
-    first = f"; first: {counts.shown[0]}" if counts.shown else ""
-    return PrepareError(f"prepare: no document to prepare: {reasons}{first}")
-
-
 def build(
-    inputs: list[Input], units: list[list[Part]], recipe: Recipe, tokenizer: Tokenizer, work: Path, workers: int,
-    info: dict,
-) -> dict:  # fmt: skip
+    inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict
+) -> dict:
     """Make work/out, all that out_dir will hold, and return its manifest. info: what else the manifest is to hold."""
-    out = work / "out"
-    tokenizer.save(out)  # the workers read it there
-    counts = tokenize_units(units, recipe, work, tokenizer, workers)
-    unreadable = [file for file in inputs if file.problem]
-    write_problems(unreadable, len(units), work)
+    out, workers = work / "out", config["workers"] or os.cpu_count() or 1
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    if evals := load_evals(recipe, work):
+        info["decontaminate"] = {"items": evals.n_items, "unprotected": len(evals.unprotected)}
+    units = plan_units(inputs, recipe)
+    inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
+    counts = sum(run(inspect, units, workers, "read"), Counts())
+    print_problems([file for file in inputs if file.problem], counts)
+    write_problems([file for file in inputs if file.problem], units, work)
+    chosen = select(units, recipe, work) if units else None
+    if chosen is None or not (chosen.fates == KEPT).any():
+        raise nothing_kept(counts, chosen)
+    single = single_text(chosen, units, counts, work) if recipe.kind == "text" else None
+    parts = shares(chosen, units, recipe)
+    summarize(info, inputs, counts, chosen, parts, recipe)
+    if recipe.kind == "text":
+        if tokenizer is None:
+            tokenizer = train_tokenizer(parts, chosen, single, recipe, config, work)
+            if config["tokenizer_dir"]:
+                tokenizer.save(config["tokenizer_dir"])
+                info["tokenizer"] = tokenizer.fingerprint()
+        tokenizer.save(out)  # the workers read it there
+        if single is None:
+            dtype = data.token_dtype(tokenizer.vocab_size).str
+            run(partial(tokenize_unit, dtype=dtype, work=work), units, workers, "tokenize")
+            shards = write_splits(parts, chosen, recipe, tokenizer, work)
+        else:
+            shards = write_single(single, recipe, tokenizer, work)
+        if not any(shard["split"] == "train" for shard in shards):
+            raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
+    check_unchanged([file for file in inputs if not file.problem and not Path(file.path).is_relative_to(work)])
+    write_dropped(chosen, units, out)
+    write_report(info, chosen, units, work)
+    if recipe.kind != "text":
+        splits = write_jsonl(parts, chosen, work)
+        manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": splits, "info": info}
+        data.write_json(out / "manifest.json", manifest)
+        return manifest
+    weights = {source.name: source.weight for source in recipe.sources if source.weight}
+    ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
+    manifest = data.write_manifest(out, *ids, shards, info, weights)
+    if config["pack"]:
+        data.pack(out, config["pack"])
+    return manifest
+
+
+def load_evals(recipe: Recipe, work: Path) -> Evals | None:
+    """What must not be learnt, if anything; also put where the workers find it."""
+    if not recipe.decontaminate:
+        return None
+    evals = Evals.from_files(readers.find_files(recipe.decontaminate))
+    evals.save(work / "evals.npz")
+    return evals
+
+
+def check_unchanged(inputs: list[Input]) -> None:
+    for file in inputs:
+        if look(file.path, file.name, file.source) != file:
+            raise PrepareError(f"prepare: {file.name} changed while it was read; run again")
+
+
+def print_problems(unreadable: list[Input], counts: Counts) -> None:
     problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
     print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
-    if counts.kept == 0:
-        raise nothing_kept(counts)
-    shards = write_splits(units, counts.kept, recipe, tokenizer, work)
-    for file in inputs:
-        if not file.problem and look(file.path, file.name) != file:
-            raise PrepareError(f"prepare: {file.name} changed while it was read; run again")
-    n_read = counts.kept + counts.dropped.total()
-    info["documents"] = {"read": n_read, "kept": counts.kept, "dropped": counts.dropped, "mended": counts.mended}
-    info["bytes"] = {"read": counts.bytes_read, "kept": counts.bytes_kept}
-    info["failed"] = sorted({file.name for file in unreadable} | set(counts.failed))
-    fingerprint = tokenizer.fingerprint()
-    return data.write_manifest(out, tokenizer.vocab_size, tokenizer.eot_id, fingerprint, shards, info)
 
 
-def write_problems(unreadable: list[Input], n_units: int, work: Path) -> None:
+def write_problems(unreadable: list[Input], units: list[Unit], work: Path) -> None:
     """out/errors.tsv: all problems in the order of the inputs, files that cannot be opened first."""
     with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
         out.write("path\tline\tbyte\treason\tdetail\n")
         out.writelines(f"{file.name}\t0\t0\tunreadable_file\t{file.problem}\n" for file in unreadable)
-        for number in range(n_units):
-            with open(unit_file(work, number, "problems"), encoding="utf-8") as f:
+        for unit in units:
+            with open(unit.file(work, "problems"), encoding="utf-8") as f:
                 shutil.copyfileobj(f, out)
-
-
-# ---- data to try things out on ---------------------------------------------------------------
 
 
 def make_debug_data(out_dir: str | Path) -> None:
     """A small corpus and tokenizer to try things out on, made in a second unless it is there.
 
-    Several processes may call this at once: each makes it, one of them wins, and all go on with that.
+    Several processes may call this at once: one makes it, the others wait.
     """
     out_dir = Path(out_dir)
     if (out_dir / "manifest.json").exists():
         return
-    recipe = Recipe("text", "text", "file", val_fraction=0.1, test_fraction=0.0, strict=True, shard_tokens=2**27)
+    recipe = Recipe(sources=(Source(min_chars=1),), val_fraction=0.1, strict=True)
     check_replaceable(out_dir, overwrite=False)
-    with scratch_dir(out_dir) as work:
-        inputs = [look(write_documents(debug_texts(), work / "debug.jsonl"), "debug")]
-        units = plan_units(inputs, recipe.txt_split)
-        tokenizer = train(training_texts(units, recipe), vocab_size=512)
-        build(inputs, units, recipe, tokenizer, work, workers=1, info={})
-        try:
-            (work / "out").rename(out_dir)
-        except OSError:  # another process was first
-            if not (out_dir / "manifest.json").exists():
-                raise
-
-
-def debug_texts() -> list[str]:
-    """Some 0.2 MB: half of the reference of the running Python, by topic, and a little Chinese."""
-    from pydoc_data.topics import topics
-
-    return [topics[name] for name in sorted(topics)[::2]] + CHINESE.split("\n\n")
-
-
-CHINESE = """\
-春天来了，小河边的柳树发了芽。孩子们放下书包，跑到河边去看小鱼。风很轻，水很清，天上的云慢慢地走。
-
-北京的秋天最好看。天很高，叶子黄了，风里有一点凉。老人们坐在树下喝茶，说起从前的事，笑声很远都能听见。
-
-学习一门语言，先要听，再要说，然后读书写字。每天学一点，时间长了，就会懂得很多。不要怕说错，说错了再说一次就好。
-
-语言模型读了很多文字，学会猜下一个字是什么。它猜得越准，写出来的话就越像人写的话。可是像不等于对，用的人还要自己想一想。
-
-问：一年有几个季节？答：一年有四个季节，春天、夏天、秋天和冬天。问：一天有多少小时？答：一天有二十四小时。
-
-妈妈说：“外面下雨了，你带上伞。”我说：“好的，我马上就走。”路上的人很多，车开得很慢，到学校的时候雨已经停了。
-
-做饭不难。先把米洗干净，加水，用小火慢慢煮；再把菜切好，放一点油和盐。二十分钟以后，就可以吃了。
-
-山上有一座小庙，庙里有一口井。井水冬天不冷，夏天不热。走路的人累了，就在井边坐一坐，喝一口水，再往前走。
-"""
+    with work_dir(out_dir, wait=True) as work:
+        if not (out_dir / "manifest.json").exists():
+            inputs = [made_file(write_documents(debug_texts(), work / "debug.jsonl"), "debug", 0)]
+            config = {"workers": 1, "vocab_size": 512, "backend": "bpe", "tokenizer_dir": "", "pack": 0}
+            build(inputs, recipe, None, work, config, info={})
+            publish(work, out_dir)
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -649,21 +543,59 @@ CHINESE = """\
 
 def check_config(config: dict) -> Recipe:
     """The recipe in a configuration. Raises ConfigError."""
-    recipe = Recipe(**{item.name: config[item.name] for item in fields(Recipe)})
-    val, test = recipe.val_fraction, recipe.test_fraction
     for key in ("input", "out_dir"):
-        if not config[key]:
+        if not config[key] and not (key == "out_dir" and config["show"]):
             raise ConfigError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
-    if recipe.kind != "text":
-        raise ConfigError(f"config: kind must be text, got {recipe.kind!r}")
-    if recipe.txt_split not in ("file", "blank", "line"):
-        raise ConfigError(f"config: txt_split must be file, blank or line, got {recipe.txt_split!r}")
+    sources = parse_sources(config)
+    choices = {"kind": ("text", "chat", "preference"), "near_engine": ("numpy", "datasketch"), "order": ORDERS}
+    choices |= {"decontaminate_action": ("drop", "cut")}
+    for key, allowed in choices.items():
+        if config[key] not in allowed:
+            raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
+    for source in sources:
+        for key, allowed in (("txt_split", ("file", "blank", "line")), ("quality", ("curated", "web"))):
+            if getattr(source, key) not in allowed:
+                raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {getattr(source, key)!r}")
+    val, test = config["val_fraction"], config["test_fraction"]
     if not (0 <= val and 0 <= test and val + test < 1):
         raise ConfigError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
-    for key, least in (("shard_tokens", 1), ("workers", 0)):
-        if config[key] < least:
-            raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
+    least = {"shard_tokens": 1, "workers": 0, "min_chars": 0, "max_chars": 0, "question_min_chars": 0, "pack": 0}
+    for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0}).items():
+        if config[key] < minimum:
+            raise ConfigError(f"config: {key} must be at least {minimum}, got {config[key]}")
+    if not 0 <= config["near"] <= 1:
+        raise ConfigError(f"config: near must be from 0 (off) to 1, got {config['near']}")
+    fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
+    if config["fold"] and not (fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1):
+        raise ConfigError(f"config: fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5")
+    if config["vocab_size"] < SMALLEST:
+        what = f"vocab_size={config['vocab_size']}"
+        raise ConfigError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
+    if config["order"] == "score" and not config["score"]:
+        raise ConfigError("config: order='score' needs score, which names the number, such as score='bpb=..'")
+    return make_recipe(config, sources)
+
+
+def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
+    own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
+    recipe = Recipe(**(own | {"sources": sources, "aids": aids(config)}))
+    ranges = parse_score(recipe.score)
+    if any(bound.endswith("%") for _, *bounds in ranges[1:] for bound in bounds):
+        raise ConfigError("config: score: only the first key may have bounds in per cent")
+    if recipe.near and not (recipe.near_bands and recipe.near_rows):
+        bands, rows = dedup.bands_for(recipe.near)
+        recipe = replace(recipe, near_bands=recipe.near_bands or bands, near_rows=recipe.near_rows or rows)
     return recipe
+
+
+def aids(config: dict) -> str:
+    """sha256 of the files that settings name: the result depends on what is in them. Raises ConfigError."""
+    files = [config["keep"].rpartition(":")[0] if config["keep"] else "", config["words"]]
+    files += readers.find_files(config["decontaminate"]) if config["decontaminate"] else []
+    try:
+        return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files if file)).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {error.filename}: {error.strerror}") from None
 
 
 def existing_tokenizer(directory: str) -> Tokenizer | None:
@@ -679,11 +611,11 @@ def existing_tokenizer(directory: str) -> Tokenizer | None:
 
 def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
     """The inputs as a manifest has them. known: those of an earlier run, whose digests hold while size and time do."""
-    before = {(entry["path"], entry["size"], entry["mtime_ns"]): entry["sha256"] for entry in known}
+    before = {(entry["path"], entry["size"], entry["stamp"]): entry["sha256"] for entry in known}
 
     def entry(file: Input) -> dict:
-        sha256 = file.problem or before.get((file.name, file.size, file.mtime_ns)) or data.file_sha256(Path(file.path))
-        about = {"path": file.name, "size": file.size, "mtime_ns": file.mtime_ns, "sha256": sha256}
+        sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or data.file_sha256(Path(file.path))
+        about = {"path": file.name, "size": file.size, "stamp": file.stamp, "sha256": sha256}
         return about | ({"python": platform.python_version()} if file.name == "python-docs" else {})
 
     with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
@@ -706,20 +638,24 @@ def difference(info: dict, old: dict) -> str:
 
 
 def main(config: dict) -> int:
-    """Prepare out_dir, or verify a directory. The exit status is 1 if a file could not be read, or not to its end."""
+    """Prepare out_dir, or verify or show. The exit status is 1 if a file could not be read, or not to its end."""
     if config["verify"]:
         return verify_directory(Path(config["verify"]))
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
-    with scratch_dir(out_dir) as work:
-        inputs, manifest = find_inputs(config["input"], work), complete_manifest(out_dir)
+    if config["show"]:
+        with tempfile.TemporaryDirectory() as folder:
+            load_evals(recipe, Path(folder))
+            return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder))
+    with work_dir(out_dir) as work:
+        inputs, manifest = find_inputs(recipe.sources, work), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
-        tokenizer = existing_tokenizer(config["tokenizer_dir"])
-        to_train = f"trained, {config['backend']} {config['vocab_size']}"
+        tokenizer = existing_tokenizer(config["tokenizer_dir"]) if recipe.kind == "text" else None
+        to_train = f"trained, {config['backend']} {config['vocab_size']}" if recipe.kind == "text" else "none"
         info = {
             "prepare": VERSION,
-            "recipe": asdict(recipe),
+            "recipe": recipe.settings() | {"pack": config["pack"]},
             "tokenizer": tokenizer.fingerprint() if tokenizer else to_train,
             "inputs": describe(inputs, manifest.get("info", {}).get("inputs", [])),
         }
@@ -728,23 +664,24 @@ def main(config: dict) -> int:
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")
             check_replaceable(out_dir, config["overwrite"])
-            units = plan_units(inputs, recipe.txt_split)
-            if tokenizer is None:
-                tokenizer = train(training_texts(units, recipe), config["vocab_size"], config["backend"])
-                if config["tokenizer_dir"]:
-                    tokenizer.save(config["tokenizer_dir"])
-                    info["tokenizer"] = tokenizer.fingerprint()
-            workers = config["workers"] or os.cpu_count() or 1
-            manifest = build(inputs, units, recipe, tokenizer, work, workers, info)
+            manifest = build(inputs, recipe, tokenizer, work, config, info)
             write_config(config, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")
             publish(work, out_dir)
             report(manifest, time.perf_counter() - start)
-    failed = manifest["info"]["failed"]
     print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")
+    return exit_status(manifest["info"], len(inputs), config["max_bad_fraction"])
+
+
+def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
+    failed, dropped = info["failed"], info["documents"]["dropped"]
     if failed:
         names = ", ".join(failed[:3])
-        print(f"prepare: {len(failed)} of {len(inputs)} files could not be read, or not to the end: {names}")
-    return 1 if failed else 0
+        print(f"prepare: {len(failed)} of {n_inputs} files could not be read, or not to the end: {names}")
+    bad = sum(n for reason, n in dropped.items() if reason not in REASONS and reason != "empty")
+    too_many = bad > max_bad_fraction * info["documents"]["read"]
+    if too_many:
+        print(f"prepare: {bad} of {info['documents']['read']} records could not be read; {max_bad_fraction=}")
+    return 1 if failed or too_many else 0
 
 
 def verify_directory(directory: Path) -> int:
@@ -760,22 +697,40 @@ def report(manifest: dict, seconds: float) -> None:
     """What was read, what became of it, and how fast."""
     info = manifest["info"]
     documents, n_bytes, dropped = info["documents"], info["bytes"], info["documents"]["dropped"]
-    removed = n_bytes["read"] - n_bytes["kept"]
-    n_dropped = sum(dropped.values())
+    n_dropped, dropped_bytes = sum(dropped.values()), sum(n_bytes["dropped"].values())
+    removed = n_bytes["cleaned"] + n_bytes["cut"]
     print(f"prepare: documents: {documents['read']:,} read = {documents['kept']:,} kept + {n_dropped:,} dropped")
-    print(f"prepare: bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept + {removed:,} cleaned away")
+    print(
+        f"prepare: bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept + {dropped_bytes:,} dropped "
+        f"+ {removed:,} cleaned away"
+    )
     for what in ("dropped", "mended"):
         for reason, count in documents[what].items():
             print(f"prepare: {what}: {count:,} {reason}")
+    if "decontaminate" in info:
+        print(f"prepare: {info['decontaminate']['unprotected']:,} of {info['decontaminate']['items']:,} evaluation "
+              f"items are too short to be looked for")  # fmt: skip
     print_splits(manifest)
     print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
 
 
 def print_splits(manifest: dict) -> None:
+    if manifest["format"] == ROWS_FORMAT:
+        for split, entry in manifest["splits"].items():
+            print(f"{split:<6}{entry['rows']:>14,} rows{entry['bytes']:>18,} bytes")
+        return
     print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
     for split, entry in manifest["splits"].items():
-        ratio = entry["bytes"] / entry["tokens"]
-        print(f"{split:<6}{entry['documents']:>14,}{entry['bytes']:>18,}{entry['tokens']:>18,}{ratio:>14.2f}")
+        print_split(split, entry)
+        names = sorted({shard.get("source", "") for shard in entry["shards"]})
+        for name in names if names != [""] else []:
+            own = [shard for shard in entry["shards"] if shard["source"] == name]
+            print_split(f"  {name}", {key: sum(s[key] for s in own) for key in ("documents", "bytes", "tokens")})
+
+
+def print_split(name: str, entry: dict) -> None:
+    ratio = entry["bytes"] / entry["tokens"]
+    print(f"{name:<6}{entry['documents']:>14,}{entry['bytes']:>18,}{entry['tokens']:>18,}{ratio:>14.2f}")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import corpus as corpora
 import data
+import pipeline
 import prepare
 import readers
 from configurator import ConfigError, is_key
@@ -28,12 +31,13 @@ from tokenizer import Tokenizer, TokenizerError, train
 
 ROOT = Path(__file__).parent.parent
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+ALL = {"exact": False, "near": 0.0, "min_chars": 1}  # nothing is dropped but what is empty
 SMALL = {"UNIT_BYTES": 2**14, "GROUP_BYTES": 2**12}  # so that small files make many units
 
 EN = "The quick brown fox jumps over the lazy dog, and nobody knows why. It happened in 1987."
 ZH = "语言模型读了很多文字，学会猜下一个字是什么。猜得越准，写出来的话就越像人写的话。"
 CODE = "def f(x):\n\tif x:\n        return {'a': [1, 2]}  # \\n\n\n\n    return None\n"
-EMOJI = "👩‍👩‍👧 family, flag 🇨🇳, e\u0301, \u2028 separator, \u0085 next line, <|endoftext|> is text here"
+EMOJI = "👩‍👩‍👧 family, flag 🇨🇳, \u00e9, \u2028 separator, \u0085 next line, <|endoftext|> is text here"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,7 @@ def tok(tmp_path_factory) -> str:
 def run(out_dir: Path, **settings) -> int:
     return prepare.main(
         KEYS
+        | ALL
         | {"workers": 1, "out_dir": str(out_dir)}
         | {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
     )
@@ -80,6 +85,11 @@ def read_back(out_dir: Path) -> dict[str, list[str]]:
     return found
 
 
+def plainly_cleaned(text: str) -> str:
+    text = "".join(c for c in re.sub("\r\n?", "\n", text) if c in "\t\n" or (c >= " " and c not in "\x7f\ufeff\u200b"))
+    return unicodedata.normalize("NFC", text)
+
+
 def plain_split(text: str, val: float, test: float) -> str:
     u = int.from_bytes(hashlib.blake2b(text.encode(), key=b"split-v1", digest_size=8).digest(), "little") / 2**64
     return "test" if u < test else "val" if u < test + val else "train"
@@ -92,9 +102,9 @@ def content(out_dir: Path) -> dict[str, bytes]:
 
 def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
     """A command line that runs main() in a process of its own."""
-    config = KEYS | {"out_dir": str(out_dir)} | settings
-    patch = f"vars(prepare).update({SMALL})" if small else ""
-    return [sys.executable, "-c", f"import sys, prepare; {patch}; sys.exit(prepare.main({config}))"]
+    config = KEYS | ALL | {"out_dir": str(out_dir)} | settings
+    patch = f"vars(pipeline).update({SMALL})" if small else ""
+    return [sys.executable, "-c", f"import sys, pipeline, prepare; {patch}; sys.exit(prepare.main({config}))"]
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -108,7 +118,7 @@ def test_every_document_of_every_container_comes_out_once_and_in_order(tmp_path,
     documents = texts(120)
     odd = [
         "line one\r\nline two\r\nold mac\rend",
-        "\ufeff inner mark",
+        "\ufeff inner mark, and e\u0301 in two\u200b parts",
         " \t leading and trailing \n ",
         "\x00NUL \x1b[1m\x0c",
         "a",
@@ -122,28 +132,13 @@ def test_every_document_of_every_container_comes_out_once_and_in_order(tmp_path,
     (source / "e.jsonl.bz2").write_bytes(bz2.compress(json.dumps({"text": "packed " + EMOJI}).encode()))
     (source / "f.csv").write_text('id,text\r\n1,"two\r\nlines"\r\n2,甲乙丙\r\n', "utf-8", newline="")
     read = [odd[0], ZH * 50, *documents, *odd[1:], "packed " + EMOJI, "two\nlines", "甲乙丙"]
-    expected = ["".join(c for c in re.sub("\r\n?", "\n", t) if c in "\t\n" or c >= " ") for t in read]
+    expected = [plainly_cleaned(t) for t in read]
     assert run(tmp_path / "out", input=source, tokenizer_dir=tok, val_fraction=0.2, test_fraction=0.1) == 0
     by_split = collections.defaultdict(list)
     for text in expected:
         by_split[plain_split(text, val=0.2, test=0.1)].append(text)
     assert min(map(len, by_split.values())) > 5
     assert read_back(tmp_path / "out") == by_split
-
-
-def test_code_and_prose_are_not_touched():
-    for text in (EN, ZH, CODE, EMOJI, Path(__file__).read_text("utf-8"), " ", "\t\n\n\n", "\x7f\x80\xa0\u3000\ufeff"):
-        assert prepare.clean(text) == (text, text.encode(), len(text.encode()))
-
-
-def test_cleaning_twice_is_cleaning_once():
-    rng = random.Random(0)
-    for _ in range(2000):
-        text = "".join(rng.choices("ab \t\n\r\x00\x0b\x1f\x7f\x85甲😀", k=rng.randint(0, 12)))
-        cleaned, raw, n_bytes = prepare.clean(text)
-        assert raw == cleaned.encode() and n_bytes == len(text.encode())
-        assert prepare.clean(cleaned)[0] == cleaned
-        assert cleaned == "".join(c for c in re.sub("\r\n?", "\n", text) if c in "\t\n" or c >= " ")
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 40, 500, 2**27])
@@ -244,15 +239,23 @@ def test_single_document_in_three(tmp_path, tok):
     assert (len(val), len(test)) == (len(EN) * 8, len(EN) * 4)
 
 
-def test_tokenizer_learns_from_train_only(tmp_path):
+def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
+    learnt = []
+
+    def spy(given, vocab_size, backend):
+        learnt.extend(given)
+        return train(learnt, vocab_size, backend)
+
+    monkeypatch.setattr(prepare, "train", spy)
     documents = texts(60)
-    recipe = prepare.check_config(KEYS | {"input": "x", "out_dir": "x", "val_fraction": 0.3, "test_fraction": 0.1})
-    inputs = prepare.find_inputs(str(write_jsonl(tmp_path / "x.jsonl", documents)), tmp_path)
-    learnt = list(prepare.training_texts(prepare.plan_units(inputs, "file"), recipe))
-    assert learnt == [t for t in documents if plain_split(t, val=0.3, test=0.1) == "train"]
+    path = write_jsonl(tmp_path / "x.jsonl", documents)
+    run(tmp_path / "out", input=path, vocab_size=512, val_fraction=0.3, test_fraction=0.1)
+    expected = [t for t in map(plainly_cleaned, documents) if plain_split(t, val=0.3, test=0.1) == "train"]
+    assert learnt == expected
+    learnt.clear()
     (tmp_path / "one.txt").write_text(EN * 10, "utf-8")
-    units = prepare.plan_units(prepare.find_inputs(str(tmp_path / "one.txt"), tmp_path), "file")
-    assert list(prepare.training_texts(units, recipe)) == [(EN * 10)[: len(EN) * 6]]
+    run(tmp_path / "out1", input=tmp_path / "one.txt", vocab_size=512, val_fraction=0.3, test_fraction=0.1)
+    assert learnt == [(EN * 10)[: len(EN) * 6]]
 
 
 # ---- any number of processes, and what happens when one is lost ------------------------------
@@ -272,8 +275,9 @@ def corpus(tmp_path_factory) -> Path:
 
 def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch):
     for name, value in SMALL.items():
-        monkeypatch.setattr(prepare, name, value)
-    assert len(prepare.plan_units(prepare.find_inputs(str(corpus), tmp_path), "file")) > 20
+        monkeypatch.setattr(pipeline, name, value)
+    recipe = prepare.check_config(KEYS | {"input": str(corpus), "out_dir": "x"})
+    assert len(pipeline.plan_units(prepare.find_inputs(recipe.sources, tmp_path), recipe)) > 20
     for workers in (1, 2, 3):
         status = run(
             tmp_path / str(workers),
@@ -292,7 +296,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
 def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
     run(tmp_path / "whole", input=corpus, tokenizer_dir=tok)
     for name, value in SMALL.items():
-        monkeypatch.setattr(prepare, name, value)
+        monkeypatch.setattr(pipeline, name, value)
     run(tmp_path / "cut", input=corpus, tokenizer_dir=tok)
     assert content(tmp_path / "whole") == content(tmp_path / "cut")
 
@@ -318,8 +322,10 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 
 MOMENTS = {
     "at the start": lambda scratch: True,
-    "when tokens come": lambda scratch: list(scratch.glob("*.tokens")),
-    "half-way": lambda scratch: len(list(scratch.glob("*.tokens"))) > 15,
+    "when documents come": lambda scratch: list(scratch.glob("units/*.docs")),
+    "half-way": lambda scratch: len(list(scratch.glob("units/*.json"))) > 15,
+    "when they are compared": lambda scratch: list(scratch.glob("fates.npy")),
+    "when tokens come": lambda scratch: len(list(scratch.glob("units/*.tokenized"))) > 10,
     "while splits are written": lambda scratch: list(scratch.glob("out/train_00000.npy.tmp")),
     "when a shard is done": lambda scratch: list(scratch.glob("out/train_00000.npy")),
     "before the manifest": lambda scratch: list(scratch.glob("out/val_00000.npy")),
@@ -333,7 +339,7 @@ def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory:
 
     def reached() -> bool:
         workers.update(children(process.pid))
-        scratch = list(directory.glob(".*.building.tmp"))
+        scratch = list(directory.glob(".*.work.tmp"))
         return process.poll() is not None or bool(scratch and has_come(scratch[0]))
 
     wait_for(reached)
@@ -364,7 +370,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
     before = content(tmp_path / "out")
     process = subprocess.Popen(command(tmp_path / "out", input=str(corpus), tokenizer_dir=tok, workers=1), cwd=ROOT)
-    wait_for(lambda: list(tmp_path.glob(".out.*.building.tmp/out/train_00000.npy.tmp")))
+    wait_for(lambda: list(tmp_path.glob(".out.work.tmp/out/train_00000.npy.tmp")))
     process.kill()
     process.wait()
     assert content(tmp_path / "out") == before
@@ -374,36 +380,44 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
 
 
 @needs_proc
-def test_killed_worker_is_an_error_and_leaves_nothing(tmp_path, tok, corpus):
+def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok}
-    process = subprocess.Popen(
-        command(tmp_path / "out", workers=2, **settings), cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    wait_for(lambda: list(tmp_path.glob(".out.*.building.tmp/000003.tokens")))
+    run(tmp_path / "whole", **settings)
+    arguments = command(tmp_path / "out", workers=2, **settings)
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: list(tmp_path.glob(".out.work.tmp/units/000009.json")))
     os.kill(children(process.pid)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].endswith(
-        "prepare: a worker process was killed; run again, with fewer workers if memory was short"
-    )
-    assert list(tmp_path.iterdir()) == []
+    assert "prepare: a worker process was killed; run again, with fewer workers if memory was short" in errors
+    assert not (tmp_path / "out").exists()
+    done = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob(".out.work.tmp/units/*.json")}
+    assert len(done) > 3
+    if kill_at(MOMENTS["when they are compared"], arguments, tmp_path):
+        after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob(".out.work.tmp/units/*.json")}
+        assert done.items() < after.items()  # they were not made again
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_exception_in_a_worker_surfaces_and_leaves_nothing(tmp_path, tok, corpus, workers, monkeypatch):
+def test_exception_in_a_worker_surfaces(tmp_path, tok, corpus, workers, monkeypatch):
     for name, value in SMALL.items():
-        monkeypatch.setattr(prepare, name, value)
+        monkeypatch.setattr(pipeline, name, value)
     plan = prepare.plan_units
 
-    def broken(inputs, txt_split):
-        units = plan(inputs, txt_split)
-        units[-2] = [part._replace(begin="here") for part in units[-2]]
+    def broken(inputs, recipe):
+        units = plan(inputs, recipe)
+        units[-2] = units[-2]._replace(parts=[part._replace(begin="here") for part in units[-2].parts])
         return units
 
     monkeypatch.setattr(prepare, "plan_units", broken)
     with pytest.raises(TypeError):
         run(tmp_path / "out", input=corpus, tokenizer_dir=tok, workers=workers)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(prepare, "plan_units", plan)
+    run(tmp_path / "out", input=corpus, tokenizer_dir=tok, workers=workers)
+    assert not leftovers(tmp_path)
 
 
 # ---- once more -------------------------------------------------------------------------------
@@ -490,13 +504,14 @@ def test_files_of_others_are_never_removed(tmp_path, tok):
     assert path.exists() and not leftovers(tmp_path)
 
 
-def test_another_run_beside_is_left_alone(tmp_path):
-    with prepare.scratch_dir(tmp_path / "x") as first:
-        (first / "file").write_text("", "utf-8")
-        code = f"from prepare import *\nwith scratch_dir(Path({str(tmp_path / 'x')!r})) as second: print(second)"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-        assert done.stdout.strip() != str(first) and (first / "file").exists()
-    assert list(tmp_path.iterdir()) == []
+def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    with prepare.work_dir(tmp_path / "out"):
+        with pytest.raises(PrepareError, match="another run is making .*out; wait for it"):
+            run(tmp_path / "out", input=path, tokenizer_dir=tok)
+        assert run(tmp_path / "other", input=path, tokenizer_dir=tok) == 0
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
+    assert not leftovers(tmp_path)
 
 
 # ---- bad input -------------------------------------------------------------------------------
@@ -505,7 +520,7 @@ def test_another_run_beside_is_left_alone(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypatch, capsys):
     for name, value in SMALL.items():
-        monkeypatch.setattr(prepare, name, value)
+        monkeypatch.setattr(pipeline, name, value)
     lines = [json.dumps({"text": t}, ensure_ascii=False).encode() for t in texts(900)]
     bad = {3: b"{bad", 5: b'{"body": "x"}', 7: b'{"text": 1}', 300: b'{"text": "\xff\xfe\xff"}'}
     bad |= {700 + i: b"[" for i in range(20)}
@@ -589,10 +604,10 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
     [
         ("--input=x", "config: out_dir is empty; give --out_dir=... (--help lists the keys)"),
         ("--out_dir=x", "config: input is empty; give --input=... (--help lists the keys)"),
-        ("--input=x --out_dir=x --kind=chat", "config: kind must be text, got 'chat'"),
+        ("--input=x --out_dir=x --kind=song", "config: kind must be one of text, chat, preference, got"),
         ("--input=a.jsonl --out_dir=x", "prepare: no document to prepare: 2 bad_json; first: a.jsonl:1: bad_json: E"),
         ("--input=a.jsonl --out_dir=x --strict=True", "prepare: a.jsonl:1: bad_json: Expecting property name enclosed"),
-        ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "tokenizer: vocab_size=12 cannot hold"),
+        ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "config: vocab_size=12 cannot hold"),
         ("--verify=x", "data: no directory x; run: python prepare.py --input=... --out_dir=x"),
     ],
 )
@@ -634,7 +649,7 @@ def test_standard_input(tmp_path, tok, form):
     documents = [ZH + EN] if form == "txt" else texts(40)
     raw = documents[0].encode() if form == "txt" else write_jsonl(tmp_path / "x.jsonl", documents).read_bytes()
     raw = gzip.compress(raw) if form.endswith("gz") else raw
-    flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25"]
+    flags = ["--input=-", f"--out_dir={tmp_path}/out", f"--tokenizer_dir={tok}", "--val_fraction=0.25", "--near=0"]
     for said in (b"is done", b"is up to date"):
         done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], input=raw, capture_output=True, check=True)
         assert said in done.stdout
@@ -662,11 +677,11 @@ def test_verify(tmp_path, tok, capsys):
 
 @pytest.fixture(scope="module")
 def docs() -> list[str]:
-    return list(prepare.python_docs())
+    return list(corpora.python_docs())
 
 
 def test_python_docs_are_the_same_in_every_process(docs):
-    code = "import hashlib, prepare; print(hashlib.sha256(repr(list(prepare.python_docs())).encode()).hexdigest())"
+    code = "import hashlib, corpus; print(hashlib.sha256(repr(list(corpus.python_docs())).encode()).hexdigest())"
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -683,8 +698,8 @@ def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests(docs):
     assert module.startswith("difflib\n\n" + difflib.__doc__.strip())
     assert (
         "\n\n\ndifflib.SequenceMatcher.ratio\n\n"
-        + prepare.ast.get_docstring(
-            prepare.ast
+        + corpora.ast.get_docstring(
+            corpora.ast
             .parse("class A:\n    def f():\n        '''" + difflib.SequenceMatcher.ratio.__doc__ + "'''")
             .body[0]
             .body[0]
@@ -703,15 +718,15 @@ def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests(docs):
         "site-packages/numpy/a.py",
         "config-3.11/x.py",
     ):
-        assert not prepare.is_documentation(Path(name)), name
+        assert not corpora.is_documentation(Path(name)), name
     for name in ("os.py", "unittest/case.py", "json/__init__.py", "doctest.py", "contextlib.py"):
-        assert prepare.is_documentation(Path(name)), name
+        assert corpora.is_documentation(Path(name)), name
 
 
 def test_python_docs_without_sources_say_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(PrepareError, match=f"no sources of the standard library in {tmp_path}"):
-        list(prepare.python_docs())
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(corpora.CorpusError, match=f"no sources of the standard library in {tmp_path}"):
+        list(corpora.python_docs())
 
 
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
@@ -724,8 +739,8 @@ def test_debug_data_made_by_several_processes_at_once(tmp_path):
     prepare.make_debug_data(tmp_path / "debug")
     assert content(tmp_path / "debug") == before
     found = read_back(tmp_path / "debug")
-    assert sorted(found["train"] + found["val"]) == sorted(prepare.debug_texts())
-    assert any("春天来了" in text for text in prepare.debug_texts())
+    assert sorted(found["train"] + found["val"]) == sorted(corpora.debug_texts())
+    assert any("的" in text for text in corpora.debug_texts())
     prepare.make_debug_data(tmp_path / "again")
     assert content(tmp_path / "again").keys() == before.keys()
     assert (tmp_path / "again" / "train_00000.npy").read_bytes() == before["train_00000.npy"]

@@ -11,18 +11,27 @@ from configurator import read_file
 
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
-BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "data", "prepare"}
+BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
+BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
     "configurator": set(),
-    "readers": set(),
-    "shapes": {"readers"},
+    "shapes": set(),
+    "readers": {"shapes"},
     "filters": set(),
     "dedup": set(),
+    "decontaminate": {"dedup", "readers"},
     "bpe": set(),
     "tokenizer": {"configurator", "readers", "shapes", "bpe"},
-    "data": {"readers"},
-    "prepare": {"configurator", "readers", "shapes", "filters", "dedup", "tokenizer", "data"},
+    "data": {"readers", "mixture"},
+    "mixture": {"readers"},
+    "corpus": set(),
+    "pipeline": {"readers", "shapes", "filters", "dedup", "decontaminate", "tokenizer", "data"},
+    "selection": {"dedup", "pipeline"},
+    "show": {"corpus", "data", "dedup", "pipeline", "readers", "shapes", "tokenizer"},
+    "prepare": {"configurator", "corpus", "data", "decontaminate", "dedup", "difficulty", "pipeline", "readers"}
+    | {"selection", "show", "tokenizer"},
+    "difficulty": {"filters"},
     "model": set(),
     "optim": set(),
     "ranks": set(),

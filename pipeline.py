@@ -1,0 +1,628 @@
+"""Units of work: what any process does to a part of the input, first to its documents, then to their tokens.
+
+The input is cut into units, which depend on nothing but the input. `inspect_unit` reads, cleans and judges the
+documents of one; `tokenize_unit` turns those that are left, once all have been compared with each other, into ids. A
+unit that is done says so in a file with the key of all that decides its content, so a run that was killed does not do
+it again.
+
+    units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
+    units/000012.sigs      their signatures          .problems   what could not be read, a line each
+    units/000012.json      written last: key, counts, samples of what was dropped
+    units/000012.tokens    ids end to end, and .lengths, ids per document; then .tokenized, written last
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from hashlib import blake2b
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+import data
+import dedup
+import filters
+import readers
+import shapes
+from decontaminate import Evals
+from tokenizer import Tokenizer
+
+UNIT_BYTES = 2**26  # a large file is cut into units of this size
+GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000 files are not 100,000 tasks
+BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
+HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
+SHOWN = 20  # problems that are printed, and samples of each reason in the report
+SPLIT_KEY = b"split-v1"
+# Why a document was dropped, in the order in which it is decided. A row of `ROW` holds the index.
+REASONS = (
+    "kept", "exact_duplicate", "question_length", "answer_missing", *filters.RULE_NAMES, "score", "contaminated",
+    "near_duplicate",
+)  # fmt: skip
+KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
+ROW = np.dtype([
+    ("key", "<u8", (2,)),  # of the text, for exact copies
+    ("position", "<u8"),  # where in [0, 2**64) the text falls: decides the split
+    ("begin", "<u8"),  # where in .docs; of a document that passed
+    ("size", "<u4"),  # bytes in .docs; 0 for one that did not pass
+    ("n_bytes", "<u4"),  # of its text
+    ("part", "<u4"),  # which part of the unit it is from
+    ("offset", "<u8"),  # of its record
+    ("score", "<f4"),  # of the first score key; nan if there is none
+    ("reason", "u1"),  # KEPT, or why it did not pass
+])  # fmt: skip
+
+
+KEY = struct.Struct("<QQ")
+
+
+class PrepareError(ValueError):
+    """What the user can mend; printed as one line, without a traceback."""
+
+    one_line = True
+
+
+class WorkerLost(RuntimeError):
+    """A process was killed, by another or for its memory; what the others did is not lost."""
+
+    one_line = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """Some of the input with a name and settings of its own."""
+
+    name: str = ""  # "" of the only one
+    input: str = ""
+    weight: float = 0.0  # in a mixture; 0 = not said
+    text_key: str = ""
+    txt_split: str = "file"
+    quality: str = "curated"
+    rules_off: str = ""
+    rules_on: str = ""
+    min_chars: int = 0
+    max_chars: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings that decide what is made of an input, besides the tokenizer."""
+
+    kind: str = "text"
+    sources: tuple[Source, ...] = (Source(),)
+    punctuation: bool = False
+    keep: str = ""
+    words: str = ""
+    question_min_chars: int = 0
+    question_max_chars: int = 0
+    score: str = ""
+    exact: bool = True
+    near: float = 0.0
+    near_bands: int = 0
+    near_rows: int = 0
+    near_engine: str = "numpy"
+    decontaminate: str = ""
+    decontaminate_action: str = "drop"
+    val_fraction: float = 0.0
+    test_fraction: float = 0.0
+    fold: str = ""
+    order: str = "input"
+    strict: bool = False
+    shard_tokens: int = 2**27
+    aids: str = ""  # sha256 of the files that keep, words and decontaminate name
+
+    def settings(self) -> dict:
+        """As plain values, without the names of the inputs: these count by what is in them."""
+        plain = asdict(self)
+        plain["sources"] = [{key: v for key, v in source.items() if key != "input"} for source in plain["sources"]]
+        return plain
+
+
+# ---- units -----------------------------------------------------------------------------------
+
+
+class Input(NamedTuple):
+    path: str  # where the bytes are
+    name: str  # what the user calls it: the path, python-docs or -
+    size: int
+    stamp: str  # changes when the content does
+    source: int = 0  # index of its source
+    problem: str = ""  # why it cannot be opened
+
+
+class Part(NamedTuple):
+    """What one call of `readers.read_rows` reads."""
+
+    path: str
+    name: str
+    begin: int
+    end: int | None
+    size: int  # bytes of input, for the progress bar
+    stamp: str
+
+
+class Unit(NamedTuple):
+    number: int
+    source: int
+    parts: list[Part]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def file(self, work: Path, what: str) -> Path:
+        return work / "units" / f"{self.number:06d}.{what}"
+
+    def key(self, recipe: Recipe, version: int) -> str:
+        """Changes with all that decides what `inspect_unit` makes of the unit."""
+        parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
+        return hashlib.sha256(repr((version, recipe.settings(), self.source, parts)).encode()).hexdigest()
+
+
+def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
+    """The work, in the order of the output: parts of large files one by one, small files in groups."""
+    units: list[Unit] = []
+    room = -1
+    for file in inputs:
+        split = recipe.sources[file.source].txt_split
+        cuts = readers.work_units(file.path, split, UNIT_BYTES) if not file.problem else []
+        for begin, end in cuts:
+            size = file.size // len(cuts)
+            if size > room or units[-1].source != file.source:
+                units.append(Unit(len(units), file.source, []))
+                room = GROUP_BYTES
+            units[-1].parts.append(Part(file.path, file.name, begin, end, size, file.stamp))
+            room -= size
+    return units
+
+
+# ---- counts ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Counts:
+    """What became of what was read of a unit, before documents are compared with each other."""
+
+    records: int = 0  # read, or lost on the way
+    lost: Counter[str] = field(default_factory=Counter)  # records by reason: empty, bad_json, ...
+    mended: Counter[str] = field(default_factory=Counter)  # records by what was mended; they go on
+    split_huge: int = 0  # documents that were made by cutting a longer one, less one for each of these
+    bytes_read: int = 0  # of text in UTF-8
+    bytes_cleaned: int = 0  # of it, taken away by cleaning
+    bytes_cut: int = 0  # of it, taken out because an evaluation file has it
+    failed: list[str] = field(default_factory=list)  # files that could not be read, or not to the end
+    shown: list[str] = field(default_factory=list)  # the first problems, in words
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+
+class Problems(readers.Report):
+    """Writes every problem to a file as it comes: however many there are, they need no memory."""
+
+    def __init__(self, name: str, file: TextIO, strict: bool) -> None:
+        super().__init__(strict)
+        self.name, self.file = name, file
+        self.shown: list[str] = []  # the first of them
+
+    def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
+        detail = " ".join(detail.split())  # one line without tabs
+        what = f"{self.name}:{line}: {reason}: {detail}"
+        if self.strict:
+            raise PrepareError(f"prepare: {what}; mend it, or leave such records out with strict=False")
+        self.problems[reason] += 1
+        self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
+        if len(self.shown) < SHOWN:
+            self.shown.append(what)
+
+
+class Sample(NamedTuple):
+    """A document that did not pass, for people to look at."""
+
+    position: int  # those with the smallest are shown: a choice by chance, always the same
+    row: int  # in the unit
+    where: str
+    detail: str
+    excerpt: str
+
+
+# ---- documents -------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """What a record holds, of whatever kind."""
+
+    text: str  # that is judged and compared: of a conversation, questions and answers
+    row: str = ""  # kinds chat and preference: what is kept of it, as JSON
+    question_chars: int = -1
+    has_answer: bool = True
+    scores: tuple[float, ...] = ()
+
+
+def understand(row: object, kind: str, text_key: str, score_keys: tuple[str, ...]) -> tuple[Item | None, str]:
+    """(Item, "") or (None, what is wrong)."""
+    scores = tuple(as_score(row, key) for key in score_keys)
+    if kind == "text":
+        text, problem = shapes.document_of(row, text_key)
+        return (None, problem) if problem else (Item(text, scores=scores), "")
+    if kind == "chat":
+        messages, problem = shapes.messages_of(row)
+        return (None, problem) if problem else (chat_item(messages, scores), "")
+    pair, problem = shapes.pair_of(row)
+    return (None, problem) if problem else (pair_item(pair, scores), "")
+
+
+def as_score(row: object, key: str) -> float:
+    value = row.get(key) if isinstance(row, dict) else None
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def chat_item(messages: list[dict], scores: tuple[float, ...]) -> Item:
+    """The question is the first turn of the user; text is what users and assistants say."""
+    turns = [m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"]]
+    question = next((m["content"] for m in messages if m["role"] == "user"), "")
+    answered = any(m["role"] == "assistant" and m["content"].strip() for m in messages)
+    row = json.dumps({"messages": messages}, ensure_ascii=False)
+    return Item("\n".join(turns), row, len(question), answered, scores)
+
+
+def pair_item(pair: shapes.Pair, scores: tuple[float, ...]) -> Item:
+    question = next((m["content"] for m in pair.prompt if m["role"] == "user"), "")
+    text = "\n".join([m["content"] for m in pair.prompt if m["role"] != "system"] + [pair.chosen])
+    answered = bool(pair.chosen.strip() and pair.rejected.strip()) and pair.chosen != pair.rejected
+    return Item(text, json.dumps(pair._asdict(), ensure_ascii=False), len(question), answered, scores)
+
+
+def split_position(raw: bytes) -> int:
+    """Where in [0, 2**64) a document falls, by a keyed hash of its text: adding others never moves it, and a text that
+    occurs twice is in one split."""
+    return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
+
+
+def pieces_of(text: str) -> list[str]:
+    """`text`, or its parts of at most HUGE_CHARS, cut after the last blank line, else the last line, that they hold."""
+    pieces = []
+    while len(text) > HUGE_CHARS:
+        cut = max(text.rfind("\n\n", 0, HUGE_CHARS) + 2, 0)
+        cut = cut if cut > 1 else text.rfind("\n", 0, HUGE_CHARS) + 1
+        cut = cut or HUGE_CHARS
+        pieces.append(text[:cut])
+        text = text[cut:]
+    return [*pieces, text]
+
+
+def parse_score(spec: str) -> list[tuple[str, str, str]]:
+    """[(key, least, most)] of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raises PrepareError."""
+    ranges = []
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        key, equals, bounds = part.partition("=")
+        least, dots, most = bounds.partition("..")
+        try:
+            for bound in filter(None, (least, most)):
+                float(bound.removesuffix("%"))
+        except ValueError:
+            dots = ""
+        if not (key and equals and dots):
+            raise PrepareError(f"prepare: score={part!r} is not key=least..most, such as bpb=0.3..1.5 or ifd=5%..95%")
+        ranges.append((key.strip(), least, most))
+    return ranges
+
+
+def outside_range(scores: tuple[float, ...], ranges: list[tuple[str, str, str]]) -> str:
+    """Why a document is dropped by its scores, "" if it is not. Bounds in per cent are seen to when all are known."""
+    for value, (key, least, most) in zip(scores, ranges, strict=True):
+        if value != value:
+            return f"no {key}"
+        low, high = (float(b) if b and not b.endswith("%") else None for b in (least, most))
+        if (low is not None and value < low) or (high is not None and value > high):
+            return f"{key} {value:.4g} is outside {least}..{most}"
+    return ""
+
+
+@lru_cache(maxsize=8)
+def load_rules(source: Source, keep: str, words: str, aids: str) -> filters.Rules:
+    """aids: changes with the files that keep and words name."""
+    return filters.Rules(
+        source.quality, off=source.rules_off, on=source.rules_on, min_chars=source.min_chars,
+        max_chars=source.max_chars, keep=keep, words=words,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def load_evals(path: Path) -> Evals:
+    return Evals.load(path)
+
+
+class Judge:
+    """Tells of documents whether they pass, each on its own: all but the comparison with other documents."""
+
+    def __init__(self, source: Source, recipe: Recipe, work: Path) -> None:
+        self.recipe, self.source = recipe, source
+        steps = filters.WEB if source.quality == "web" else filters.CURATED
+        self.cleaning = replace(steps, punctuation=recipe.punctuation)
+        self.rules = load_rules(source, recipe.keep, recipe.words, recipe.aids)
+        self.ranges = parse_score(recipe.score)
+        self.evals = load_evals(work / "evals.npz") if recipe.decontaminate else None
+
+    def understand(self, row: object) -> tuple[Item | None, str]:
+        return understand(row, self.recipe.kind, self.source.text_key, tuple(key for key, _, _ in self.ranges))
+
+    def columns(self) -> list[str] | None:
+        """Of parquet, to read."""
+        columns = shapes.columns_of(self.source.text_key) if self.recipe.kind == "text" else None
+        return columns and columns + [key for key, _, _ in self.ranges]
+
+    def clean(self, text: str) -> str:
+        return filters.clean(text, self.cleaning)
+
+    def judge(self, item: Item) -> tuple[str, str]:
+        """(reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
+        least, most = self.recipe.question_min_chars, self.recipe.question_max_chars
+        if self.recipe.kind != "text":
+            if item.question_chars < least or (most and item.question_chars > most):
+                return "question_length", f"{item.question_chars} characters"
+            if not item.has_answer:
+                return "answer_missing", ""
+        rule, detail = self.rules.check(item.text)
+        if rule:
+            return rule, detail
+        detail = outside_range(item.scores, self.ranges)
+        return ("score", detail) if detail else ("kept", "")
+
+    def contaminated(self, items: list[Item], units: dedup.Units) -> dict[int, str]:
+        """{index: the text that an evaluation file has, too}."""
+        if self.evals is None or not items:
+            return {}
+        found: dict[int, str] = {}
+        for place, length in zip(*self.evals.find(units), strict=True):
+            i = int(np.searchsorted(units.starts, place, "right")) - 1
+            found.setdefault(i, items[i].text[units.begins[place] : units.ends[place + length - 1]])
+        return found
+
+
+class Inspector:
+    """Writes the files of one unit, batch by batch."""
+
+    def __init__(self, unit: Unit, recipe: Recipe, work: Path, judge: Judge) -> None:
+        self.unit, self.recipe, self.judge = unit, recipe, judge
+        self.counts = Counts()
+        self.samples: dict[str, list[Sample]] = {}
+        self.n_rows, self.n_bytes = 0, 0
+        self.rows, self.docs, self.sigs = (open(unit.file(work, what), "wb") for what in ("rows", "docs", "sigs"))
+
+    def close(self) -> None:
+        for file in (self.rows, self.docs, self.sigs):
+            file.close()
+
+    def add(self, batch: list[tuple[Item, int, int]]) -> None:
+        """Judge and write cleaned items, each with its part of the unit and the offset of its record."""
+        items = [item for item, _, _ in batch]
+        verdicts = [self.judge.judge(item) for item in items]
+        passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
+        units = dedup.units([items[i].text for i in passed])
+        found = self.judge.contaminated([items[i] for i in passed], units)
+        keys = [dedup.exact_key(item.text) for item in items]
+        if found:
+            for k, text in found.items():
+                self._contaminated(passed[k], text, items, verdicts)
+            passed = [i for i in passed if verdicts[i][0] == "kept"]
+            units = dedup.units([items[i].text for i in passed])
+        if self.recipe.near:
+            n_perm = self.recipe.near_bands * self.recipe.near_rows
+            self.sigs.write(np.ascontiguousarray(dedup.signatures(units, n_perm), "<u4").data)
+        rows = [self._write(items[i], *batch[i][1:], keys[i], *verdicts[i]) for i in range(len(items))]
+        self.rows.write(np.array(rows, ROW).data)
+
+    def _contaminated(self, i: int, text: str, items: list[Item], verdicts: list[tuple[str, str]]) -> None:
+        """Drop a document, or cut out what is in an evaluation file if that leaves enough of it."""
+        if self.recipe.decontaminate_action == "cut" and self.recipe.kind == "text":
+            item = items[i]._replace(text=self.judge.evals.cut(items[i].text))
+            if self.judge.judge(item)[0] == "kept" and item.text.strip():
+                self.counts.bytes_cut += len(items[i].text.encode()) - len(item.text.encode())
+                self.counts.mended["contamination_cut"] += 1
+                items[i] = item
+                return
+        verdicts[i] = "contaminated", repr(text)
+
+    def _write(self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str) -> tuple:
+        """Write the document if it passed; its ROW."""
+        raw, begin, kept = item.text.encode(), self.n_bytes, b""
+        position = split_position(raw)
+        if reason == "kept":
+            kept = item.row.encode() if item.row else raw
+            self.docs.write(kept)
+            self.n_bytes += len(kept)
+        else:
+            self._sample(reason, Sample(position, self.n_rows, self._where(part, offset), detail, item.text[:300]))
+        self.n_rows += 1
+        score = item.scores[0] if item.scores else float("nan")
+        halves = KEY.unpack(key)
+        return halves, position, begin, len(kept), len(raw), part, offset, score, REASONS.index(reason)
+
+    def _where(self, part: int, offset: int) -> str:
+        return f"{self.unit.parts[part].name} at byte {offset}"
+
+    def _sample(self, reason: str, sample: Sample) -> None:
+        held = self.samples.setdefault(reason, [])
+        held.append(sample)
+        if len(held) >= 4 * SHOWN:
+            self.samples[reason] = sorted(held)[:SHOWN]
+
+
+def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts:
+    """Read, clean and judge the documents of a unit; what it writes is told at the top. Done before: only read back."""
+    done, key = unit.file(work, "json"), unit.key(recipe, version)
+    try:
+        before = json.loads(done.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        before = {}
+    if before.get("key") == key:
+        return counts_from(before["counts"])
+    judge = Judge(recipe.sources[unit.source], recipe, work)
+    inspector = Inspector(unit, recipe, work, judge)
+    with open(unit.file(work, "problems"), "w", encoding="utf-8") as problems_file, closing(inspector):
+        for number, part in enumerate(unit.parts):
+            read_part(part, number, inspector, judge, problems_file)
+    samples = {reason: sorted(held)[:SHOWN] for reason, held in sorted(inspector.samples.items())}
+    data.write_json(done, {"key": key, "counts": vars(inspector.counts), "samples": samples})
+    return inspector.counts
+
+
+def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, problems_file: TextIO) -> None:
+    """The documents of a part, cleaned, to the inspector in batches; what was lost to its counts."""
+    counts, recipe = inspector.counts, judge.recipe
+    problems, passed = Problems(part.name, problems_file, recipe.strict), 0
+    rows = readers.read_rows(
+        part.path, judge.understand, judge.source.txt_split, part.begin, part.end, problems, judge.columns()
+    )
+    batch: list[tuple[Item, int, int]] = []
+    room = BATCH_CHARS
+    for row in rows:
+        counts.records += 1
+        text = judge.clean(row.value.text)
+        n_read = len(row.value.text.encode())
+        n_left = 0 if text.isspace() else n_read if text == row.value.text else len(text.encode())
+        counts.bytes_read += n_read
+        counts.bytes_cleaned += n_read - n_left
+        if not n_left:
+            counts.lost["empty"] += 1
+            continue
+        pieces = pieces_of(text) if recipe.kind == "text" else [text]
+        counts.split_huge += len(pieces) - 1
+        for piece in pieces:
+            passed += 1
+            batch.append((row.value._replace(text=piece), number, row.offset))
+            room -= len(piece)
+            if room <= 0:
+                inspector.add(batch)
+                batch, room = [], BATCH_CHARS
+    if batch:
+        inspector.add(batch)
+    counts.records += problems.problems.total()
+    counts.lost += problems.problems
+    counts.mended += problems.mended
+    counts.shown = (counts.shown + problems.shown)[:SHOWN]
+    if problems.problems["truncated_file"] or (problems.problems and not passed):
+        counts.failed.append(part.name)
+
+
+def counts_from(plain: dict) -> Counts:
+    """Counts as they were before they went through JSON."""
+    counters = {name: Counter(plain[name]) for name in ("lost", "mended")}
+    return Counts(**(plain | counters))
+
+
+def read_samples(units: list[Unit], work: Path) -> Iterator[tuple[Unit, str, Sample]]:
+    for unit in units:
+        for reason, held in json.loads(unit.file(work, "json").read_text(encoding="utf-8"))["samples"].items():
+            yield from ((unit, reason, Sample(*sample)) for sample in held)
+
+
+def read_rows(unit: Unit, work: Path) -> np.ndarray:
+    """The rows of an inspected unit, (n,) ROW."""
+    return np.fromfile(unit.file(work, "rows"), ROW)
+
+
+def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, str]]:
+    """(row number, document) of those of a unit whose fate, (n,) uint8, is KEPT."""
+    rows = read_rows(unit, work)
+    with open(unit.file(work, "docs"), "rb") as f:
+        for i in np.flatnonzero(fates == KEPT).tolist():
+            f.seek(int(rows["begin"][i]))
+            yield i, f.read(int(rows["size"][i])).decode()
+
+
+# ---- tokens ----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+def tokenize_unit(unit: Unit, dtype: str, work: Path) -> int:
+    """Write the ids of what is left of a unit, work/fates.npy decides; their number. Done before: only read back."""
+    done = unit.file(work, "tokenized")
+    fates = unit_fates(unit, work)
+    tokenizer = load_tokenizer(work / "out")
+    inspected = json.loads(unit.file(work, "json").read_text(encoding="utf-8"))["key"]
+    key = hashlib.sha256(repr((inspected, tokenizer.fingerprint(), dtype)).encode() + fates.tobytes()).hexdigest()
+    if done.exists() and done.read_text(encoding="utf-8") == key:
+        return unit.file(work, "tokens").stat().st_size // np.dtype(dtype).itemsize
+    lengths = []
+    with open(unit.file(work, "tokens"), "wb") as tokens:
+        for _, text in read_kept(unit, work, fates):
+            ids = tokenizer.encode_array(text)
+            lengths.append(len(ids))
+            tokens.write(ids.astype(dtype).data)
+    np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
+    with open(f"{done}.tmp", "w", encoding="utf-8") as f:
+        f.write(key)
+    os.replace(f"{done}.tmp", done)
+    return sum(lengths)
+
+
+def unit_fates(unit: Unit, work: Path) -> np.ndarray:
+    """What became of the documents of a unit, (n,) uint8, indices of REASONS."""
+    starts = np.load(work / "starts.npy")
+    return np.load(work / "fates.npy", mmap_mode="r")[starts[unit.number] : starts[unit.number + 1]]
+
+
+# ---- all units, in several processes ---------------------------------------------------------
+
+
+def run(function: Callable[[Unit], Any], units: list[Unit], workers: int, what: str) -> list[Any]:
+    """function(unit) of all. Raises what a worker raised, and WorkerLost if one was killed."""
+    results: list[Any] = [None] * len(units)
+    workers = min(workers, len(units))
+    with tqdm(total=sum(unit.size for unit in units), unit="B", unit_scale=True, desc=what, disable=None) as progress:
+        for number, result in in_processes(function, units, workers) if workers > 1 else in_turn(function, units):
+            results[number] = result
+            progress.update(units[number].size)
+    return results
+
+
+def in_turn(function: Callable[[Unit], Any], units: list[Unit]) -> Iterator[tuple[int, Any]]:
+    return ((number, function(unit)) for number, unit in enumerate(units))
+
+
+def in_processes(function: Callable[[Unit], Any], units: list[Unit], workers: int) -> Iterator[tuple[int, Any]]:
+    """(number, result) of every unit, as it is done. function: picklable."""
+    spawn = multiprocessing.get_context("spawn")
+    watched, lifeline = spawn.Pipe(duplex=False)
+    # On an error, too, the lifeline is closed first: the workers end, and the executor does not wait for their units.
+    with ProcessPoolExecutor(workers, spawn, start_worker, (watched,)) as executor, lifeline:
+        tasks = {executor.submit(function, unit): number for number, unit in enumerate(units)}
+        for task in as_completed(tasks):
+            try:
+                result = task.result()
+            except BrokenProcessPool:
+                hint = "run again, with fewer workers if memory was short; what is done is not done again"
+                raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
+            yield tasks[task], result
+
+
+def start_worker(watched: Connection) -> None:
+    """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sees to the others
+    threading.Thread(target=end_with, args=(watched,), daemon=True).start()
+
+
+def end_with(watched: Connection) -> None:
+    try:
+        watched.recv()
+    except EOFError:
+        os._exit(1)

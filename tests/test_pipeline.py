@@ -1,0 +1,410 @@
+"""The pipeline of prepare.py on texts with planted faults, against what was planted and against brute force."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planted import UNIT, Planted, jaccard, plant, score
+
+import corpus as corpora
+import data
+import pipeline
+import prepare
+from configurator import ConfigError, is_key
+from pipeline import PrepareError
+from tokenizer import Tokenizer, train
+
+ROOT = Path(__file__).parent.parent
+KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+
+
+def run(out_dir: Path, **settings) -> int:
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    return prepare.main(KEYS | {"workers": 1, "out_dir": str(out_dir)} | plain)
+
+
+def manifest_of(out_dir: Path) -> dict:
+    return json.loads((out_dir / "manifest.json").read_text("utf-8"))
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def texts_of(out_dir: Path, split: str = "train", source: str | None = None) -> list[str]:
+    """Documents of a prepared directory in the order of its files."""
+    part, tokenizer, found = data.TokenData(out_dir, split, source), Tokenizer.load(out_dir), []
+    for shard, offsets in zip(part.shards, part.offsets, strict=True):
+        for begin, end in zip(offsets, offsets[1:], strict=False):
+            found.append(tokenizer.decode(shard[begin + 1 : end].tolist()))
+    return found
+
+
+def pieces(n: int) -> list[str]:
+    """n different texts of 200 to 900 characters, English and Chinese."""
+    reference = "\n".join(corpora.debug_texts()[:-8])
+    english = [reference[i : i + 700] for i in range(0, len(reference), 700)]
+    chinese = [text for text in corpora.chinese_sample() if len(text) > 100]
+    found = [text for pair in zip(english, chinese, strict=False) for text in pair] + english[len(chinese) :]
+    return [text for text in dict.fromkeys(found) if len(UNIT.findall(text)) > 30][:n]
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train(pieces(60), 512).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    return plant(pieces(400))
+
+
+@pytest.fixture(scope="module")
+def planted_files(planted, tmp_path_factory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("planted")
+    (path / "corpus.jsonl").write_bytes(b"\n".join(planted.lines) + b"\n")
+    write_rows(path / "questions.jsonl", planted.questions)
+    return {"input": str(path / "corpus.jsonl"), "decontaminate": str(path / "questions.jsonl")}
+
+
+# ---- what was planted is found ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(planted_files, tok, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    assert run(out, tokenizer_dir=tok, **planted_files) == 0
+    return out
+
+
+def test_planted_faults_are_found_and_nothing_else(planted, prepared):
+    found = score(planted, prepared)
+    assert set(found["exact"]) == {"exact_duplicate"}
+    assert set(found["truncated"]) == {"bad_json"} and set(found["encoding"]) == {"bad_encoding"}
+    assert set(found["contaminated"]) == {"contaminated"}
+    assert set(found["original"]) == {"kept"}
+    assert set(found.get("near J>=0.9", {"near_duplicate": 0})) == {"near_duplicate"}
+    assert set(found["near J<0.8"]) <= {"kept", "near_duplicate"} and "kept" in found["near J<0.8"]
+    assert sum(n for counts in found.values() for n in counts.values()) == len(planted.lines)
+
+
+def test_totals_are_those_of_the_lines_and_add_up(planted, prepared):
+    info = manifest_of(prepared)["info"]
+    documents, n_bytes = info["documents"], info["bytes"]
+    assert documents["read"] == len(planted.lines) == documents["kept"] + sum(documents["dropped"].values())
+    readable = [json.loads(line)["text"] for line, label in zip(planted.lines, planted.labels, strict=True)
+                if label not in ("truncated", "encoding")]  # fmt: skip
+    assert n_bytes["read"] == sum(len(text.encode()) for text in readable)
+    assert n_bytes["read"] == n_bytes["kept"] + n_bytes["cleaned"] + n_bytes["cut"] + sum(n_bytes["dropped"].values())
+    splits = manifest_of(prepared)["splits"]
+    assert sum(split["documents"] for split in splits.values()) == documents["kept"]
+    assert sum(split["bytes"] for split in splits.values()) == n_bytes["kept"]
+
+
+def test_dropped_copies_name_a_document_that_was_kept(planted, prepared):
+    offsets = np.cumsum([0] + [len(line) + 1 for line in planted.lines]).tolist()
+    rows = [row.split("\t") for row in (prepared / "dropped.tsv").read_text("utf-8").splitlines()[1:]]
+    dropped = {offsets.index(int(row[1])) for row in rows}
+    copies = [row for row in rows if row[2] in ("exact_duplicate", "near_duplicate")]
+    assert len(copies) > 20
+    for row in copies:
+        i, j = offsets.index(int(row[1])), offsets.index(int(row[4]))
+        texts = [json.loads(planted.lines[k])["text"] for k in (i, j)]
+        assert j < i
+        if row[2] == "exact_duplicate":
+            assert "".join(texts[0].lower().split()) == "".join(texts[1].lower().split())
+        else:
+            assert j not in dropped
+            assert abs(jaccard(*texts) - float(row[5])) < 0.15  # of 128 numbers: a standard deviation of 0.035
+
+
+def test_report_shows_samples_of_every_reason(prepared):
+    report = (prepared / "report.md").read_text("utf-8")
+    for reason in ("kept", "exact_duplicate", "near_duplicate", "contaminated"):
+        section = report.partition(f"## {reason}\n")[2].partition("\n## ")[0]
+        assert section.count("\n  > ") == 20 or reason == "near_duplicate" or "contaminated"
+        assert section.count("\n  > ") > 0, reason
+
+
+def content(out_dir: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out_dir)): path.read_bytes() for path in out_dir.rglob("*")
+            if path.is_file() and path.name != "config.py"}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
+    code = f"""
+import sys, pipeline, prepare
+if __name__ == "__main__":
+    sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers}
+             | planted_files}))
+"""
+    (tmp_path / "go.py").write_text(code.replace("import sys, pipeline, prepare",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pipeline, prepare; "
+        "pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11"), "utf-8")  # fmt: skip
+    subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
+    assert content(tmp_path / "out") == content(prepared)
+
+
+def test_the_engine_of_datasketch_gives_the_same_bytes(planted_files, prepared, tok, tmp_path):
+    run(tmp_path / "out", tokenizer_dir=tok, near_engine="datasketch", **planted_files)
+    other, mine = content(tmp_path / "out"), content(prepared)
+    del other["manifest.json"], mine["manifest.json"]  # the one says which engine
+    assert other == mine
+
+
+def test_contaminated_places_can_be_cut_out(tmp_path, tok):
+    question = {"question": "Which of these rivers flows north through eleven countries into the sea?",
+                "choices": ["The Nile", "The Rhine", "The Volga", "The Po"]}  # fmt: skip
+    asked = question["question"] + " " + " ".join(question["choices"])
+    around = ["A text about rivers. " + "Water runs down, as it always did, and nobody asks it why it does. " * 9,
+              "Another begins here. " + "Boats go up and down all day with fish, salt, people, with mail. " * 9]
+    documents = [around[0] + asked.upper() + around[1], *around]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
+    questions = write_rows(tmp_path / "q.jsonl", [question])
+    settings = {"input": path, "tokenizer_dir": tok, "decontaminate": questions, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "dropped", **settings)
+    assert texts_of(tmp_path / "dropped") == around
+    run(tmp_path / "cut", decontaminate_action="cut", **settings)
+    kept = texts_of(tmp_path / "cut")
+    assert kept[1:] == around and "rivers" in kept[0] and "NILE" not in kept[0] and "mail" in kept[0]
+    info = manifest_of(tmp_path / "cut")["info"]
+    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 1}
+
+
+# ---- settings --------------------------------------------------------------------------------
+
+
+def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
+    articles = [{"title": f"标题{i}", "content": t, "uniqueKey": "x"} for i, t in enumerate(pieces(20))]
+    write_rows(tmp_path / "wudao.json", articles)
+    write_rows(tmp_path / "qa.jsonl", [{"ask": t[:90], "answer": t[90:], "n": 1} for t in pieces(60)[20:]])
+    lines = "第一行，有几个字，够不够长呢？我想够了。\n二\n第三行也有几个字，比第二行长多了吧？\n"
+    (tmp_path / "lines.txt").write_text(lines, "utf-8")
+    spec = (f"wiki: {tmp_path}/wudao.json, weight=0.5, text_key=content; qa: {tmp_path}/qa.jsonl, weight=0.3, "
+            f'text_key=ask + "::" + answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
+    run(tmp_path / "out", input=spec, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
+    both = {s: texts_of(tmp_path / "out", "train", s) + texts_of(tmp_path / "out", "val", s)
+            for s in ("wiki", "qa", "zh")}  # fmt: skip
+    assert sorted(both["wiki"]) == sorted(pieces(20))
+    assert sorted(both["qa"]) == sorted(t[:90] + "::" + t[90:] for t in pieces(60)[20:])
+    assert len(both["zh"]) == 2
+    sources = manifest_of(tmp_path / "out")["sources"]
+    assert {name: entry["weight"] for name, entry in sources.items()} == {"wiki": 0.5, "qa": 0.3, "zh": 0.2}
+    assert (tmp_path / "out" / "qa" / "train_00000.npy").exists()
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+    assert run(tmp_path / "out", input=spec.replace("min_chars=5", "min_chars=1"), tokenizer_dir=tok, near=0.0) == 0
+    assert len(texts_of(tmp_path / "out", "train", "zh") + texts_of(tmp_path / "out", "val", "zh")) == 3
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("a: x.txt; y.txt", "'y.txt' is not of the form 'name: files, key=value, ...'"),
+        ("a: x.txt; a: y.txt", "two sources have the same name"),
+        ("a: x.txt, weight=1; b: y.txt", "give a weight to every source, or to none"),
+        ("a: x.txt, weight=much", "weight=much of source a is not a number"),
+        ("a: x.txt, quality=fine", "quality must be one of curated, web, got 'fine'"),
+        ("a: weight=1", "source a names no files"),
+    ],
+)
+def test_malformed_sources_are_one_line(spec, said):
+    with pytest.raises(ConfigError) as caught:
+        prepare.check_config(KEYS | {"input": spec, "out_dir": "x"})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rules_hook_and_word_list_drop_and_are_counted(tmp_path, tok):
+    (tmp_path / "rules.py").write_text("def keep(text):\n    return 'parachute' not in text\n", "utf-8")
+    (tmp_path / "words.txt").write_text("坏词\nnasty\n", "utf-8")
+    documents = [*pieces(30), "A parachute opens, and the one below it is glad of that."]
+    documents += ["坏词坏词坏词，说了三遍，一行之内。真的。"]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents] + [{"text": "short"}])
+    settings = {"keep": f"{tmp_path}/rules.py:keep", "words": f"{tmp_path}/words.txt", "tokenizer_dir": tok}
+    run(tmp_path / "out", input=path, **settings)
+    dropped = {"min_length": 1, "listed_words": 1, "keep": 1}
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == dropped
+    (tmp_path / "rules.py").write_text("def keep(text):\n    return True\n", "utf-8")
+    run(tmp_path / "out", input=path, **settings)  # what a setting's file holds counts, too
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"min_length": 1, "listed_words": 1}
+    run(tmp_path / "out", input=path, rules_off="min_length,listed_words", **settings)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {}
+
+
+def test_scores_filter_by_value_and_by_share(tmp_path, tok):
+    rows = [{"text": t, "bpb": i / 100, "ifd": 1 - i / 100} for i, t in enumerate(pieces(100))]
+    path = write_rows(tmp_path / "x.jsonl", [*rows, {"text": "without any number, though long enough"}])
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", score="bpb=0.2..0.5,ifd=..0.7", **common)
+    assert texts_of(tmp_path / "out") == [row["text"] for row in rows if 0.2 <= row["bpb"] <= 0.5 and row["ifd"] <= 0.7]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"]["score"] == 101 - 21
+    run(tmp_path / "out", score="bpb=10%..90%", **common)
+    low, high = np.percentile([row["bpb"] for row in rows], [10, 90])
+    kept = {row["text"] for row in rows if low <= row["bpb"] <= high}
+    assert set(texts_of(tmp_path / "out")) == kept
+    for wrong in ("bpb", "bpb=1", "bpb=a..b"):
+        with pytest.raises(PrepareError, match="is not key=least..most"):
+            run(tmp_path / "no", score=wrong, **common)
+
+
+@pytest.mark.parametrize("order", ["hash", "length", "unigram", "bigram", "trigram", "score"])
+def test_documents_can_be_ordered_by_difficulty(tmp_path, tok, order):
+    rng = random.Random(0)
+    rows = [{"text": t[: rng.randint(60, 200)], "loss": rng.random()} for t in pieces(80)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "exact": False, "score": "loss=.."}
+    run(tmp_path / "out", order=order, **common)
+    found = texts_of(tmp_path / "out")
+    tokenizer = Tokenizer.load(tok)
+    ids = [tokenizer.encode(text) for text in found]
+    if order == "hash":
+        digests = [hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest() for t in found]
+        keys = [float(int.from_bytes(digest, "little")) for digest in digests]
+    elif order == "length":
+        keys = [len(i) for i in ids]
+    elif order == "score":
+        loss = {row["text"]: row["loss"] for row in rows}
+        keys = [loss[text] for text in found]
+    else:
+        counts = Counter(token for i in ids for token in i)
+        total = sum(counts.values())
+        keys = []
+        for i in ids:  # by the counts in the other documents
+            others, size = counts - Counter(i), total - len(i) + len(counts) + 1
+            keys.append(-np.mean([np.log2((others[token] + 1) / size) for token in i]))
+    assert len(found) > 60
+    if order in ("bigram", "trigram"):  # not what unigrams say, but not far from it
+        assert np.corrcoef(np.arange(len(keys)), keys)[0, 1] > 0.2
+    else:
+        steps = np.diff(keys)
+        assert (steps >= -1e-9).all()
+
+
+def test_folds_cover_every_document_once(tmp_path, tok):
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(120)])
+    vals = []
+    for i in (1, 2, 3):
+        run(tmp_path / str(i), input=path, tokenizer_dir=tok, fold=f"{i}/3")
+        val = texts_of(tmp_path / str(i), "val")
+        assert sorted(val + texts_of(tmp_path / str(i))) == sorted(pieces(120))
+        vals += val
+    assert sorted(vals) == sorted(pieces(120))
+    for wrong in ("0/3", "4/3", "1/1", "half"):
+        with pytest.raises(ConfigError, match="fold"):
+            run(tmp_path / "no", input=path, tokenizer_dir=tok, fold=wrong)
+
+
+def test_huge_documents_are_cut_at_paragraphs(tmp_path, tok, monkeypatch):
+    monkeypatch.setattr(pipeline, "HUGE_CHARS", 1000)
+    paragraphs = [t.replace("\n\n", "\n") for t in pieces(12)]
+    documents = ["\n\n".join(paragraphs), "x" * 2500, paragraphs[0]]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0, exact=False, val_fraction=0.0)
+    found = texts_of(tmp_path / "out")
+    info = manifest_of(tmp_path / "out")["info"]["documents"]
+    assert info["mended"]["split_huge"] == len(found) - 3 and info["read"] == info["kept"] == len(found)
+    assert max(map(len, found)) <= 1000 and "".join(found) == "\n\n".join(paragraphs) + "x" * 2500 + paragraphs[0]
+    assert all(text.endswith("\n\n") for text in found[:-5])
+
+
+def test_too_many_bad_records_are_told_by_the_exit_status(tmp_path, tok):
+    path = tmp_path / "x.jsonl"
+    write_rows(path, [{"text": t} for t in pieces(8)] + [{"no": 1}, {"no": 2}])
+    assert run(tmp_path / "a", input=path, tokenizer_dir=tok) == 0
+    assert run(tmp_path / "b", input=path, tokenizer_dir=tok, max_bad_fraction=0.1) == 1
+    assert run(tmp_path / "c", input=path, tokenizer_dir=tok, max_bad_fraction=0.2) == 0
+
+
+# ---- conversations and pairs -----------------------------------------------------------------
+
+
+def test_conversations_are_filtered_by_question_and_answer(tmp_path):
+    def talk(question: str, answer: str) -> dict:
+        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
+    answers = pieces(40)
+    rows = [talk(f"第{i}个问题是什么？请说说看。", answer) for i, answer in enumerate(answers)]
+    rows += [talk("第3个问题是什么？请说说看。", answers[3]), talk("Hi?", answers[5][::-1])]
+    rows += [talk("这个问题没有回答，怎么办呢？", "")]
+    rows += [talk("第7个问题是什么？请说说看。", answers[7] + "。"), {"messages": "none"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2)
+    manifest = manifest_of(tmp_path / "out")
+    dropped = {"bad_field": 1, "exact_duplicate": 1, "question_length": 1, "answer_missing": 1, "near_duplicate": 1}
+    assert manifest["info"]["documents"]["dropped"] == dropped
+    found = [json.loads(line) for split in ("train", "val") for line in
+             (tmp_path / "out" / f"{split}.jsonl").read_text("utf-8").splitlines()]  # fmt: skip
+    questions = [{"role": "user", "content": f"第{i}个问题是什么？请说说看。"} for i in range(len(answers))]
+    expected = [{"messages": [q, {"role": "assistant", "content": a}]} for q, a in zip(questions, answers, strict=True)]
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    assert {split: entry["rows"] for split, entry in manifest["splits"].items()}["val"] > 0
+    assert run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2) == 0
+    assert run(tmp_path / "again", input=tmp_path / "out" / "train.jsonl", kind="chat") == 0  # its own output
+
+
+def test_pairs_without_two_different_answers_are_dropped(tmp_path):
+    texts = pieces(23)
+    rows = [{"prompt": f"Question {i}: {t[:40]}", "chosen": t, "rejected": t[::-1]}
+            for i, t in enumerate(texts[:20])]  # fmt: skip
+    rows += [{"prompt": "Equal answers?", "chosen": texts[20], "rejected": texts[20]}]
+    rows += [{"prompt": "One is empty?", "chosen": texts[21], "rejected": " "}]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"bad_field": 2}
+    errors = (tmp_path / "out" / "errors.tsv").read_text("utf-8")
+    assert "chosen and rejected are the same" in errors and "empty answer" in errors
+    found = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()]
+    assert [row["chosen"] for row in found] == texts[:20]
+    assert found[0]["prompt"] == [{"role": "user", "content": f"Question 0: {texts[0][:40]}"}]
+
+
+# ---- show ------------------------------------------------------------------------------------
+
+
+def shown(capsys, **settings) -> str:
+    prepare.main(KEYS | settings)
+    return capsys.readouterr().out
+
+
+def test_show_tells_format_tokens_and_what_is_dropped(tmp_path, tok, capsys):
+    rows = [{"text": pieces(3)[0]}, {"text": pieces(3)[0].upper()}, {"text": "short"}, {"txt": "unknown"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    out = shown(capsys, input=str(path), show=9, tokenizer_dir=tok)
+    assert "JSON objects, one per line" in out and "4 rows: 1 would be kept, 3 not" in out
+    assert f"exact_duplicate: as {path}:1" in out and "DROPPED: min_length" in out
+    assert "NOT UNDERSTOOD: " in out and "txt" in out.partition("NOT UNDERSTOOD")[2]
+    tokenizer = Tokenizer.load(tok)
+    assert len(tokenizer.encode(rows[0]["text"])) > 100
+    first = out.partition("   kept\n   ")[2].splitlines()[0]
+    names = [tokenizer.decode([i]) for i in tokenizer.encode(rows[0]["text"])[:20]]
+    assert first.startswith("|".join(repr(name)[1:-1] for name in names))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
+    talk = [("system", "be kind"), ("user", "你好吗？这是一个问题。"), ("assistant", "很好，谢谢你这样问我。")]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in talk]}]
+    out = shown(capsys, input=str(write_rows(tmp_path / "x.jsonl", rows)), show=1, kind="chat", tokenizer_dir=tok)
+    marked = out.partition("[[")[2].partition("]]")[0]
+    tokenizer = Tokenizer.load(tok)
+    ids, mask = tokenizer.render(rows[0]["messages"])
+    assert marked.endswith("<|im_end|>") and out.count("[[") == 2  # the line that explains the marks has them, too
+    assert f"({sum(mask)} of " in out
+    learnt = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    plain = "".join(c for c in marked if c not in "|~0123456789")
+    assert plain == learnt.replace("|", "")
+    out = shown(capsys, input=str(tmp_path / "x.jsonl"), show=1, tokenizer_dir=tok)
+    assert "NOT UNDERSTOOD" in out and "chat" in out  # as a text it is nothing
+
+
+def test_show_looks_into_a_prepared_directory(prepared, capsys):
+    out = shown(capsys, input=str(prepared), show=2)
+    assert "2,0" not in out and "prepared, " in out and out.count("-- document") == 2 and "<|endoftext|>|" in out
