@@ -75,7 +75,7 @@ from selection import (
     write_report,
 )
 from show import show_rows
-from tokenizer import FILES, SMALLEST, Tokenizer, train
+from tokenizer import FILES, SMALLEST, Tokenizer, mix_texts, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
@@ -121,7 +121,7 @@ verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
 VERSION = 2  # of what is made of an input; a directory made by another version is made anew
-TOKENIZER_BYTES = 2**28  # of text that a tokenizer is trained on; more changes little and takes minutes
+TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 
@@ -222,13 +222,17 @@ def spool_stdin(work: Path) -> Path:
 
 
 def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]:
-    """What a tokenizer learns from: kept documents of train, from units all over the source."""
-    stride = 1 + sum(unit.size for unit in share.units) // TOKENIZER_BYTES
-    is_train = np.zeros(len(chosen.rows), bool)
-    is_train[share.rows[share.splits == 0]] = True
-    for unit in share.units[::stride]:
-        own = is_train[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
-        yield from (text for _, text in read_kept(unit, work, np.where(own, KEPT, EXACT)))
+    """What a tokenizer learns from: kept documents of train, all or, by their hash, about TOKENIZER_BYTES of them."""
+    own = share.rows[share.splits == 0]
+    size = int(chosen.rows["n_bytes"][own].sum())
+    if size > TOKENIZER_BYTES:
+        chance = chosen.rows["key"][own, 1] / 2.0**64
+        own = own[chance < TOKENIZER_BYTES / size]
+    taken = np.zeros(len(chosen.rows), bool)
+    taken[own] = True
+    for unit in share.units:
+        wanted = taken[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+        yield from (text for _, text in read_kept(unit, work, np.where(wanted, KEPT, EXACT)))
 
 
 def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
@@ -242,25 +246,15 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
     if single is not None:
         texts = iter([cut(single, recipe)[0]])
     elif len(parts) == 1:
-        texts = limited(training_texts(parts[0], chosen, work), TOKENIZER_BYTES)
+        texts = training_texts(parts[0], chosen, work)
     else:
         weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
         sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
-        from tokenizer import mix_texts
-
         texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
     tokenizer = train(texts, config["vocab_size"], config["backend"])
     tokenizer.save(kept)
     (kept / "key").write_text(key, encoding="utf-8")
     return tokenizer
-
-
-def limited(texts: Iterator[str], n_bytes: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        n_bytes -= len(text.encode())
-        if n_bytes <= 0:
-            return
 
 
 class Tokens(NamedTuple):

@@ -4,20 +4,26 @@
     python tokenizer.py --input='books/*.txt' --out_dir=data/sp --backend=sentencepiece
     python tokenizer.py --inspect=data/tok --text='print("hello")'                       # see the pieces
     python tokenizer.py --inspect=data/tok --input='books/en*.txt,books/zh*.txt'         # bytes per token, of each part
+    python tokenizer.py --input='wiki/=0.7,code/=0.3' --max_mb=100                       # learn from a mixture
+    python tokenizer.py --convert=qwen.tiktoken --out_dir=data/qwen                      # another's, for transformers
+    python tokenizer.py --extend=data/qwen --input=zh/ --vocab_size=160000 --out_dir=data/zh
 
 "bpe" splits text into chunks by a regular expression and joins the most frequent neighbours inside them, starting
 from the 256 bytes, so that every text has ids and comes back exactly. It is trained here (`train_bpe`) and run by
 tiktoken. "sentencepiece" is its BPE over characters with byte fallback, set so that text comes back exactly too.
 
 A tokenizer is stored as Hugging Face stores it (tokenizer.json or tokenizer.model, with tokenizer_config.json):
-transformers.AutoTokenizer reads ours and gives the same ids, `Tokenizer.load` reads those of Llama 3, Qwen or GPT-2.
+transformers.AutoTokenizer reads ours and gives the same ids, `Tokenizer.load` reads those of Llama, Qwen, ChatGLM2 or
+GPT-2, also as tiktoken's list of ranks or a bare model of sentencepiece.
 
 Ordinary text never becomes a special token: `encode` cannot produce one, only `render` writes them.
 """
 
+import base64
 import codecs
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -25,6 +31,7 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,24 +40,29 @@ import sentencepiece
 import tiktoken
 from tqdm import tqdm
 
-from bpe import GPT2_PATTERN, MAX_CHARS, PATTERN, blocks, count_chunks, scrub, train_bpe
+from bpe import MAX_CHARS, PATTERNS, Corpus, blocks, count_chunks, merge_below, merges_of, scrub, train_bpe
 from configurator import configure
 from readers import Report, find_files, read_documents
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # text to learn from, or to measure: files, directories, globs, comma-separated; - is standard input
+input = ""  # text to learn from, or to measure: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
 text_key = "text"  # where the text is in JSON, csv and parquet; a.b for b within a
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
+pattern = ""  # how bpe cuts text: gpt4 (what "" means) | gpt2 | zh; with convert also cl100k | qwen, "" = by its name
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
 inspect = ""  # directory of a tokenizer to look at, instead of training one
 text = ""  # with inspect: the text whose pieces to show
+convert = ""  # another's tokenizer (qwen.tiktoken, tokenizer.model, a directory) to write to out_dir for transformers
+specials = ""  # with convert: its special tokens, comma-separated, whose ids follow all others
+extend = ""  # directory of a tokenizer to which the tokens of `input` are added, up to vocab_size, into out_dir
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the specials
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
+MAX_DOC_CHARS = 10_000  # of each document of a mixture, so that no single one decides the merges (nanochat)
 
 ROLES = ("system", "user", "assistant", "tool")
 # The Jinja twin of Tokenizer.render, for tokenizer_config.json; "generation" marks what the model learns to say.
@@ -75,14 +87,18 @@ class TokenizerError(ValueError):
 # ---- training: both backends -----------------------------------------------------------------
 
 
-def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe") -> "Tokenizer":
+def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: str = "gpt4") -> "Tokenizer":
     """A tokenizer learnt from `texts` with `vocab_size` ids in all, rounded up to a multiple of SIZE_STEP.
 
     bpe: 256 bytes, merges, the special tokens, <|reserved_i|>; fewer ids than asked for if no pair is left to merge.
-    Raises TokenizerError: no text, vocab_size too small; for sentencepiece also too small or too large for the text.
+    pattern, for bpe: a name of PATTERNS. Raises TokenizerError: no text, vocab_size too small, unknown names; for
+    sentencepiece also too small or too large for the text.
     """
+    if backend == "sentencepiece" and pattern != "gpt4":
+        raise TokenizerError(f"tokenizer: pattern={pattern!r} is for backend=bpe; sentencepiece cuts text its own way")
     if backend not in ("bpe", "sentencepiece"):
         raise TokenizerError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
+    check_pattern(pattern)
     size = -(-vocab_size // SIZE_STEP) * SIZE_STEP
     if size < SMALLEST:
         raise TokenizerError(f"tokenizer: vocab_size={vocab_size} cannot hold bytes and specials; use >= {SMALLEST}")
@@ -90,17 +106,25 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe") -> "Token
         print(f"tokenizer: vocab_size={vocab_size} is rounded up to {size}, a multiple of {SIZE_STEP}")
     if backend == "sentencepiece":
         return Tokenizer(sentencepiece_files(train_sentencepiece(texts, size)))
-    counts = count_chunks(texts)
+    counts = count_chunks(texts, PATTERNS[pattern])
     if not counts:
         raise TokenizerError("tokenizer: the input holds no text to learn from")
-    tokenizer = Tokenizer(bpe_files(train_bpe(counts, size - 256 - len(SPECIALS))))
+    tokenizer = Tokenizer(bpe_files(train_bpe(counts, size - 256 - len(SPECIALS)), PATTERNS[pattern]))
     if tokenizer.vocab_size < size:
         print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
     return tokenizer
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
-    """A model of sentencepiece, the content of tokenizer.model, that gives text back exactly. Raises TokenizerError."""
+def check_pattern(pattern: str) -> None:
+    if pattern not in PATTERNS:
+        raise TokenizerError(f"tokenizer: unknown pattern {pattern!r}; use one of {', '.join(PATTERNS)}")
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, exactly: bool = True) -> bytes:
+    """A model of sentencepiece, the content of tokenizer.model, that gives text back exactly. Raises TokenizerError.
+
+    exactly: whether a text too small for vocab_size is an error; else the model is smaller.
+    """
     lines = list(lines_of(texts))  # an error of `texts` would be lost inside sentencepiece
     model = io.BytesIO()
     try:
@@ -109,6 +133,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
+            hard_vocab_limit=exactly,
             character_coverage=0.9995,  # the rarest characters are spelt in bytes
             byte_fallback=True,
             split_digits=True,
@@ -171,24 +196,46 @@ TO_CHAR = byte_alphabet()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
-def bpe_files(merges: Sequence[tuple[int, int]]) -> dict[str, bytes]:
+def bpe_files(merges: Sequence[tuple[int, int]], pattern: str) -> dict[str, bytes]:
     """{file name: content} of a byte-level BPE with these merges and our special tokens."""
-    words = [TO_CHAR[b] for b in range(256)]
+    tokens = [bytes([b]) for b in range(256)]
     for left, right in merges:
-        words.append(words[left] + words[right])
-    specials = list(SPECIALS)
-    while (len(words) + len(specials)) % SIZE_STEP:
-        specials.append(f"<|reserved_{len(specials) - len(SPECIALS)}|>")
-    description = {
+        tokens.append(tokens[left] + tokens[right])
+    names = [*SPECIALS, *reserved(-(len(tokens) + len(SPECIALS)) % SIZE_STEP, SPECIALS)]
+    specials = {name: i for i, name in enumerate(names, start=len(tokens))}
+    pairs = [(tokens[left], tokens[right]) for left, right in merges]
+    description = bpe_description({token: i for i, token in enumerate(tokens)}, pairs, specials, pattern)
+    config = config_of("PreTrainedTokenizerFast")
+    return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
+
+
+def reserved(n: int, taken: Iterable[str]) -> list[str]:
+    """`n` names for special tokens without a meaning, numbered on from those that are taken."""
+    found = [re.fullmatch(r"<\|reserved_(\d+)\|>", name) for name in taken]
+    start = 1 + max((int(match[1]) for match in found if match), default=-1)
+    return [f"<|reserved_{start + i}|>" for i in range(n)]
+
+
+def bpe_description(
+    ranks: dict[bytes, int],
+    merges: list[tuple[bytes, bytes]],
+    specials: dict[str, int],
+    pattern: str,
+    whole_chunks: bool = False,
+) -> dict:
+    """The content of tokenizer.json. whole_chunks: see check_merges."""
+    top = max(ranks.values())
+    vocab = {in_chars(token): i for token, i in ranks.items()} | {name: i for name, i in specials.items() if i < top}
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": len(words) + i} | added_token(s) for i, s in enumerate(specials)],
+        "added_tokens": [{"id": i} | added_token(name) for name, i in sorted(specials.items(), key=itemgetter(1))],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             ],
         },
@@ -202,13 +249,11 @@ def bpe_files(merges: Sequence[tuple[int, int]]) -> dict[str, bytes]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {word: i for i, word in enumerate(words)},
-            "merges": [[words[left], words[right]] for left, right in merges],
+            "ignore_merges": whole_chunks,
+            "vocab": dict(sorted(vocab.items(), key=itemgetter(1))),
+            "merges": [[in_chars(left), in_chars(right)] for left, right in merges],
         },
     }
-    config = config_of("PreTrainedTokenizerFast")
-    return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
 
 
 def sentencepiece_files(model: bytes) -> dict[str, bytes]:
@@ -333,12 +378,16 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         own_regex = last.get("use_regex", True)
         if not splits and own_regex:
-            return GPT2_PATTERN
+            return PATTERNS["gpt2"]
         if kinds[:-1] == ["Split"] and not own_regex and "Regex" in splits[0]["pattern"]:
             # Every match is a chunk, either way. Whether all text matches is tried with ALL_KINDS.
             if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
                 return splits[0]["pattern"]["Regex"]
     raise TokenizerError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+
+
+def in_chars(token: bytes) -> str:
+    return "".join([TO_CHAR[byte] for byte in token])
 
 
 def in_bytes(word: str) -> bytes:
@@ -381,19 +430,6 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
             raise TokenizerError(f"its token {rank} ({token!r}) does not follow from its merges")
 
 
-def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of `token` after all merges that make a token with an id below `limit`."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        made = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
-        least = min(made)
-        if least >= limit:
-            break
-        at = made.index(least)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
-
-
 class SentencePieceBPE:
     """The backend "sentencepiece": a tokenizer.model, run by sentencepiece. Attributes as in ByteLevelBPE."""
 
@@ -414,9 +450,13 @@ class SentencePieceBPE:
                 self.token_bytes[i] = bytes([int(piece[3:5], 16)])  # written <0xE4>
             else:
                 self.token_bytes[i] = piece.replace(SPACE, " ").encode()
+        # One that puts a space before every text (Llama 2) would put one after each U+2581 too: its own ids are given.
+        self.has_prefix = self.processor.encode("a", out_type=str)[0].startswith(SPACE)
         self.space_in_bytes = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
     def encode(self, text: str) -> list[int]:
+        if self.has_prefix:
+            return self.processor.encode(scrub(text))
         first, *rest = scrub(text).split(SPACE)
         ids = self.processor.encode(first)
         for part in rest:
@@ -432,6 +472,206 @@ class SentencePieceBPE:
 
 
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so one that is in the text is spelt in bytes
+
+
+# ---- what others store otherwise -------------------------------------------------------------
+
+
+class RankFile(NamedTuple):
+    """A published list of ranks: how it cuts text, how many tokens it has, and its special tokens' ids after these."""
+
+    pattern: str
+    n_tokens: int
+    specials: dict[str, int]
+
+
+FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+RANK_FILES = {  # by what their names hold
+    "gpt2": RankFile("gpt2", 50_256, {"<|endoftext|>": 0}),
+    "r50k": RankFile("gpt2", 50_256, {"<|endoftext|>": 0}),
+    "cl100k": RankFile(
+        "cl100k", 100_256, {"<|endoftext|>": 1, **{name: 2 + i for i, name in enumerate(FIM)}, "<|endofprompt|>": 20}
+    ),
+    "qwen": RankFile("qwen", 151_643, {name: i for i, name in enumerate(QWEN)}),
+}
+CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")  # its code adds them to the pieces of ChatGLM2's model
+
+
+def imported(files: dict[str, bytes], pattern: str = "", specials: str = "") -> dict[str, bytes]:
+    """`files` in Hugging Face's layout: a list of ranks becomes a tokenizer.json; a model of sentencepiece that comes
+    without a configuration, or with that of ChatGLM, gets one. Others stay as they are."""
+    names = [name.strip() for name in specials.split(",") if name.strip()]
+    if "tokenizer.json" in files:
+        if pattern or names:
+            raise TokenizerError("tokenizer.json has a pattern and special tokens of its own; leave out these options")
+        return files
+    for name, content in files.items():
+        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
+            return rank_files(read_ranks(content), name, pattern, names)
+    if "tokenizer.model" not in files:
+        raise TokenizerError("it is neither a list of ranks nor a model of sentencepiece nor a tokenizer.json")
+    if pattern:
+        raise TokenizerError(f"it is a model of sentencepiece, which has no use for pattern={pattern!r}")
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    if "ChatGLM" in config.get("tokenizer_class", ""):
+        names = names or list(CHATGLM)
+    elif config and not names:
+        return files
+    return files | {"tokenizer_config.json": to_json(config_of_model(files["tokenizer.model"], names))}
+
+
+def read_ranks(content: bytes) -> dict[bytes, int]:
+    """{token: rank} of tiktoken's format: on each line a token in base64 and its rank. Raises ValueError."""
+    fields = [line.split() for line in content.splitlines() if line]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
+    if len(ranks) < len(fields):
+        raise TokenizerError(f"{len(fields) - len(ranks)} of its tokens are listed twice")
+    return ranks
+
+
+def rank_files(ranks: dict[bytes, int], name: str, pattern: str, specials: list[str]) -> dict[str, bytes]:
+    """{file name: content} of a list of ranks called `name`. Raises TokenizerError: pattern not known."""
+    matching = [kind for key, kind in RANK_FILES.items() if key in name.lower() or kind.n_tokens == len(ranks)]
+    if not matching and not pattern:
+        raise TokenizerError(f"{name} does not say how it cuts text; give --pattern={'|'.join(PATTERNS)}")
+    kind = matching[0] if matching else RankFile(pattern, 0, {"<|endoftext|>": 0})
+    check_pattern(pattern := pattern or kind.pattern)
+    above = 1 + max(ranks.values())
+    offsets = {special: i for i, special in enumerate(specials)} or kind.specials
+    ids = {special: above + i for special, i in offsets.items()}
+    gaps = sorted(set(range(1 + max(ids.values()))) - set(ranks.values()) - set(ids.values()))
+    ids |= dict(zip(reserved(len(gaps), ids), gaps, strict=True))
+    merges, by_hand = merges_of(ranks)
+    description = bpe_description(ranks, merges, ids, PATTERNS[pattern], whole_chunks=by_hand)
+    if pattern == "qwen":
+        description["normalizer"] = {"type": "NFC"}  # which its own code does
+    end = next(iter(offsets))
+    config = config_of("PreTrainedTokenizerFast") | {"bos_token": None, "eos_token": end, "pad_token": None}
+    if "<|im_start|>" not in ids:
+        del config["chat_template"]
+    return {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
+
+
+def config_of_model(model: bytes, added: list[str]) -> dict:
+    """tokenizer_config.json for a bare tokenizer.model of the kind of Llama 2's, with special tokens added to it."""
+    engine = SentencePieceBPE(model, {})
+    processor = engine.processor
+    names = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": processor.unk_id()}
+    first = processor.get_piece_size()
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        **{key: processor.id_to_piece(i) for key, i in names.items() if i >= 0},
+        "legacy": False,
+        "add_prefix_space": engine.has_prefix,  # transformers, unlike sentencepiece, puts none before a space
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": {str(first + i): added_token(name) for i, name in enumerate(added)},
+    }
+
+
+# ---- more tokens for another language --------------------------------------------------------
+
+
+def extended(tokenizer: "Tokenizer", texts: Iterable[str], n_new: int) -> "Tokenizer":
+    """`tokenizer` with about n_new tokens more, learnt from `texts`: every old id stays, special ones included; new ids
+    follow all of them, and reserved special tokens up to a multiple of SIZE_STEP. Fewer, if the text has no more.
+
+    bpe goes on merging where the old merges leave the text; sentencepiece gets the pieces that a model of the new text
+    has and the old one lacks, ranked after the old ones. (What ChatGLM2's code adds to its model is in the model then;
+    transformers, unlike sentencepiece, would make "sop" of an "s" and an "op" in text.)
+    Raises TokenizerError: no text, protobuf is not installed.
+    """
+    if n_new <= 0:
+        raise TokenizerError(f"tokenizer: it has {tokenizer.vocab_size} ids already; give a larger vocab_size")
+    size = -(-(tokenizer.vocab_size + n_new) // SIZE_STEP) * SIZE_STEP
+    if tokenizer.backend == "sentencepiece":
+        return Tokenizer(tokenizer.files | extended_model(tokenizer, texts, size))
+    return Tokenizer(tokenizer.files | extended_bpe(tokenizer, texts, size))
+
+
+def extended_bpe(tokenizer: "Tokenizer", texts: Iterable[str], size: int) -> dict[str, bytes]:
+    engine, first = tokenizer.engine, tokenizer.vocab_size
+    texts = (unicodedata.normalize("NFC", text) if engine.nfc else text for text in texts)
+    counts = count_chunks(texts, engine.pattern)
+    if not counts:
+        raise TokenizerError("tokenizer: the input holds no text to learn from")
+    description = json.loads(tokenizer.files["tokenizer.json"])
+    model, added = description["model"], description["added_tokens"]
+    names = {token["content"]: token["id"] for token in added}
+    ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in names}
+    whole = tiktoken.Encoding("chunks", pat_str="(?s:.+)", mergeable_ranks=ranks, special_tokens={})
+    ids = [whole.encode_to_numpy(chunk.decode(), disallowed_special=()) for chunk in counts]
+    lengths, weights = np.array([len(i) for i in ids]), np.array(list(counts.values()))
+    merges = Corpus(np.concatenate(ids), lengths, weights).train(size - first, first)
+
+    # A library that reads the file numbers added tokens on from the size of "vocab", unless they are in it.
+    model["vocab"] |= names
+    top = append_merges(model, merges, {i: in_chars(token) for token, i in ranks.items()}, first)
+    for i, name in enumerate(reserved(-top % SIZE_STEP, tokenizer.special_tokens), start=top):
+        model["vocab"][name] = i
+        added.append({"id": i} | added_token(name))
+    return {"tokenizer.json": to_json(description)}
+
+
+def append_merges(model: dict, merges: list[tuple[int, int]], words: dict[int, str], first: int) -> int:
+    """Add what was learnt to the "model" of a tokenizer.json; return the id after the last new one.
+
+    words {id: token} of the old tokens, whose merges number `first` on
+    """
+    vocab, pairs = model["vocab"], [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    for i, (left, right) in enumerate(merges, start=first):
+        words[i] = words[left] + words[right]
+        if words[i] not in vocab:  # else an old token to which the old merges do not lead, see below
+            vocab[words[i]] = first
+            pairs.append([words[left], words[right]])
+            first += 1
+    if model.get("ignore_merges"):  # new parts may lead to old tokens to which no merges led, see check_merges
+        splits = [[word[:i], word[i:]] for word in set(words.values()) for i in range(1, len(word))]
+        listed = {(left, right) for left, right in pairs}
+        pairs += [s for s in splits if s[0] in vocab and s[1] in vocab and tuple(s) not in listed]
+        pairs.sort(key=lambda pair: (vocab[pair[0] + pair[1]], len(pair[0])))
+    model["merges"] = pairs
+    return first
+
+
+def extended_model(tokenizer: "Tokenizer", texts: Iterable[str], size: int) -> dict[str, bytes]:
+    try:
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    except ImportError:
+        raise TokenizerError("tokenizer: to extend a sentencepiece model: pip install protobuf") from None
+    model, config = ModelProto(), json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
+    model.ParseFromString(tokenizer.files["tokenizer.model"])
+    decoder = config.setdefault("added_tokens_decoder", {})
+    for i in range(len(model.pieces), tokenizer.vocab_size):  # ids outside the model, which no new piece may take
+        model.pieces.add(piece=decoder[str(i)]["content"], score=0, type=ModelProto.SentencePiece.CONTROL)
+    lowest = min(piece.score for piece in model.pieces)
+    known = {piece.piece for piece in model.pieces}
+    for i, piece in enumerate(missing_pieces(known, texts, size - len(known)), start=1):
+        model.pieces.add(piece=piece, score=lowest - i)
+    top = len(model.pieces)
+    for i, name in enumerate(reserved(-top % SIZE_STEP, tokenizer.special_tokens), start=top):
+        model.pieces.add(piece=name, score=0, type=ModelProto.SentencePiece.CONTROL)
+        decoder[str(i)] = added_token(name)
+    return {"tokenizer.model": model.SerializeToString(), "tokenizer_config.json": to_json(config)}
+
+
+def missing_pieces(known: set[str], texts: Iterable[str], n: int) -> list[str]:
+    """At most n pieces of a model of `texts` that are not in `known`, in its order, each after its characters: without
+    these nothing would merge into it."""
+    # Many of the new text's pieces are old ones, so more are learnt than needed, and the first of those missing taken;
+    # 16,384, for sentencepiece wants room for all characters, of which Chinese text has thousands.
+    learnt = sentencepiece.SentencePieceProcessor(model_proto=train_sentencepiece(texts, 2 * n + 16_384, exactly=False))
+    missing: dict[str, None] = {}
+    for i in range(learnt.get_piece_size()):
+        if learnt.is_control(i) or learnt.is_unknown(i) or learnt.is_byte(i):
+            continue
+        piece = learnt.id_to_piece(i)
+        new = dict.fromkeys(part for part in (*piece, piece) if part not in known and part not in missing)
+        if len(missing) + len(new) <= n:
+            missing |= new
+    return list(missing)
 
 
 # ---- the tokenizer ---------------------------------------------------------------------------
@@ -472,19 +712,21 @@ class Tokenizer:
         self.stop_ids = frozenset({self.eot_id, self.im_end_id} - {-1})
 
     @classmethod
-    def load(cls, directory: str | os.PathLike) -> "Tokenizer":
-        """The tokenizer of a Hugging Face directory. Raises TokenizerError: there is none, damaged, not supported."""
-        contents = {name: read_bytes(os.path.join(directory, name)) for name in (*FILES, "generation_config.json")}
-        files = {name: content for name, content in contents.items() if content is not None}
-        generation_config = files.pop("generation_config.json", b"{}")
-        if "tokenizer.json" not in files and "tokenizer.model" not in files:
-            raise TokenizerError(f"tokenizer: no tokenizer.json or tokenizer.model in {directory}; train a tokenizer")
+    def load(cls, path: str | os.PathLike, pattern: str = "", specials: str = "") -> "Tokenizer":
+        """The tokenizer of a Hugging Face directory. Or another's: a list of ranks (*.tiktoken), a bare
+        tokenizer.model, or a directory with one of these; pattern and specials, as on the command line, are for them.
+
+        Raises TokenizerError: there is none, damaged, not supported.
+        """
+        files, generation_config = read_files(path)
+        if not set(files) - {"tokenizer_config.json", "chat_template.jinja"}:
+            raise TokenizerError(f"tokenizer: no tokenizer.json or tokenizer.model in {path}; train a tokenizer")
         try:
-            return cls(files, generation_config)
+            return cls(imported(files, pattern, specials), generation_config)
         except TokenizerError as error:
-            raise TokenizerError(f"tokenizer: cannot use {directory}: {error}") from None
+            raise TokenizerError(f"tokenizer: cannot use {path}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # what a malformed file makes of the parsing
-            raise TokenizerError(f"tokenizer: {directory} is damaged: {type(error).__name__}: {error}") from None
+            raise TokenizerError(f"tokenizer: {path} is damaged: {type(error).__name__}: {error}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read. Each appears whole or not at all."""
@@ -585,6 +827,19 @@ def checked_message(message: dict, i: int) -> tuple[str, str]:
     return role, content
 
 
+def read_files(path: str | os.PathLike) -> tuple[dict[str, bytes], bytes]:
+    """({name: content} of a tokenizer, the content of generation_config.json), of a directory or a single file."""
+    if os.path.isfile(path):
+        kinds = {".json": "tokenizer.json", ".model": "tokenizer.model"}
+        contents = {kinds.get(os.path.splitext(path)[1], os.path.basename(path)): read_bytes(str(path))}
+    else:
+        contents = {name: read_bytes(os.path.join(path, name)) for name in (*FILES, "generation_config.json")}
+        contents |= {file.name: read_bytes(str(file)) for file in sorted(Path(path).glob("*.tiktoken"))[:1]}
+    files = {name: content for name, content in contents.items() if content is not None}
+    generation_config = files.pop("generation_config.json", b"{}")
+    return files, generation_config
+
+
 def read_bytes(path: str) -> bytes | None:
     """The content of a file, None if there is none. Raises TokenizerError if it cannot be read."""
     try:
@@ -638,13 +893,15 @@ def describe(tokenizer: Tokenizer, usage: Usage) -> str:
         return "  no text"
     lengths = tokenizer.token_byte_lengths()
     text_ids = np.flatnonzero(lengths)
-    longest = sorted(text_ids[usage.counts[text_ids] > 0], key=lambda i: -lengths[i])[:10]
+    by_length = sorted(text_ids[usage.counts[text_ids] > 0], key=lambda i: -lengths[i])
+    longest = [tokenizer.pieces[i] for i in by_length[:10]]
+    shown = [repr(token.decode(errors="backslashreplace")).replace("\\\\x", "\\x") for token in longest]
     return (
         f"  {usage.n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {usage.n_bytes / n_tokens:.2f} bytes per token, "
         f"{n_tokens / usage.n_chars:.2f} tokens per character\n"
         f"  {usage.counts[lengths == 1].sum() / n_tokens:.1%} of the tokens are single bytes; "
         f"{(usage.counts[text_ids] == 0).sum():,} of {len(text_ids):,} ids are not used\n"
-        f"  longest used: {' '.join(readable(tokenizer, i) for i in longest)}"
+        f"  longest used: {' '.join(shown)}"
     )
 
 
@@ -659,26 +916,73 @@ def readable(tokenizer: Tokenizer, token_id: int) -> str:
         return repr(token)
 
 
-def read_texts(spec: str, text_key: str, max_mb: int) -> Iterator[str]:
-    """The documents of the files that `spec` names, until max_mb; says what was left out. Raises DataError."""
-    report, n_bytes = Report(), 0
-    documents = (document for path in find_files(spec) for document in read_documents(path, text_key, report=report))
-    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
-        for document in documents:
-            if n_bytes >= max_mb * 1_000_000:
-                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
-                break
-            yield document.text
-            size = len(document.text.encode())
-            n_bytes += size
-            progress.update(size)
-    for path, line, _, why in report.places[:10]:
-        print(f"tokenizer: {path}:{line}: {why}")
-    if lost := sum(report.problems.values()):
-        print(f"tokenizer: {lost} documents could not be read")
+def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Iterator[str]:
+    """Texts of all sources by turns, so that the bytes read of each follow its weight, until max_bytes; deterministic.
+
+    The next text is of the source that is furthest behind its weight. One that ends leaves the others at their weights.
+    Of each text the first MAX_DOC_CHARS are taken. What every source gave is printed in the end. Weights are above 0.
+    """
+    iterators = [iter(texts) for texts, _ in sources]
+    weights = [weight for _, weight in sources]
+    n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
+    going = list(range(len(sources)))
+    while going and sum(n_bytes) < max_bytes:
+        k = min(going, key=lambda k: n_bytes[k] / weights[k])
+        text = next(iterators[k], None)
+        if text is None:
+            going.remove(k)
+            continue
+        n_texts[k] += 1
+        n_cut[k] += len(text) > MAX_DOC_CHARS
+        text = scrub(text[:MAX_DOC_CHARS])
+        n_bytes[k] += len(text.encode())
+        yield text
+    for k, weight in enumerate(weights):
+        print(
+            f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB "
+            f"({n_bytes[k] / max(sum(n_bytes), 1):.1%}), {n_texts[k]:,} texts, {n_cut[k]:,} of them cut to "
+            f"{MAX_DOC_CHARS:,} characters{'' if k in going else '; read to its end'}"
+        )
 
 
-def keep_some(texts: Iterable[str], kept: list[str], max_bytes: int = 20_000_000) -> Iterator[str]:
+def parse_mixture(spec: str) -> list[tuple[str, float]]:
+    """[(paths, weight), ...] of 'a=0.7,b=0.3'; [] without weights. Raises TokenizerError: some have none, or 0."""
+    parts = [part.strip() for part in spec.split(",") if part.strip()]
+    found = [re.fullmatch(r"(.+)=(\d+\.?\d*|\.\d+)", part) for part in parts]
+    if not any(found):
+        return []
+    if not all(match and float(match[2]) > 0 for match in found):
+        raise TokenizerError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
+    return [(match[1], float(match[2])) for match in found if match]
+
+
+def read_texts(files: list[str], text_key: str) -> Iterator[str]:
+    """The documents of `files`; says in the end what could not be read. Raises DataError."""
+    report = Report()
+    try:
+        with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
+            for path in files:
+                for document in read_documents(path, text_key, report=report):
+                    yield document.text
+                    progress.update(len(document.text.encode()))
+    finally:  # also where a limit ends it
+        for path, line, _, why in report.places[:10]:
+            print(f"tokenizer: {path}:{line}: {why}")
+        if lost := sum(report.problems.values()):
+            print(f"tokenizer: {lost} documents could not be read")
+
+
+def first_mb(texts: Iterable[str], max_mb: int) -> Iterator[str]:
+    n_bytes = 0
+    for text in texts:
+        if n_bytes >= max_mb * 1_000_000:
+            print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
+            return
+        yield text
+        n_bytes += len(text.encode())
+
+
+def keep_some(texts: Iterable[str], kept: list[str], max_bytes: int = 10_000_000) -> Iterator[str]:
     """`texts`, the first of which are also put into `kept`, to be looked at afterwards."""
     n_bytes = 0
     for text in texts:
@@ -688,24 +992,64 @@ def keep_some(texts: Iterable[str], kept: list[str], max_bytes: int = 20_000_000
         yield text
 
 
+class Source(NamedTuple):
+    """One part of `input`: its name, documents, and weight, 0 where none is given."""
+
+    name: str
+    texts: Iterable[str]
+    weight: float
+
+
+def sources_of(spec: str, text_key: str) -> list[Source]:
+    """The parts of `input`; a file that several of them name belongs to the first. Raises DataError, TokenizerError."""
+    parts = parse_mixture(spec) or [(part.strip(), 0.0) for part in spec.split(",") if part.strip()]
+    sources, taken = [], set()
+    for part, weight in parts:
+        files = [file for file in find_files(part) if file not in taken]
+        taken.update(files)
+        sources.append(Source(part, read_texts(files, text_key), weight))
+    return sources
+
+
+def learning_texts(sources: list[Source], max_mb: int, kept: dict[str, list[str]]) -> Iterator[str]:
+    """What is learnt from; the first texts of every source are also put into `kept`, to be looked at afterwards."""
+    streams = [keep_some(source.texts, kept.setdefault(source.name, [])) for source in sources]
+    if all(source.weight for source in sources):
+        return mix_texts([(s, source.weight) for s, source in zip(streams, sources, strict=True)], max_mb * 1_000_000)
+    return first_mb(itertools.chain.from_iterable(streams), max_mb)
+
+
+def show(tokenizer: Tokenizer, title: str, texts_of: dict[str, Iterable[str]]) -> None:
+    print(f"{title}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
+    for name, texts in texts_of.items():
+        print(f"{name}:\n{describe(tokenizer, measure(tokenizer, texts))}")
+
+
 if __name__ == "__main__":
     configure(globals())
+    started = time.perf_counter()
+    kept: dict[str, list[str]] = {}
     if inspect:
-        tokenizer = Tokenizer.load(inspect)
-        print(f"{inspect}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
+        tokenizer = Tokenizer.load(inspect, pattern, specials)
         for token_id in tokenizer.encode(text):
             print(f"{token_id:>8}  {readable(tokenizer, token_id)}")
         texts_of = {"text": [scrub(text)]} if text else {}
-        texts_of |= {part: read_texts(part, text_key, max_mb) for part in input.split(",") if part.strip()}
-        for name, texts in texts_of.items():
-            print(f"{name}:\n{describe(tokenizer, measure(tokenizer, texts))}")
+        texts_of |= {source.name: first_mb(source.texts, max_mb) for source in sources_of(input, text_key)}
+        show(tokenizer, inspect, texts_of)
+    elif convert:
+        tokenizer = Tokenizer.load(convert, pattern, specials)
+        tokenizer.save(out_dir)
+        show(tokenizer, out_dir, {})
     elif not input:
         raise TokenizerError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
     else:
-        started = time.perf_counter()
-        sample: list[str] = []
-        tokenizer = train(keep_some(read_texts(input, text_key, max_mb), sample), vocab_size, backend)
+        old = Tokenizer.load(extend, pattern, specials) if extend else None
+        texts = learning_texts(sources_of(input, text_key), max_mb, kept)
+        if old:
+            tokenizer = extended(old, texts, vocab_size - old.vocab_size)
+        else:
+            tokenizer = train(texts, vocab_size, backend, pattern or "gpt4")
         tokenizer.save(out_dir)
-        seconds = time.perf_counter() - started
-        print(f"{out_dir}: {backend}, {tokenizer.vocab_size:,} ids, in {seconds:.1f} s. On the text it learnt from:")
-        print(describe(tokenizer, measure(tokenizer, sample)))
+        if old:
+            show(old, f"before, {extend}", kept)
+        show(tokenizer, f"in {time.perf_counter() - started:.1f} s, {out_dir}", kept)

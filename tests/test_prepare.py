@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -360,6 +361,24 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
         n_killed += killed
         assert (tmp_path / "out").exists() is not killed
     assert n_killed >= len(MOMENTS) - 1  # after the last moment little is left to do
+    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not leftovers(tmp_path)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_killed_twenty_times_at_random(tmp_path, tok, corpus):
+    settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 40_000}
+    begin = time.monotonic()
+    subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
+    seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0
+    arguments = command(tmp_path / "out", workers=2, **settings)
+    for _ in range(20):
+        end = time.monotonic() + rng.uniform(0.2, 1) * seconds
+        n_killed += kill_at(lambda scratch, end=end: time.monotonic() > end, arguments, tmp_path)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert n_killed > 8
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)

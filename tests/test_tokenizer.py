@@ -1,6 +1,7 @@
 """tokenizer.py against brute force, a reference encoder in plain Python, tokenizers, transformers and sentencepiece."""
 
 import ast
+import base64
 import json
 import os
 import pickle
@@ -15,75 +16,19 @@ import numpy as np
 import pytest
 import regex
 import sentencepiece
+import tiktoken
 import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brute_force, random_texts, replaced
 
 import bpe as bpe_module
 import tokenizer as tokenizer_module
-from tokenizer import (
-    CHAT_TEMPLATE,
-    PATTERN,
-    SPECIALS,
-    StreamDecoder,
-    Tokenizer,
-    TokenizerError,
-    blocks,
-    count_chunks,
-    scrub,
-    train,
-    train_bpe,
-)
+from bpe import PATTERNS, blocks, count_chunks, scrub, train_bpe
+from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, TokenizerError, extended, mix_texts, train
 
 ROOT = Path(__file__).resolve().parent.parent
-
-ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
-repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
-There are 12 functions, 3 classes and 1024 lines; in 2019 there were 845.  The older ones don't change, the new do.
-"""
-CHINESE = """学而时习之，不亦说乎？有朋自远方来，不亦乐乎？人不知而不愠，不亦君子乎？
-床前明月光，疑是地上霜。举头望明月，低头思故乡。白日依山尽，黄河入海流。欲穷千里目，更上一层楼。
-语言模型学习预测下一个词：先读大量的文本，再读对话。“你好！”他说；我们有3个模型、12层。
-"""
-CODE = """def tokens(self, text: str) -> list[int]:
-    \"\"\"Ids of a text.\"\"\"
-    if not text:
-        return []
-\tids = [self.vocab[word] for word in text.split(" ")]  # 0 <= id < len(self)
-    return ids
-"""
-CORPUS = [ENGLISH, CHINESE, CODE, ENGLISH.upper(), CHINESE.replace("，", ","), CODE.replace("    ", "\t")]
-
-# What texts are made of: whitespace of all kinds, contractions with letters that fold to "s" and "k", combining marks,
-# other scripts, private use, text that looks like special tokens.
-PARTS = [
-    *"aZ19 .,!?_-=/\\'\"<|>(){}\n\r\t\x00\x0b\x0c\x1c\x7f\x85\u00a0\u2028\u3000\u200b\ufeff\ufffd",
-    *("  ", "    ", "\r\n", "\n\n", " \n ", "the ", " model", "don't", "'S", "'\u017f", "\u212a", "e\u0301", "\u00e9"),
-    *("你", "好", "学习", "，", "。", "𠮷", "😀", "👩‍👩‍👧", "हिन्दी", "שלום", "مرحبا", "ไทย", "한국어"),
-    *("١٢", "½", "ⅷ", "\ue000"),
-    *("<|endoftext|>", "<|im_end|>", "<|im_start|>tool\n", "<|im_", "end|>", "<s>", "</s>", "<unk>", "<0x41>"),
-]
-
-
-def random_texts(n: int, seed: int, longest: int = 40) -> list[str]:
-    """Texts of parts, of words of the corpus and of any characters, without surrogates."""
-    rng = random.Random(seed)
-    words = "".join(CORPUS).split(" ")
-
-    def part() -> str:
-        kind = rng.random()
-        if kind < 0.5:
-            return rng.choice(PARTS)
-        if kind < 0.85:
-            return rng.choice(words)
-        return chr(rng.choice((rng.randrange(0xD800), rng.randrange(0xE000, 0x110000), rng.randrange(0x3000, 0xA000))))
-
-    return ["".join(part() for _ in range(rng.randrange(longest))) for _ in range(n)]
-
-
-TEXTS = [*CORPUS, "", " ", "\n", *random_texts(600, seed=1)]
-
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
@@ -115,96 +60,6 @@ def saved_hf(tok: Tokenizer, directory: Path) -> transformers.PreTrainedTokenize
 
 def hf_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
     return hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-
-# ---- the trainer -----------------------------------------------------------------------------
-
-
-def brute_force(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
-    """Byte pair encoding by its definition: count everything again for every merge."""
-    words = [(list(chunk), count) for chunk, count in counts.items()]
-    merges = []
-    while len(merges) < max_merges:
-        pairs = Counter()
-        for ids, count in words:
-            for pair in zip(ids, ids[1:], strict=False):
-                pairs[pair] += count
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair), default=None)
-        if best is None or pairs[best] < 2:
-            break
-        words = [(replaced(ids, best, 256 + len(merges)), count) for ids, count in words]
-        merges.append(best)
-    return merges
-
-
-def replaced(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    out, i = [], 0
-    while i < len(ids):
-        found = tuple(ids[i : i + 2]) == pair
-        out.append(new if found else ids[i])
-        i += 2 if found else 1
-    return out
-
-
-def random_counts(rng: random.Random, alphabet: bytes, n_chunks: int, longest: int) -> dict[bytes, int]:
-    chunks = [bytes(rng.choices(alphabet, k=rng.randint(1, longest))) for _ in range(n_chunks)]
-    return {chunk: rng.randint(1, 5) for chunk in chunks}
-
-
-@pytest.mark.parametrize("alphabet", [b"a", b"ab", b"abc", b"abcdefgh\xe4\xbd\xa0"])
-def test_trainer_is_brute_force(alphabet: bytes):
-    """Small alphabets are full of the hard cases: aaaa, abab, a pair that touches itself, ties."""
-    rng = random.Random(len(alphabet))
-    for _ in range(150):
-        counts = random_counts(rng, alphabet, n_chunks=rng.randint(1, 12), longest=rng.choice((4, 12, 40)))
-        max_merges = rng.choice((1, 5, 60))
-        assert train_bpe(counts, max_merges) == brute_force(counts, max_merges), counts
-
-
-def test_trainer_is_brute_force_on_text():
-    counts = count_chunks(CORPUS)
-    assert train_bpe(counts, 200) == brute_force(counts, 200)
-
-
-def test_a_smaller_vocabulary_is_a_prefix():
-    counts = count_chunks(CORPUS)
-    whole = train_bpe(counts, 300)
-    assert all(train_bpe(counts, n) == whole[:n] for n in (0, 1, 17, 150))
-
-
-def test_order_of_documents_does_not_matter():
-    assert train(CORPUS, 512).fingerprint() == train(CORPUS[::-1], 512).fingerprint()
-    counts = count_chunks(CORPUS)
-    assert train_bpe(dict(reversed(counts.items())), 300) == train_bpe(counts, 300)
-
-
-def test_trainer_stops_when_every_pair_is_rare():
-    assert train_bpe({}, 10) == []
-    assert train_bpe({b"abc": 1, b"d": 9}, 10) == []
-    assert train_bpe({b"ab": 2, b"abc": 1}, 10) == [(97, 98)]  # ab three times, then abc once
-    assert train_bpe({b"aaaaa": 1}, 10) == [(97, 97)]  # aaaa a, as [aa][aa]a: no pair twice
-
-
-def test_hand_worked_example():
-    """Wikipedia's "aaabdaaabac": Z=aa, then a tie of Za and ab (2 each): the smaller pair of ids, then Zab."""
-    a, b = 97, 98
-    assert train_bpe({b"aaabdaaabac": 1}, 10) == [(a, a), (a, b), (256, 257)]
-
-
-def test_chunks_are_the_matches_of_the_pattern():
-    want = Counter(chunk.encode() for text in TEXTS for chunk in regex.findall(PATTERN, text))
-    assert count_chunks(TEXTS) == want
-    chunks = ["don", "'t", " ", " stop", " ", "12", "34", " 你好", "，世界", "!\n\n", " ", " x"]
-    assert count_chunks(["don't  stop 1234 你好，世界!\n\n  x"]) == Counter(chunk.encode() for chunk in chunks)
-
-
-def test_long_chunks_are_counted_in_parts_and_rare_ones_let_go(monkeypatch: pytest.MonkeyPatch, capsys):
-    counts = count_chunks(["=" * 1000 + " " + "甲" * 300])
-    assert counts == {b"=" * 256: 3, b"=" * 232: 1, (" " + "甲" * 255).encode(): 1, ("甲" * 45).encode(): 1}
-    monkeypatch.setattr(bpe_module, "MAX_CHUNKS", 20)
-    counts = count_chunks([f"word word word x{chr(97 + i)}{chr(97 + j)}" for i in range(9) for j in range(9)])
-    assert len(counts) <= 20 and counts[b" word"] == 2 * 81  # the frequent ones keep their exact counts
-    assert "let go" in capsys.readouterr().out
 
 
 # ---- vocabulary ------------------------------------------------------------------------------
@@ -315,6 +170,18 @@ def test_ids_are_those_of_transformers(tok: Tokenizer, hf: transformers.PreTrain
             assert tok.decode(tok.encode(text)) == hf.decode(tok.encode(text)) == text
 
 
+def test_five_thousand_texts_have_the_ids_of_the_libraries(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
+    """Of tiktoken, given the ranks alone, or sentencepiece, given its file alone, and of transformers."""
+    saved_bpe, saved_sp = saved_hf(bpe, tmp_path / "bpe"), saved_hf(sp, tmp_path / "sp")
+    ranks = {bpe.token_bytes(i): i for i in range(bpe.vocab_size) if i not in bpe.special_ids}
+    peer = tiktoken.Encoding("peer", pat_str=PATTERNS["gpt4"], mergeable_ranks=ranks, special_tokens={})
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sp.files["tokenizer.model"])
+    for text in random_texts(5000, seed=15, longest=20):
+        assert bpe.encode(text) == peer.encode_ordinary(text) == hf_ids(saved_bpe, text), text
+        if "\u2581" not in text:
+            assert sp.encode(text) == processor.encode(text) == hf_ids(saved_sp, text), text
+
+
 def test_sentencepiece_ids_are_its_own(sp: Tokenizer):
     processor = sentencepiece.SentencePieceProcessor(model_proto=sp.files["tokenizer.model"])
     for text in TEXTS:
@@ -373,32 +240,6 @@ def test_a_million_of_anything(tok: Tokenizer, run: str):
     ids = tok.encode(text)
     assert tok.decode(ids) == text
     assert np.array_equal(tok.encode_array(text), ids)
-
-
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-O200K_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PATTERNS = [PATTERN, tokenizer_module.GPT2_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN, O200K_PATTERN]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, pattern: str):
-    """At each place where a text may be cut, the chunks of the parts are the chunks of the whole."""
-    cuts = 0
-    for text in [*TEXTS, *random_texts(2000, seed=5)]:
-        whole = regex.findall(pattern, text)
-        for cut in bpe_module.SAFE_CUT.finditer(text):
-            cuts += 1
-            parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
-            assert parts == whole, (text, cut.start())
-    assert cuts > 3000
 
 
 def test_long_texts_have_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch):
@@ -625,7 +466,7 @@ def test_a_save_that_fails_leaves_the_old_one(bpe: Tokenizer, tmp_path: Path, mo
 def test_fingerprint_follows_what_decides_the_ids(bpe: Tokenizer, sp: Tokenizer):
     fingerprints = [bpe.fingerprint(), sp.fingerprint(), train(CORPUS, 512).fingerprint()]
     for change in (
-        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=QWEN_PATTERN),
+        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=PATTERNS["qwen"]),
         lambda d: d.update(normalizer={"type": "NFC"}),
         lambda d: d["added_tokens"][1].update(content="<|padding|>"),
         lambda d: d["added_tokens"][3].update(special=False),
@@ -715,6 +556,18 @@ def test_truncated_files_are_refused(tok: Tokenizer, tmp_path: Path):
                 Tokenizer.load(tmp_path)
 
 
+def test_options_that_would_be_ignored_are_refused(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
+    bpe.save(tmp_path)
+    for options in (("gpt2", ""), ("", "<|x|>")):
+        with pytest.raises(TokenizerError, match="leave out"):
+            Tokenizer.load(tmp_path, *options)
+    sp.save(tmp_path)
+    with pytest.raises(TokenizerError, match="no use for pattern='gpt2'"):
+        Tokenizer.load(tmp_path, "gpt2")
+    with pytest.raises(TokenizerError, match="pattern='zh' is for backend=bpe"):
+        train(CORPUS, 640, "sentencepiece", "zh")
+
+
 def test_nothing_to_load(tmp_path: Path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(TokenizerError, match="no tokenizer.json or tokenizer.model"):
@@ -764,7 +617,7 @@ def trained_by_library(pattern: str | None, specials: list[str]) -> tokenizers.T
     return lib
 
 
-@pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN, QWEN_PATTERN])
+@pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN, PATTERNS["qwen"]])
 def test_loads_what_the_library_trains(tmp_path: Path, pattern: str | None):
     lib = trained_by_library(pattern, ["<|endoftext|>", "[PAD]"])
     pad = {"__type": "AddedToken", "content": "[PAD]", "special": True}
@@ -812,7 +665,7 @@ def test_loads_like_qwen(bpe: Tokenizer, tmp_path: Path):
     """Text is normalised to NFC; <think> is a word of the vocabulary, found in text, while <|im_end|> is not."""
     d = json.loads(bpe.files["tokenizer.json"])
     d["normalizer"] = {"type": "NFC"}
-    d["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = QWEN_PATTERN
+    d["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS["qwen"]
     template = d["added_tokens"][0]
     names = {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True, "<think>": False, "</think>": False}
     d["added_tokens"] = [
@@ -850,6 +703,272 @@ def test_loads_a_sentencepiece_model_with_a_prefix(tmp_path: Path):
             assert tok.encode(text) == processor.encode(text) and tok.decode(tok.encode(text)) == " " + text
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_travel_with_the_tokenizer(tmp_path: Path, name: str):
+    tok = train(CORPUS, 640, pattern=name)
+    hf = saved_hf(tok, tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert again.engine.pattern == PATTERNS[name] and again.fingerprint() == tok.fingerprint()
+    for text in TEXTS:
+        assert again.encode(text) == hf_ids(hf, text) and again.decode(again.encode(text)) == text
+    longest = max(len(tok.token_bytes(i).decode(errors="ignore")) for i in tok.encode(CHINESE))
+    assert longest <= 4 or name != "zh"
+
+
+# ---- lists of ranks, bare models of sentencepiece --------------------------------------------
+
+# As their publishers write them: tiktoken's openai_public.py, and Qwen's tokenization_qwen.py.
+PUBLISHED = {
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+    "qwen": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"""
+    r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+
+
+def rank_list(pattern: str, by_hand: bool = False) -> dict[bytes, int]:
+    """Ranks as OpenAI numbers them, bytes in the order of GPT-2's characters; perhaps with a word put in by hand."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order = printable + [b for b in range(256) if b not in printable]
+    tokens = [bytes([b]) for b in range(256)]
+    for left, right in train_bpe(count_chunks(CORPUS, pattern), 400):
+        tokens.append(tokens[left] + tokens[right])
+    return {token: i for i, token in enumerate([*(bytes([b]) for b in order), *tokens[256:], *[b" zyzzyva"] * by_hand])}
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
+    lines = [base64.b64encode(token) + b" %d" % i for token, i in ranks.items()]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_lists_of_ranks_have_the_ids_of_tiktoken(tmp_path: Path, name: str, by_hand: bool):
+    ranks = rank_list(PUBLISHED[name], by_hand)
+    peer = tiktoken.Encoding(name, pat_str=PUBLISHED[name], mergeable_ranks=ranks, special_tokens={})
+    tok = Tokenizer.load(write_ranks(tmp_path / f"{name}.tiktoken", ranks))
+    config = {"model_max_length": 8192, "tokenizer_class": "QWenTokenizer"}  # Qwen's first directories have this too
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert Tokenizer.load(tmp_path).fingerprint() == tok.fingerprint()  # the directory, too
+    hf = saved_hf(tok, tmp_path / "hf")
+    assert Tokenizer.load(tmp_path / "hf").fingerprint() == tok.fingerprint() and len(hf) == tok.vocab_size
+    for text in ["a zyzzyva", " zyzzyva zyzzyvas", "e\u0301", *TEXTS, *random_texts(300, seed=len(name))]:
+        normal = unicodedata.normalize("NFC", text) if name == "qwen" else text
+        assert tok.encode(text) == peer.encode_ordinary(normal) == hf_ids(hf, text), text
+        assert tok.decode(tok.encode(text)) == normal
+    first = len(ranks)
+    known = {
+        "gpt2": {"<|endoftext|>": first},
+        "cl100k_base": {"<|endoftext|>": first + 1, "<|fim_suffix|>": first + 4, "<|endofprompt|>": first + 20},
+        "qwen": {"<|endoftext|>": first, "<|im_start|>": first + 1, "<|im_end|>": first + 2, "<|extra_0|>": first + 3},
+    }[name]
+    assert known.items() <= tok.special_tokens.items() and tok.eot_id == known["<|endoftext|>"]
+    assert hf.convert_tokens_to_ids(list(tok.special_tokens)) == list(tok.special_tokens.values())
+
+
+def test_ranks_with_other_names_and_gaps(tmp_path: Path):
+    """Llama 3's tokenizer.model is such a list, and p50k_base has its special token between the ranks."""
+    ranks = rank_list(PATTERNS["cl100k"])
+    spread = {token: i + (i >= 300) for token, i in ranks.items()}
+    path = write_ranks(tmp_path / "tokenizer.model", spread)
+    with pytest.raises(TokenizerError, match="--pattern=gpt2"):
+        Tokenizer.load(path)
+    tok = Tokenizer.load(tmp_path, "cl100k", "<|begin|>, <|end|>")
+    top = len(ranks) + 1
+    assert tok.special_tokens == {"<|begin|>": top, "<|end|>": top + 1, "<|reserved_0|>": 300}
+    hf = saved_hf(tok, tmp_path / "hf")
+    peer = tiktoken.Encoding("x", pat_str=PUBLISHED["cl100k_base"], mergeable_ranks=spread, special_tokens={})
+    for text in [*TEXTS, "<|begin|> <|reserved_0|>"]:
+        assert tok.encode(text) == peer.encode_ordinary(text) == hf_ids(hf, text)
+    with pytest.raises(TokenizerError, match="unknown pattern 'o200k'"):
+        Tokenizer.load(path, "o200k")
+    path.write_bytes(b"AA== 0\nAA== 1\n")
+    with pytest.raises(TokenizerError, match="1 of its tokens are listed twice"):
+        Tokenizer.load(path, "cl100k")
+    for damaged in (b"AA== 0\nAQ== x\n", b"AA== 0\n!! 1\n", b"AA== 0\nAQ==\n", b"AA== 0\nAQ== 0\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(TokenizerError, match="damaged|cannot use"):
+            Tokenizer.load(path, "cl100k")
+
+
+def llama_model(directory: Path, texts: list[str] = CORPUS, vocab_size: int = 700) -> Path:
+    """A tokenizer.model with the options of Llama's: <unk> <s> </s>, byte fallback, a space put before every text."""
+    with open(directory / "tokenizer.model", "wb") as f:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter("".join(texts).split("\n")), model_writer=f, vocab_size=vocab_size,
+            model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            split_digits=True, allow_whitespace_only_pieces=True, minloglevel=2,
+        )
+    return directory / "tokenizer.model"
+
+
+def test_a_bare_model_has_the_ids_of_sentencepiece(tmp_path: Path):
+    model = llama_model(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    tok = Tokenizer.load(model)
+    assert Tokenizer.load(tmp_path).fingerprint() == tok.fingerprint()
+    assert (tok.bos_id, tok.eot_id, tok.pad_id, tok.vocab_size) == (1, 2, -1, processor.get_piece_size())
+    texts = [*TEXTS, *random_texts(500, seed=12), "a\u2581\u2581b", "<s> </s> <unk> <0x41>"]
+    assert all(tok.encode(text) == processor.encode(text) for text in texts)
+    assert_transformers_agrees(tok, saved_hf(tok, tmp_path / "hf"), texts)
+
+
+def assert_transformers_agrees(tok: Tokenizer, hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> None:
+    """It cannot tell U+2581 from a space, and puts no space before a text that begins with one."""
+    for text in texts:
+        if "\u2581" not in text and not (tok.engine.has_prefix and text.startswith(" ")):
+            assert tok.encode(text) == hf_ids(hf, text), text
+
+
+def test_chatglms_tokens_come_after_the_models(tmp_path: Path):
+    """Its code adds them to the pieces of its model; "sop" in a text is only a word."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(llama_model(tmp_path)))
+    config = {"name_or_path": "THUDM/chatglm-6b", "remove_space": False, "tokenizer_class": "ChatGLMTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tok = Tokenizer.load(tmp_path)
+    n = processor.get_piece_size()
+    added = {"[MASK]": n, "[gMASK]": n + 1, "[sMASK]": n + 2, "sop": n + 3, "eop": n + 4}
+    assert added.items() <= tok.special_tokens.items() and tok.vocab_size == n + 5 and tok.eot_id == 2
+    texts = [*TEXTS, "[gMASK]sop eop 你好 [MASK]", "microphone sops"]
+    assert all(tok.encode(text) == processor.encode(text) for text in texts)
+    assert Tokenizer.load(tmp_path / "tokenizer.model", specials=",".join(added)).fingerprint() == tok.fingerprint()
+    hf = saved_hf(tok, tmp_path / "hf")
+    assert hf.convert_tokens_to_ids(list(added)) == list(added.values()) and len(hf) == tok.vocab_size
+    assert_transformers_agrees(tok, hf, texts)
+
+
+# ---- more tokens for another language --------------------------------------------------------
+
+
+def assert_extends(more: Tokenizer, old: Tokenizer, directory: Path) -> None:
+    assert all(more.token_bytes(i) == old.token_bytes(i) for i in range(old.vocab_size))
+    assert old.special_tokens.items() <= more.special_tokens.items() and more.vocab_size % 128 == 0
+    for name in ("eot_id", "pad_id", "bos_id", "im_start_id", "im_end_id", "stop_ids"):
+        assert getattr(more, name) == getattr(old, name)
+    assert len(more.encode(CHINESE)) < 0.8 * len(old.encode(CHINESE))
+    texts = [*TEXTS, *old.special_tokens, "[gMASK]sop eop 你好 [MASK]", *random_texts(300, seed=13)]
+    for text in texts:
+        assert more.decode(more.encode(text)) == old.decode(old.encode(text))
+        assert not more.special_ids & set(more.encode(text))
+    hf = saved_hf(more, directory)
+    again = Tokenizer.load(directory)
+    assert again.fingerprint() == more.fingerprint() and len(hf) == more.vocab_size
+    assert hf.convert_tokens_to_ids(list(more.special_tokens)) == list(more.special_tokens.values())
+    if old.backend == "sentencepiece":
+        words = [text for text in texts if not {"sop", "eop"} & set(text.split())]  # see `extended`
+        assert_transformers_agrees(more, hf, words)
+    else:
+        assert all(more.encode(text) == hf_ids(hf, text) for text in texts)
+
+
+def test_bpe_is_extended(tmp_path: Path):
+    """By hand: what the old merges leave of the new text is merged on, by the definition of byte pair encoding."""
+    old = train([ENGLISH, CODE] * 2, 512)
+    more = extended(old, [CHINESE] * 3, 120)
+    assert_extends(more, old, tmp_path)
+    counts = count_chunks([CHINESE] * 3)
+    words = [([i for i in old.engine.encoding._encode_single_piece(chunk)], n) for chunk, n in counts.items()]
+    tokens, new = {i: old.token_bytes(i) for i in range(512)}, 512
+    while new < more.vocab_size - sum(i >= 512 for i in more.special_ids):
+        pairs = Counter()
+        for ids, n in words:
+            for pair in zip(ids, ids[1:], strict=False):
+                pairs[pair] += n
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        tokens[new] = tokens[best[0]] + tokens[best[1]]
+        assert more.token_bytes(new) == tokens[new]
+        words = [(replaced(ids, best, new), n) for ids, n in words]
+        new += 1
+    assert extended(more, [ENGLISH.upper()] * 2, 100).vocab_size > more.vocab_size  # and again
+
+
+def test_an_imported_list_of_ranks_is_extended(tmp_path: Path):
+    ranks = rank_list(PATTERNS["qwen"], by_hand=True)
+    old = Tokenizer.load(write_ranks(tmp_path / "qwen.tiktoken", {t: i for t, i in ranks.items() if i < 400}))
+    more = extended(old, [CHINESE] * 3, 200)
+    assert_extends(more, old, tmp_path / "more")
+    assert old.vocab_size % 128 != 0 and more.special_tokens["<|im_end|>"] == 402
+
+
+def test_tokens_put_in_by_hand_stay_reachable(tmp_path: Path):
+    """To some no merges lead (so in Llama 3's list); new tokens may be their parts, or would be the same."""
+    ranks = {token: i for token, i in rank_list(PATTERNS["cl100k"]).items() if i < 300}
+    for word in ("不亦", "说乎", "学而时习", "习之"):
+        ranks[word.encode()] = len(ranks)
+    old = Tokenizer.load(write_ranks(tmp_path / "cl100k.tiktoken", ranks))
+    assert json.loads(old.files["tokenizer.json"])["model"]["ignore_merges"]
+    more = extended(old, [CHINESE.replace("学", "问学"), CHINESE] * 3, 200)
+    assert_extends(more, old, tmp_path / "more")
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path / "more")
+    rng = random.Random(16)
+    for _ in range(500):
+        text = "".join(rng.choices("学而时习之不亦说乎，", k=8))
+        assert more.encode(text) == hf_ids(hf, text)
+
+
+def test_a_file_of_the_library_is_extended(tmp_path: Path):
+    """Special tokens first, merges as "a b" in one string."""
+    d = json.loads(trained_by_library(None, ["<|endoftext|>", "[PAD]"]).to_str())
+    d["model"]["merges"] = [f"{a} {b}" for a, b in d["model"]["merges"][:100]]
+    d["model"]["vocab"] = {word: i for word, i in d["model"]["vocab"].items() if i < 358}
+    old = Tokenizer.load(foreign(tmp_path, d, {"eos_token": "<|endoftext|>"}))
+    assert_extends(extended(old, [CHINESE] * 3, 150), old, tmp_path / "more")
+
+
+@pytest.mark.parametrize("kind", ["ours", "Llama", "ChatGLM2"])
+def test_sentencepiece_is_extended(tmp_path: Path, kind: str):
+    pytest.importorskip("google.protobuf", reason="models are extended with protobuf")
+    if kind == "ours":
+        old = train([ENGLISH, CODE] * 2, 512, "sentencepiece")
+    else:
+        names = "" if kind == "Llama" else "[MASK],[gMASK],[sMASK],sop,eop"
+        old = Tokenizer.load(llama_model(tmp_path, [ENGLISH, CODE], 400), specials=names)
+    more = extended(old, [CHINESE * 3, "苟利国家生死以，岂因祸福避趋之。" * 5, "A sop to the sops."], 150)
+    assert_extends(more, old, tmp_path / "more")
+
+
+def test_nothing_to_extend_with(bpe: Tokenizer, sp: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    with pytest.raises(TokenizerError, match="pip install protobuf"):
+        extended(sp, CORPUS, 100)
+    with pytest.raises(TokenizerError, match="640 ids already"):
+        extended(bpe, CORPUS, 0)
+    with pytest.raises(TokenizerError, match="no text"):
+        extended(bpe, [], 100)
+
+
+# ---- mixtures --------------------------------------------------------------------------------
+
+
+def test_a_mixture_follows_its_weights(capsys):
+    """By every moment each source has given its share of bytes, up to one text; the order of a source is kept."""
+    rng = random.Random(14)
+    sources = [[f"{name}{i} " + "甲" * rng.randrange(300) for i in range(5000)] for name in "abc"]
+    weights = [0.6, 0.3, 0.1]
+    mixed = list(mix_texts(list(zip(sources, weights, strict=True)), 400_000))
+    given = [0, 0, 0]
+    for text in mixed:
+        given["abc".index(text[0])] += len(text.encode())
+        assert all(abs(g - w * sum(given)) < 1000 for g, w in zip(given, weights, strict=True))
+    assert 400_000 <= sum(given) < 401_000
+    for name, texts in zip("abc", sources, strict=True):
+        mine = [text for text in mixed if text[0] == name]
+        assert mine == texts[: len(mine)]
+    assert mixed == list(mix_texts(list(zip(sources, weights, strict=True)), 400_000))
+    assert f"source 1, weight 0.6: {given[0] / 1e6:.2f} MB" in capsys.readouterr().out
+
+
+def test_a_mixture_goes_on_when_a_source_ends(capsys):
+    sources = [(iter(["a" * 100] * 10), 1.0), (iter(["b" * 20_000, *["b" * 100] * 500]), 1.0), (["c" * 100] * 900, 3.0)]
+    mixed = list(mix_texts(sources, 10**9))
+    sizes = Counter(text[0] for text in mixed)
+    assert sizes == {"a": 10, "b": 501, "c": 900} and max(map(len, mixed)) == 10_000
+    out = capsys.readouterr().out
+    assert out.count("read to its end") == 3 and "501 texts, 1 of them cut to 10,000 characters" in out
+
+
 # ---- command line ----------------------------------------------------------------------------
 
 
@@ -882,6 +1001,42 @@ def test_command_line_trains_and_inspects(tmp_path: Path, backend: str):
     assert b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces).decode() == "the 𠮷 <|im_end|>"
 
 
+def test_command_line_mixes_and_reports_each_source(tmp_path: Path):
+    (tmp_path / "en.jsonl").write_text((json.dumps({"text": ENGLISH}) + "\n") * 300 + "{broken\n", encoding="utf-8")
+    (tmp_path / "zh.txt").write_text(CHINESE * 30, encoding="utf-8")
+    mixture = f"--input={tmp_path}/en.jsonl=0.7, {tmp_path}/zh.txt=.3"
+    done = run(mixture, f"--out_dir={tmp_path}/tok", "--vocab_size=512", "--pattern=zh")
+    assert done.returncode == 0, done.stderr
+    texts = list(mix_texts([([ENGLISH] * 300, 0.7), ([CHINESE * 30], 0.3)], 10**9))
+    tok = Tokenizer.load(tmp_path / "tok")
+    assert tok.fingerprint() == train(texts, 512, pattern="zh").fingerprint()
+    assert "source 1, weight 0.7: 0.10 MB" in done.stdout and "en.jsonl:301: bad_json" in done.stdout
+    for name, text in (("en.jsonl", ENGLISH), ("zh.txt", CHINESE * 30)):
+        said = done.stdout.split(f"{tmp_path}/{name}:\n")[1].split("\n")[0]
+        assert f" {len(text.encode()) / len(tok.encode(text)):.2f} bytes per token" in said
+    assert "\\x88读" in done.stdout and "b'" not in done.stdout  # the longest tokens can be read
+    for wrong in (f"--input={tmp_path}/en.jsonl=0.7,{tmp_path}/zh.txt", f"--input={tmp_path}/en.jsonl=0,{tmp_path}=1"):
+        done = run(wrong, f"--out_dir={tmp_path}/no")
+        assert done.returncode == 1 and "give every part a weight" in done.stderr
+
+
+def test_command_line_converts_and_extends(tmp_path: Path):
+    ranks = {token: i for token, i in rank_list(PATTERNS["qwen"]).items() if i < 380}
+    write_ranks(tmp_path / "qwen.tiktoken", ranks)
+    (tmp_path / "zh.txt").write_text(CHINESE * 3, encoding="utf-8")
+    done = run(f"--convert={tmp_path}/qwen.tiktoken", f"--out_dir={tmp_path}/hf")
+    assert done.returncode == 0, done.stderr
+    old = Tokenizer.load(tmp_path / "hf")
+    assert old.fingerprint() == Tokenizer.load(tmp_path / "qwen.tiktoken").fingerprint()
+    sizes = f"--input={tmp_path}/zh.txt", "--vocab_size=700"
+    done = run(f"--extend={tmp_path}/hf", *sizes, f"--out_dir={tmp_path}/more")
+    assert done.returncode == 0, done.stderr
+    more = Tokenizer.load(tmp_path / "more")
+    assert more.fingerprint() == extended(old, [CHINESE * 3], 700 - old.vocab_size).fingerprint()
+    for tok in (old, more):
+        assert f"{len(CHINESE.encode()) / len(tok.encode(CHINESE)):.2f} bytes per token" in done.stdout
+
+
 def test_command_line_errors_are_one_line(tmp_path: Path):
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
@@ -892,6 +1047,8 @@ def test_command_line_errors_are_one_line(tmp_path: Path):
         [f"--input={tmp_path}/nothing.txt", f"--out_dir={tmp_path}/x", "--backend=sentencepiece"],
         [f"--inspect={tmp_path}/nowhere", "--text=a"],
         [f"--input={empty}", "--backend=wordpiece"],
+        [f"--input={empty}", "--pattern=o200k"],
+        [f"--convert={empty}", f"--out_dir={tmp_path}/x"],
         [],
     ):
         done = run(*args)
