@@ -39,7 +39,7 @@ PATTERNS = {
 PATTERN = PATTERNS["gpt4"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
 FEW = 16  # places of a pair up to which plain Python merges faster than numpy
-MAX_CHUNKS = 4_000_000  # distinct chunks held while counting, about 0.4 GB; beyond it the rarest are let go
+MAX_BYTES = 24_000_000  # of distinct chunks held; beyond it the rarest are let go. `Corpus` takes 50 times as much
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so it is given text
@@ -75,14 +75,18 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
-    """{chunk of text as UTF-8: how often it occurs}, over all texts; memory is bounded by MAX_CHUNKS."""
+    """{chunk of text as UTF-8: how often it occurs}, over all texts; memory is bounded by MAX_BYTES."""
     split = regex.compile(pattern).findall
     counts: Counter[str] = Counter()
+    unchecked = 0
     for text in texts:
         for block in blocks(scrub(text)):
             counts.update(split(block))
-        if len(counts) > MAX_CHUNKS:
-            counts = drop_rarest(counts)
+        unchecked += len(text)
+        if unchecked > MAX_BYTES // 8:
+            unchecked = 0
+            if sum(map(n_bytes, counts)) > MAX_BYTES:
+                counts = drop_rarest(counts)
     parts: Counter[bytes] = Counter()
     for chunk, count in counts.items():
         for start in range(0, len(chunk), MAX_CHUNK_CHARS):
@@ -90,12 +94,22 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
     return dict(parts)
 
 
+def n_bytes(chunk: str) -> int:
+    """At least as many as in UTF-8, for all but the rarest characters."""
+    return len(chunk) if chunk.isascii() else 3 * len(chunk)
+
+
 def drop_rarest(counts: Counter[str]) -> Counter[str]:
-    """The most frequent chunks of `counts`, as many as half of MAX_CHUNKS."""
-    kept = sorted(counts.items(), key=itemgetter(1), reverse=True)[: MAX_CHUNKS // 2]
+    """The most frequent chunks of `counts`, of equally frequent ones the first, up to half of MAX_BYTES."""
+    kept, room = {}, MAX_BYTES // 2
+    for chunk, count in sorted(counts.items(), key=itemgetter(1), reverse=True):
+        room -= n_bytes(chunk)
+        if room < 0:
+            break
+        kept[chunk] = count
     lost = len(counts) - len(kept)
-    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {kept[-1][1]} times so far, are let go")
-    return Counter(dict(kept))
+    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are let go")
+    return Counter(kept)
 
 
 def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
@@ -216,15 +230,19 @@ class Corpus:
         """Enter the new pairs, int64 (n,), that begin at places (n,); return the distinct ones and their counts."""
         order = np.argsort(pairs, kind="stable")
         pairs, places = pairs[order], places[order]
+        del order
         start = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
         start = np.concatenate(([0], start))[: len(pairs)]
         pairs, counts = pairs[start], np.add.reduceat(self.weight[places], start) if len(start) else start
         often = counts >= MIN_COUNT
         ends = np.append(start[1:], len(places))
-        listed = places.tolist()
+        listed = places.tolist() if len(places) < 2**20 else None  # 36 bytes each: too many at the very beginning
         for pair, count, begin, end in zip(*(a[often].tolist() for a in (pairs, counts, start, ends)), strict=True):
             self.pair_counts[pair] = count
-            self.places[pair] = listed[begin:end] if end - begin <= FEW else places[begin:end]
+            if end - begin > FEW:
+                self.places[pair] = places[begin:end]
+            else:
+                self.places[pair] = listed[begin:end] if listed else places[begin:end].tolist()
             self.wait(pair, count)
         return pairs, counts
 

@@ -62,7 +62,7 @@ SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the specials
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
-MAX_DOC_CHARS = 10_000  # of each document of a mixture, so that no single one decides the merges (nanochat)
+MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
 
 ROLES = ("system", "user", "assistant", "tool")
 # The Jinja twin of Tokenizer.render, for tokenizer_config.json; "generation" marks what the model learns to say.
