@@ -1,6 +1,8 @@
-"""What `make demo` trains: a small model of Python's own documentation and sources, on two CPU cores in six minutes.
+r"""What `make demo` trains: a small model of Python's own documentation and sources, and of 70 KB of Chinese prose, on
+two CPU cores in six minutes.
 
-    python prepare.py --input=python-docs --out_dir=data/demo --vocab_size=4096
+    python prepare.py --input='en: python-docs, weight=0.97; zh: data/zh_sample.txt, txt_split=blank, weight=0.03' \
+        --out_dir=data/demo --vocab_size=4096
     python pretrain.py config/demo.py
     python sample.py --init_from=out/demo --prompt=The --temperature=0.7
 """
@@ -24,4 +26,4 @@ eval_every = 100
 eval_steps = 16
 save_every = 200
 log_every = 20
-sample_prompts = "The"
+sample_prompts = "The|\u6625\u5929"  # spring

@@ -961,7 +961,8 @@ def test_a_mixture_follows_its_weights(capsys):
 
 
 def test_a_mixture_goes_on_when_a_source_ends(capsys):
-    sources = [(iter(["a" * 100] * 10), 1.0), (iter(["b" * 200_000, *["b" * 100] * 500]), 1.0), (["c" * 100] * 900, 3.0)]
+    long_and_short = ["b" * 200_000, *["b" * 100] * 500]
+    sources = [(iter(["a" * 100] * 10), 1.0), (iter(long_and_short), 1.0), (["c" * 100] * 900, 3.0)]
     mixed = list(mix_texts(sources, 10**9))
     sizes = Counter(text[0] for text in mixed)
     assert sizes == {"a": 10, "b": 501, "c": 900} and max(map(len, mixed)) == 100_000
