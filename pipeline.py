@@ -401,14 +401,23 @@ class Inspector:
         self.counts = Counts()
         self.samples: dict[str, list[Sample]] = {}
         self.n_rows, self.n_bytes = 0, 0
+        self.batch: list[tuple[Item, int, int]] = []  # items with their part of the unit and the offset of their record
+        self.room = BATCH_CHARS
         self.rows, self.docs, self.sigs = (open(unit.file(work, what), "wb") for what in ("rows", "docs", "sigs"))
 
     def close(self) -> None:
         for file in (self.rows, self.docs, self.sigs):
             file.close()
 
-    def add(self, batch: list[tuple[Item, int, int]]) -> None:
-        """Judge and write cleaned items, each with its part of the unit and the offset of its record."""
+    def add(self, item: Item, part: int, offset: int) -> None:
+        """Take a cleaned item. It is judged and written with others, at the latest by `flush`."""
+        self.batch.append((item, part, offset))
+        self.room -= len(item.text)
+        if self.room <= 0:
+            self.flush()
+
+    def flush(self) -> None:
+        batch, self.batch, self.room = self.batch, [], BATCH_CHARS
         items = [item for item, _, _ in batch]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
@@ -476,20 +485,19 @@ def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts
     with open(unit.file(work, "problems"), "w", encoding="utf-8") as problems_file, closing(inspector):
         for number, part in enumerate(unit.parts):
             read_part(part, number, inspector, judge, problems_file)
+        inspector.flush()
     samples = {reason: sorted(held)[:SHOWN] for reason, held in sorted(inspector.samples.items())}
     data.write_json(done, {"key": key, "counts": vars(inspector.counts), "samples": samples})
     return inspector.counts
 
 
 def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, problems_file: TextIO) -> None:
-    """The documents of a part, cleaned, to the inspector in batches; what was lost to its counts."""
+    """The documents of a part, cleaned, to the inspector; what was lost to its counts."""
     counts, recipe = inspector.counts, judge.recipe
     problems, passed = Problems(part.name, problems_file, recipe.strict), 0
     rows = readers.read_rows(
         part.path, judge.understand, judge.source.txt_split, part.begin, part.end, problems, judge.columns()
     )
-    batch: list[tuple[Item, int, int]] = []
-    room = BATCH_CHARS
     for row in rows:
         counts.records += 1
         text = judge.clean(row.value.text)
@@ -504,13 +512,7 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
         counts.split_huge += len(pieces) - 1
         for piece in pieces:
             passed += 1
-            batch.append((row.value._replace(text=piece), number, row.offset))
-            room -= len(piece)
-            if room <= 0:
-                inspector.add(batch)
-                batch, room = [], BATCH_CHARS
-    if batch:
-        inspector.add(batch)
+            inspector.add(row.value._replace(text=piece), number, row.offset)
     counts.records += problems.problems.total()
     counts.lost += problems.problems
     counts.mended += problems.mended
