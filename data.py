@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mixture import Curriculum, Mixture, Sampler, hash_words, parse_data_dir, parse_max_epochs, permute
+from mixture import Curriculum, Mixture, Sampler, hash_words, parse_data_dir, parse_max_epochs, permute, quotas
 from readers import DataError
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class ShardWriter:
         self.dtype = token_dtype(vocab_size)
         self.shards: list[dict] = []  # manifest entries of the shards that are complete
         self.file = None  # of the shard being written
-        (self.dir / source).mkdir(parents=True, exist_ok=True)
 
     def add(self, ids: np.ndarray, n_bytes: int) -> None:
         """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
@@ -105,6 +104,7 @@ class ShardWriter:
         return self.shards
 
     def _open_shard(self) -> None:
+        (self.dir / self.source).mkdir(parents=True, exist_ok=True)
         self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
         self.file = open(self.dir / f"{self.name}.npy.tmp", "wb", buffering=2**20)
         self.file.write(npy_header(self.dtype, 0))  # the length is filled in when it is known
@@ -334,13 +334,15 @@ def verify(data_dir: str | Path) -> dict:
         if totals.items() - sources[source].items():
             raise DataError(f"data: {data_dir}/manifest.json: {source} does not add up; rerun prepare.py")
     for path in sorted(Path(data_dir).glob("train_pack*.json")):
-        for packed in json.loads(path.read_text(encoding="utf-8"))["sources"].values():
+        for packed in read_packing(path)["sources"].values():
             for file, sha256 in packed["sha256"].items():
                 verify_sha256(path.parent / file, sha256)
     return manifest
 
 
 def verify_sha256(path: Path, sha256: str) -> None:
+    if not path.exists():
+        raise DataError(f"data: {path} is missing; copy it again or rerun prepare.py")
     if file_sha256(path) != sha256:
         raise DataError(f"data: {path} changed since it was written (sha256); rerun prepare.py")
 
@@ -484,16 +486,23 @@ def save_array(path: Path, array: np.ndarray) -> None:
     os.replace(f"{path}.tmp", path)
 
 
+def read_packing(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"data: {path} is damaged ({error}); rerun prepare.py") from None
+
+
 class PackedData(TokenData):
     """The train split of one source as `pack` has laid it out: window (row, block_size + 1) begins with a document."""
 
     def __init__(self, data_dir: str | Path, block_size: int, source: str = "") -> None:
         super().__init__(data_dir, "train", source)
         path, self.block_size = self.dir / f"train_pack{block_size}.json", block_size
-        how = f"run: python prepare.py --pack={block_size} --out_dir={self.dir}"
+        how = f"run: python prepare.py {self.dir}/config.py --pack={block_size}"
         if not path.exists():
             raise DataError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_packing(path)
         self.packed = record["sources"].get(source)
         if not self.packed or self.packed["fingerprint"] != super().fingerprint:
             raise DataError(f"data: {path} is not of the tokens that are there now; {how}")
@@ -524,6 +533,7 @@ def sources_of(path: str) -> dict[tuple[Path, str], tuple[float, int]]:
     if only is not None:
         sources = {only: sources[only]}
     key = "weight" if len(sources) > 1 and all("weight" in entry for entry in sources.values()) else "tokens"
+    sources = {name: entry for name, entry in sources.items() if entry["tokens"]}  # prepare.py has said which have none
     total = sum(entry[key] for entry in sources.values())
     if not total:
         raise NoSplit(f"data: {path} has no split 'train'; rerun prepare.py with more text")
@@ -582,8 +592,8 @@ class Corpus:
     ) -> Mixture:  # fmt: skip
         """Which window every sample is. Raises DataError if max_epochs lets the data end before max_steps."""
         samplers = [
-            Sampler(data.n_tokens, self.block_size, seed, k, isinstance(data, PackedData))
-            for k, data in enumerate(self.train)
+            Sampler(data.n_tokens, self.block_size, seed, k, isinstance(data, PackedData), name)
+            for k, (name, data) in enumerate(zip(self.names, self.train, strict=True))
         ]
         most = self._most_epochs(max_epochs)
         limits = [
@@ -593,9 +603,10 @@ class Corpus:
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
+            last = order.end // samples_per_step
+            lower = f"lower max_steps={max_steps} to that or " if last else ""
             raise DataError(
-                f"data: with max_epochs={max_epochs!r} the data end after step {order.end // samples_per_step}; lower "
-                f"max_steps={max_steps} to that or raise max_epochs"
+                f"data: with max_epochs={max_epochs!r} the data end after step {last}; {lower}raise max_epochs"
             )
         if competence < 1:
             self._check_sorted()
@@ -613,25 +624,26 @@ class Corpus:
             named = self.by_path.get(path) or (sources_of(path) if path else self.keys)
             if foreign := [key for key in named if key not in self.keys]:
                 raise DataError(f"data: max_epochs names {foreign[0][0] / foreign[0][1]}, which data_dir does not")
+            if twice := [key for key in named if key in most]:
+                raise DataError(f"data: max_epochs={max_epochs!r} names {twice[0][0] / twice[0][1]} twice")
             most |= dict.fromkeys(named, limit)
         return most
 
     def _check_sorted(self) -> None:
         for data in self.train:
             order = data.manifest["info"].get("recipe", {}).get("order", "")
-            if order not in SORTED or isinstance(data, PackedData):
-                was = "packed" if isinstance(data, PackedData) else f"prepared with order={order!r}"
+            if isinstance(data, PackedData):
+                raise DataError("data: packed rows are in no order of difficulty; use competence or pack, not both")
+            if order not in SORTED:
                 raise DataError(
-                    f"data: competence needs documents from easy to hard, but {data.dir} was {was}; "
+                    f"data: competence needs documents from easy to hard, but {data.dir} was prepared with {order=}; "
                     f"rerun prepare.py with --order={SORTED[0]} (or {', '.join(SORTED[1:])})"
                 )
 
-    def record(self) -> dict[str, str]:
-        """What, besides options and seed, decides the order of samples: a resumed run must have the same."""
-        if len(self.train) == 1:
-            return {"data": self.train[0].fingerprint}
-        data = hashlib.sha256("".join(data.fingerprint for data in self.train).encode()).hexdigest()
-        return {"data": data, "stages": str(self.stages)}
+    def record(self) -> dict[str, list]:
+        """What, besides options and seed, decides the order of samples, see `same_order`."""
+        stages = [[first_step, quotas(np.array(weights)).tolist()] for first_step, weights in self.stages]
+        return {"data": [data.fingerprint for data in self.train], "stages": stages}
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """How often n_samples samples go through each source; lines that warn."""
@@ -654,16 +666,37 @@ class Corpus:
         counts = (order.counts(n_samples) * self.block_size).tolist()
         return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)} if len(counts) > 1 else {}
 
+    def val_shares(self) -> list[float]:
+        """The weight of each of `val` in the whole validation loss: that of its source in the last stage, which is what
+        training ends with, whatever eval_steps is."""
+        weights = [self.stages[-1][1][self.names.index(name)] for name in self.val]
+        weights = weights if any(weights) else [1.0] * len(weights)
+        return [weight / sum(weights) for weight in weights]
+
     def val_batches(
         self, batch_size: int, eval_steps: int, rank: int = 0, world_size: int = 1
     ) -> dict[str, Iterator[tuple["torch.Tensor", "torch.Tensor"]]]:
-        """This rank's evaluation batches of each source; eval_steps in all, shared out evenly, at least one each."""
+        """This rank's evaluation batches of each source; eval_steps in all, shared out evenly, at least one each.
+        `val_shares` says how their losses are put together."""
         found = {}
         for k, (name, data) in enumerate(self.val.items()):
             steps = max(1, eval_steps // len(self.val) + (k < eval_steps % len(self.val))) if eval_steps else 0
             first = (rank + k) % world_size  # the sources' last batches go to different ranks
             found[name] = val_batches(data, self.block_size, batch_size, steps, first, world_size)
         return found
+
+
+def same_order(saved: dict[str, list], now: dict[str, list], step: int) -> str:
+    """Which entry of two `Corpus.record`s gives the first `step` steps another order, "" if none does. Stages that
+    begin later may be changed or added, with sources of their own behind the others."""
+    stages = []
+    for record in (saved, now):
+        begun = [stage for stage in record["stages"] if stage[0] < max(step, 1)]
+        stages.append([[first, np.trim_zeros(quotas, "b")] for first, quotas in begun])
+    used = max(len(quotas) for _, quotas in stages[0])
+    if saved["data"][:used] != now["data"][:used]:
+        return "data"
+    return "" if stages[0] == stages[1] else "stages"
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

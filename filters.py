@@ -248,7 +248,7 @@ class Rules:
     def _keeps(self, text: str) -> bool:
         try:
             return bool(self.keep(text))
-        except Exception as error:  # of code that is not ours
+        except (Exception, SystemExit) as error:  # of code that is not ours
             what = f"on a text of {len(text)} characters: {type(error).__name__}: {error}"
             raise FilterError(f"filters: keep={self.keep_name!r} failed {what}") from error
 
@@ -274,7 +274,7 @@ def load_function(name: str) -> Callable[[str], bool]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # of code that is not ours
+    except (Exception, SystemExit) as error:  # of code that is not ours
         raise FilterError(f"filters: keep={name!r}: {path} fails: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, function, None)):
         raise FilterError(f"filters: keep={name!r}: {path} has no function {function!r}")

@@ -133,13 +133,16 @@ class Sampler:
     `packed` tokens are the rows of block_size + 1 that they were packed into.
     """
 
-    def __init__(self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False) -> None:
+    def __init__(
+        self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False, name: str = ""
+    ) -> None:
         self.block_size, self.seed, self.packed = block_size, seed, packed
         self.source = (source,) if source else ()  # one source alone and the first of several have the same order
         self.n_windows = n_tokens // (block_size + 1) if packed else window_count(n_tokens, block_size)
         if self.n_windows < 1:
+            of = f" of {name}" if name else ""
             raise DataError(
-                f"data: {n_tokens} training tokens are too few for block_size={block_size}, which needs "
+                f"data: {n_tokens} training tokens{of} are too few for block_size={block_size}, which needs "
                 f"{2 * block_size + 1}; prepare more text or lower block_size"
             )
 

@@ -149,14 +149,12 @@ class Attention(nn.Module):
 
 def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with all T x T scores in memory. q (B, H, T, D); k, v (B, K, T, D) -> (B, H, T, D).
-    mask (B, 1, T, T): where attention may go, instead of to the whole past."""
+    mask (B, 1, T, T): see `document_mask`; None = the whole past."""
     B, H, T, D = q.shape
     q = (q * D**-0.5).view(B, k.shape[1], -1, D)  # heads that share keys become more rows of one product
     if mask is None:
-        hidden = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    else:
-        hidden = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
-    scores = (q @ k.mT).view(B, H, T, T) + hidden
+        mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = (q @ k.mT).view(B, H, T, T) + mask
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return (weights.view(B, k.shape[1], -1, T) @ v).view(B, H, T, D)
 
@@ -190,13 +188,14 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
-def document_mask(idx: Tensor, document_id: int) -> Tensor:
-    """idx (B, T) -> (B, 1, T, T) bool: may position i attend to j: not later, and no `document_id` in between or at i.
+def document_mask(idx: Tensor, document_id: int, dtype: torch.dtype) -> Tensor:
+    """idx (B, T) -> (B, 1, T, T), to be added to scores: 0 where position i may attend to j, not later and with no
+    `document_id` in between or at i, else -inf. A mask of truth values would be turned into this anew in every layer.
 
     Positions go on counting across documents: rotary attention depends on distances only."""
     segment = (idx == document_id).cumsum(1)
     same = segment[:, None, :, None] == segment[:, None, None, :]
-    return same.tril()
+    return torch.zeros(same.shape, dtype=dtype, device=idx.device).masked_fill_(~same.tril(), -math.inf)
 
 
 class Transformer(nn.Module):
@@ -237,7 +236,7 @@ class Transformer(nn.Module):
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (B, 1, T, D/2)
         x = F.dropout(self.embed_tokens(idx), self.cfg.dropout, self.training)
         confined = cache is None and self.document_id is not None
-        mask = document_mask(idx, self.document_id) if confined else None
+        mask = document_mask(idx, self.document_id, compute_dtype(x)) if confined else None
         for i, block in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, None, mask, use_reentrant=False)
@@ -399,26 +398,28 @@ def flops_per_token(cfg: ModelConfig, T: int) -> float:
 
 def memory_table(
     cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool,
-    compiled: bool, device_type: str,
+    compiled: bool, device_type: str, doc_mask: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """{part: bytes} that one rank holds at the peak of a training step, without building the model.
 
     Weights, gradients and optimizer state are float32. Activations are what autograd keeps, counted from the graph of
     one block: the residual stream and the normalised one in float32; in the compute dtype the norms' results, query,
     key, value, attention's result (and its weights where attention is plain), four tensors of SwiGLU, and autocast's
-    copies of the matrices. torch.compile recomputes the normalised stream and two of the four.
+    copies of the matrices. torch.compile recomputes the normalised stream and two of the four. A document mask is one
+    for all blocks; beside it each head has keys and values of its own.
     """
     size, N = dtype.itemsize, B * T
     table = parameter_table(cfg)
     total, matrices = table["total"], table["attention"] + table["mlp"]
     C, HD, KD, V = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.vocab_size
     plain = device_type == "cpu" and dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH
-    attention = 2 * HD + 2 * KD + (cfg.n_head * T if plain else 0)
+    attention = 2 * HD + 2 * (HD if doc_mask and not plain else KD) + (cfg.n_head * T if plain else 0)
     streams, factors = (2, 2) if compiled else (4, 4)
     block = N * (4 * C * streams + size * (2 * C + attention + factors * cfg.ffn_dim))
     copies = size * matrices if size < 4 else 0
     kept = cfg.n_layer * N * 4 * C if activation_checkpointing else cfg.n_layer * block + copies
     activations = kept + block * (3 if activation_checkpointing else 1)  # backward of a block takes as much again
+    activations += N * T * (size + 1) if doc_mask else 0
     chunk = min(N, max(1, CHUNK_ELEMENTS // V)) * V
     head = chunk * (4 + 2 * size) + 8 * V * C + N * C * (8 + 3 * size)
     return {

@@ -130,6 +130,13 @@ class Recipe:
         plain["sources"] = [{key: v for key, v in source.items() if key != "input"} for source in plain["sources"]]
         return plain
 
+    def for_unit(self, source: int) -> dict:
+        """The settings that decide what `inspect_unit` makes of a unit of a source."""
+        later = {"sources", "exact", "near", "near_engine", "val_fraction", "test_fraction", "fold", "order"}
+        plain = {key: value for key, value in self.settings().items() if key not in later | {"shard_tokens"}}
+        own = {key: v for key, v in asdict(self.sources[source]).items() if key not in ("name", "input", "weight")}
+        return plain | own | {"signed": self.near > 0}
+
 
 # ---- units -----------------------------------------------------------------------------------
 
@@ -169,7 +176,7 @@ class Unit(NamedTuple):
     def key(self, recipe: Recipe, version: int) -> str:
         """Changes with all that decides what `inspect_unit` makes of the unit."""
         parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
-        return hashlib.sha256(repr((version, recipe.settings(), self.source, parts)).encode()).hexdigest()
+        return hashlib.sha256(repr((version, recipe.for_unit(self.source), parts)).encode()).hexdigest()
 
 
 def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
@@ -184,7 +191,7 @@ def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
             if size > room or units[-1].source != file.source:
                 units.append(Unit(len(units), file.source, []))
                 room = GROUP_BYTES
-            units[-1].parts.append(Part(file.path, file.name, begin, end, size, file.stamp))
+            units[-1].parts.append(Part(file.path, file.name, begin, end, size, f"{file.size} {file.stamp}"))
             room -= size
     return units
 
@@ -203,8 +210,14 @@ class Counts:
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, taken away by cleaning
     bytes_cut: int = 0  # of it, taken out because an evaluation file has it
-    failed: list[str] = field(default_factory=list)  # files that could not be read, or not to the end
+    torn: list[str] = field(default_factory=list)  # files that could not be read to the end
+    bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
+    passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     shown: list[str] = field(default_factory=list)  # the first problems, in words
+
+    def failed(self) -> set[str]:
+        """Files that could not be read, or not to the end."""
+        return {*self.torn, *(name for name in self.bad if not self.passed[name])}
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
@@ -243,47 +256,72 @@ class Sample(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What a record holds, of whatever kind."""
+    """What a record holds, of whatever kind, cleaned."""
 
-    text: str  # that is judged and compared: of a conversation, questions and answers
+    text: str  # that is judged: of a conversation, questions and answers
+    n_read: int  # bytes of it before it was cleaned
+    more: str = ""  # a pair: the rejected answer, to be compared with other rows together with the text
     row: str = ""  # kinds chat and preference: what is kept of it, as JSON
     question_chars: int = -1
     has_answer: bool = True
     scores: tuple[float, ...] = ()
 
+    @property
+    def compared(self) -> str:
+        return f"{self.text}\n{self.more}" if self.more else self.text
 
-def understand(row: object, kind: str, text_key: str, score_keys: tuple[str, ...]) -> tuple[Item | None, str]:
+
+Clean = Callable[[str], str]
+
+
+def understand(
+    row: object, kind: str, text_key: str, score_keys: tuple[str, ...], clean: Clean
+) -> tuple[Item | None, str]:
     """(Item, "") or (None, what is wrong)."""
     scores = tuple(as_score(row, key) for key in score_keys)
     if kind == "text":
         text, problem = shapes.document_of(row, text_key)
-        return (None, problem) if problem else (Item(text, scores=scores), "")
+        return (None, problem) if problem else (Item(clean(text), len(text.encode()), scores=scores), "")
     if kind == "chat":
         messages, problem = shapes.messages_of(row)
-        return (None, problem) if problem else (chat_item(messages, scores), "")
+        return (None, problem) if problem else (chat_item(messages, scores, clean), "")
     pair, problem = shapes.pair_of(row)
-    return (None, problem) if problem else (pair_item(pair, scores), "")
+    return (None, problem) if problem else (pair_item(pair, scores, clean), "")
 
 
 def as_score(row: object, key: str) -> float:
+    """nan if there is none. csv has text for numbers, parquet may have Decimal."""
     value = row.get(key) if isinstance(row, dict) else None
-    return float(value) if isinstance(value, int | float) else float("nan")
+    try:
+        return float("nan" if isinstance(value, bool) or value is None else value)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
-def chat_item(messages: list[dict], scores: tuple[float, ...]) -> Item:
-    """The question is the first turn of the user; text is what users and assistants say."""
-    turns = [m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"]]
-    question = next((m["content"] for m in messages if m["role"] == "user"), "")
-    answered = any(m["role"] == "assistant" and m["content"].strip() for m in messages)
-    row = json.dumps({"messages": messages}, ensure_ascii=False)
-    return Item("\n".join(turns), row, len(question), answered, scores)
+def said(messages: list[dict]) -> str:
+    """What users and assistants say."""
+    return "\n".join(m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"])
 
 
-def pair_item(pair: shapes.Pair, scores: tuple[float, ...]) -> Item:
-    question = next((m["content"] for m in pair.prompt if m["role"] == "user"), "")
-    text = "\n".join([m["content"] for m in pair.prompt if m["role"] != "system"] + [pair.chosen])
-    answered = bool(pair.chosen.strip() and pair.rejected.strip()) and pair.chosen != pair.rejected
-    return Item(text, json.dumps(pair._asdict(), ensure_ascii=False), len(question), answered, scores)
+def first_question(messages: list[dict]) -> str:
+    return next((m["content"] for m in messages if m["role"] == "user"), "")
+
+
+def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> Item:
+    cleaned = [message | {"content": clean(message["content"])} for message in messages]
+    answered = any(m["role"] == "assistant" and m["content"].strip() for m in cleaned)
+    row = json.dumps({"messages": cleaned}, ensure_ascii=False)
+    question = first_question(cleaned)
+    return Item(said(cleaned), len(said(messages).encode()), "", row, len(question), answered, scores)
+
+
+def pair_item(pair: shapes.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
+    prompt = [message | {"content": clean(message["content"])} for message in pair.prompt]
+    cleaned = shapes.Pair(prompt, clean(pair.chosen), clean(pair.rejected))
+    before, text = (f"{said(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
+    answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
+    row, question = json.dumps(cleaned._asdict(), ensure_ascii=False), first_question(prompt)
+    return Item(text, len(before.encode()), cleaned.rejected, row, len(question), answered, scores)
 
 
 def split_position(raw: bytes) -> int:
@@ -296,9 +334,9 @@ def pieces_of(text: str) -> list[str]:
     """`text`, or its parts of at most HUGE_CHARS, cut after the last blank line, else the last line, that they hold."""
     pieces = []
     while len(text) > HUGE_CHARS:
-        cut = max(text.rfind("\n\n", 0, HUGE_CHARS) + 2, 0)
-        cut = cut if cut > 1 else text.rfind("\n", 0, HUGE_CHARS) + 1
-        cut = cut or HUGE_CHARS
+        half = HUGE_CHARS // 2  # a cut near the beginning would leave a scrap
+        places = (text.rfind("\n\n", half, HUGE_CHARS - 1) + 2, text.rfind("\n", half, HUGE_CHARS) + 1, HUGE_CHARS)
+        cut = next(place for place in places if place > half)
         pieces.append(text[:cut])
         text = text[cut:]
     return [*pieces, text]
@@ -311,12 +349,14 @@ def parse_score(spec: str) -> list[tuple[str, str, str]]:
         key, equals, bounds = part.partition("=")
         least, dots, most = bounds.partition("..")
         try:
-            for bound in filter(None, (least, most)):
-                float(bound.removesuffix("%"))
+            bounds = [float(bound.removesuffix("%")) for bound in (least, most) if bound]
+            shares = [float(bound[:-1]) for bound in (least, most) if bound.endswith("%")]
         except ValueError:
             dots = ""
         if not (key and equals and dots):
             raise PrepareError(f"prepare: score={part!r} is not key=least..most, such as bpb=0.3..1.5 or ifd=5%..95%")
+        if any(not 0 <= share <= 100 for share in shares) or (len(bounds) == 2 and not bounds[0] <= bounds[1]):
+            raise PrepareError(f"prepare: score={part!r}: per cent are from 0 to 100, and the least comes first")
         ranges.append((key.strip(), least, most))
     return ranges
 
@@ -342,7 +382,8 @@ def load_rules(source: Source, keep: str, words: str, aids: str) -> filters.Rule
 
 
 @lru_cache(maxsize=1)
-def load_evals(path: Path) -> Evals:
+def evals_of(path: Path, aids: str) -> Evals:
+    """aids: changes with the evaluation files."""
     return Evals.load(path)
 
 
@@ -353,12 +394,14 @@ class Judge:
         self.recipe, self.source = recipe, source
         steps = filters.WEB if source.quality == "web" else filters.CURATED
         self.cleaning = replace(steps, punctuation=recipe.punctuation)
+        self.drops_lines = "c4" in source.rules_on.replace(" ", "").split(",")
         self.rules = load_rules(source, recipe.keep, recipe.words, recipe.aids)
         self.ranges = parse_score(recipe.score)
-        self.evals = load_evals(work / "evals.npz") if recipe.decontaminate else None
+        self.evals = evals_of(work / "evals.npz", recipe.aids) if recipe.decontaminate else None
 
     def understand(self, row: object) -> tuple[Item | None, str]:
-        return understand(row, self.recipe.kind, self.source.text_key, tuple(key for key, _, _ in self.ranges))
+        keys = tuple(key for key, _, _ in self.ranges)
+        return understand(row, self.recipe.kind, self.source.text_key, keys, self.clean)
 
     def columns(self) -> list[str] | None:
         """Of parquet, to read."""
@@ -366,7 +409,8 @@ class Judge:
         return columns and columns + [key for key, _, _ in self.ranges]
 
     def clean(self, text: str) -> str:
-        return filters.clean(text, self.cleaning)
+        text = filters.clean(text, self.cleaning)
+        return filters.c4_lines(text) if self.drops_lines else text
 
     def judge(self, item: Item) -> tuple[str, str]:
         """(reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
@@ -389,7 +433,7 @@ class Judge:
         found: dict[int, str] = {}
         for place, length in zip(*self.evals.find(units), strict=True):
             i = int(np.searchsorted(units.starts, place, "right")) - 1
-            found.setdefault(i, items[i].text[units.begins[place] : units.ends[place + length - 1]])
+            found.setdefault(i, items[i].compared[units.begins[place] : units.ends[place + length - 1]])
         return found
 
 
@@ -421,14 +465,14 @@ class Inspector:
         items = [item for item, _, _ in batch]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
-        units = dedup.units([items[i].text for i in passed])
+        units = dedup.units([items[i].compared for i in passed])
         found = self.judge.contaminated([items[i] for i in passed], units)
-        keys = [dedup.exact_key(item.text) for item in items]
+        keys = [dedup.exact_key(item.row or item.text) for item in items]
         if found:
             for k, text in found.items():
                 self._contaminated(passed[k], text, items, verdicts)
             passed = [i for i in passed if verdicts[i][0] == "kept"]
-            units = dedup.units([items[i].text for i in passed])
+            units = dedup.units([items[i].compared for i in passed])
         if self.recipe.near:
             n_perm = self.recipe.near_bands * self.recipe.near_rows
             self.sigs.write(np.ascontiguousarray(dedup.signatures(units, n_perm), "<u4").data)
@@ -480,6 +524,7 @@ def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts
         before = {}
     if before.get("key") == key:
         return counts_from(before["counts"])
+    done.unlink(missing_ok=True)  # what it vouches for is about to be replaced
     judge = Judge(recipe.sources[unit.source], recipe, work)
     inspector = Inspector(unit, recipe, work, judge)
     with open(unit.file(work, "problems"), "w", encoding="utf-8") as problems_file, closing(inspector):
@@ -500,13 +545,13 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
     )
     for row in rows:
         counts.records += 1
-        text = judge.clean(row.value.text)
-        n_read = len(row.value.text.encode())
-        n_left = 0 if text.isspace() else n_read if text == row.value.text else len(text.encode())
+        text, n_read = row.value.text, row.value.n_read
+        n_left = 0 if text.isspace() else len(text.encode())
         counts.bytes_read += n_read
         counts.bytes_cleaned += n_read - n_left
         if not n_left:
             counts.lost["empty"] += 1
+            problems_file.write(f"{part.name}\t\t{row.offset}\tempty\tno text, or none after cleaning\n")
             continue
         pieces = pieces_of(text) if recipe.kind == "text" else [text]
         counts.split_huge += len(pieces) - 1
@@ -517,13 +562,16 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
     counts.lost += problems.problems
     counts.mended += problems.mended
     counts.shown = (counts.shown + problems.shown)[:SHOWN]
-    if problems.problems["truncated_file"] or (problems.problems and not passed):
-        counts.failed.append(part.name)
+    counts.passed[part.name] += passed
+    if problems.problems:
+        counts.bad[part.name] += problems.problems.total()
+    if problems.problems["truncated_file"]:
+        counts.torn.append(part.name)
 
 
 def counts_from(plain: dict) -> Counts:
     """Counts as they were before they went through JSON."""
-    counters = {name: Counter(plain[name]) for name in ("lost", "mended")}
+    counters = {name: Counter(plain[name]) for name in ("lost", "mended", "bad", "passed")}
     return Counts(**(plain | counters))
 
 
@@ -533,14 +581,14 @@ def read_samples(units: list[Unit], work: Path) -> Iterator[tuple[Unit, str, Sam
             yield from ((unit, reason, Sample(*sample)) for sample in held)
 
 
-def read_rows(unit: Unit, work: Path) -> np.ndarray:
+def unit_rows(unit: Unit, work: Path) -> np.ndarray:
     """The rows of an inspected unit, (n,) ROW."""
     return np.fromfile(unit.file(work, "rows"), ROW)
 
 
 def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, str]]:
     """(row number, document) of those of a unit whose fate, (n,) uint8, is KEPT."""
-    rows = read_rows(unit, work)
+    rows = unit_rows(unit, work)
     with open(unit.file(work, "docs"), "rb") as f:
         for i in np.flatnonzero(fates == KEPT).tolist():
             f.seek(int(rows["begin"][i]))
@@ -551,19 +599,20 @@ def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, 
 
 
 @lru_cache(maxsize=1)
-def load_tokenizer(directory: Path) -> Tokenizer:
+def load_tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def tokenize_unit(unit: Unit, dtype: str, work: Path) -> int:
+def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path) -> int:
     """Write the ids of what is left of a unit, work/fates.npy decides; their number. Done before: only read back."""
     done = unit.file(work, "tokenized")
     fates = unit_fates(unit, work)
-    tokenizer = load_tokenizer(work / "out")
+    tokenizer = load_tokenizer(work / "out", fingerprint)
     inspected = json.loads(unit.file(work, "json").read_text(encoding="utf-8"))["key"]
-    key = hashlib.sha256(repr((inspected, tokenizer.fingerprint(), dtype)).encode() + fates.tobytes()).hexdigest()
+    key = hashlib.sha256(repr((inspected, fingerprint, dtype)).encode() + fates.tobytes()).hexdigest()
     if done.exists() and done.read_text(encoding="utf-8") == key:
         return unit.file(work, "tokens").stat().st_size // np.dtype(dtype).itemsize
+    done.unlink(missing_ok=True)
     lengths = []
     with open(unit.file(work, "tokens"), "wb") as tokens:
         for _, text in read_kept(unit, work, fates):

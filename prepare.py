@@ -19,6 +19,7 @@ those of the directory that is there does nothing.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -32,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from stat import S_ISREG
 
 import numpy as np
 
@@ -48,6 +49,7 @@ from pipeline import (
     KEPT,
     REASONS,
     SHOWN,
+    UNIT_BYTES,
     Counts,
     Input,
     PrepareError,
@@ -65,6 +67,7 @@ from selection import (
     SPLITS,
     Selection,
     Share,
+    check_train,
     cut,
     nothing_kept,
     select,
@@ -146,6 +149,8 @@ def parse_sources(config: dict) -> tuple[Source, ...]:
         items = [item.strip() for item in named[2].split(",") if item.strip()]
         own = dict(item.split("=", 1) for item in items if item.partition("=")[0].strip() in OWN_KEYS)
         paths = [item for item in items if item.partition("=")[0].strip() not in OWN_KEYS]
+        if "-" in paths and any("-" in source.input.split(",") for source in sources):
+            raise ConfigError("config: input: standard input (-) can be read once only")
         if not paths:
             raise ConfigError(f"config: input: source {named[1]} names no files")
         sources.append(make_source(named[1], ",".join(paths), general, own))
@@ -167,30 +172,43 @@ def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> So
             raise ConfigError(f"config: input: {key}={text} of source {name} is not a number") from None
     for key in ("rules_off", "rules_on"):
         settings[key] = settings[key].replace("+", ",")  # a comma would end the setting
-    if settings.get("weight", 0.0) < 0:
-        raise ConfigError(f"config: input: weight={settings['weight']} of source {name} is negative")
+    for key in ("weight", "min_chars", "max_chars"):
+        if not 0 <= settings.get(key, 0) < math.inf:
+            raise ConfigError(f"config: input: {key}={settings[key]} of source {name} must be 0 or more")
     return Source(name, paths, **settings)
 
 
-def find_inputs(sources: tuple[Source, ...], work: Path) -> list[Input]:
-    """The files of all sources. What is not a file becomes one in `work`. Raises DataError if nothing matches."""
+def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path) -> list[Input]:
+    """The files of all sources, less those of `out_dir`, each once. What is not a file becomes one in `work`. Raises
+    DataError if nothing matches."""
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
+        n_before = len(found)
         for name in filter(None, (part.strip() for part in source.input.split(","))):
             if name == "python-docs":
                 files = [made_file(write_documents(python_docs(), work / "python-docs.jsonl"), name, number)]
             elif name == "-":
                 files = [made_file(spool_stdin(work), name, number)]
             else:
-                files = [look(path, path, number) for path in readers.find_files(name)]
-            found |= {file.path: file for file in files if file.path not in found}
+                files = [look(path, path, number) for path in readers.find_files(name) if not is_within(path, out_dir)]
+            for file in files:
+                if found.setdefault(file.path, file).source != number:
+                    print(f"prepare: {file.name} is in an earlier source already, and is left out of {source.name}")
+        if len(found) == n_before and source.name:
+            print(f"prepare: warning: source {source.name} has no files of its own")
     return list(found.values())
+
+
+def is_within(path: str, directory: Path) -> bool:
+    return directory.name and directory.resolve() in Path(path).resolve().parents
 
 
 def look(path: str | Path, name: str, source: int) -> Input:
     try:
-        with open(path, "rb") as f:
-            stat = os.fstat(f.fileno())
+        stat = os.stat(path)
+        if not S_ISREG(stat.st_mode):
+            return Input(str(path), name, 0, "", source, problem="not a regular file")
+        open(path, "rb").close()
     except OSError as error:
         return Input(str(path), name, 0, "", source, problem=error.strerror)
     return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
@@ -239,7 +257,7 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
                     work: Path) -> Tokenizer:  # fmt: skip
     """A tokenizer learnt from the train split. A run that was killed after this finds it again."""
     settings = repr((config["vocab_size"], config["backend"], recipe.settings(), VERSION)).encode()
-    key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["key"].tobytes()).hexdigest()
+    key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["position"].tobytes()).hexdigest()
     kept = work / "tokenizer"
     if (kept / "key").exists() and (kept / "key").read_text(encoding="utf-8") == key:
         return Tokenizer.load(kept)
@@ -257,30 +275,30 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
     return tokenizer
 
 
-class Tokens(NamedTuple):
+class Tokens:
     """The ids of a share's documents, on disk."""
 
-    files: list[np.ndarray]  # ids of each unit, mapped
-    unit: np.ndarray  # (n,) index in files
-    begin: np.ndarray  # (n,) where a document begins in its unit's ids
-    length: np.ndarray  # (n,)
+    OPEN = 64  # files at once: a system allows a process some 1,000
+
+    def __init__(self, share: Share, dtype: np.dtype, work: Path) -> None:
+        self.share, self.dtype, self.work = share, dtype, work
+        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in share.units]
+        empty = np.zeros(0, np.int64)
+        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in share.units
+        self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # (n,) in its unit's ids
+        self.length = np.concatenate([empty, *lengths])  # (n,)
+        self.mapped: dict[int, np.ndarray] = {}
 
     def ids(self, i: int) -> np.ndarray:
-        begin = int(self.begin[i])
-        return self.files[self.unit[i]][begin : begin + int(self.length[i])]
+        unit, begin, length = int(self.unit[i]), int(self.begin[i]), int(self.length[i])
+        if unit not in self.mapped and length:
+            if len(self.mapped) == self.OPEN:
+                del self.mapped[next(iter(self.mapped))]
+            self.mapped[unit] = np.memmap(self.share.units[unit].file(self.work, "tokens"), self.dtype, "r")
+        return self.mapped[unit][begin : begin + length] if length else np.zeros(0, self.dtype)
 
 
-def open_tokens(share: Share, dtype: np.dtype, work: Path) -> Tokens:
-    lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in share.units]
-    files = [np.memmap(unit.file(work, "tokens"), dtype, "r") if n.sum() else np.zeros(0, dtype)
-             for unit, n in zip(share.units, lengths, strict=True)]  # fmt: skip
-    unit = np.repeat(np.arange(len(files)), [len(n) for n in lengths])
-    begins = [np.cumsum(n) - n for n in lengths]
-    empty = np.zeros(0, np.int64)
-    return Tokens(files, unit, np.concatenate([empty, *begins]), np.concatenate([empty, *lengths]))
-
-
-def easy_first(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
+def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
     """The order in which a share's documents are written, (n,) int64."""
     if recipe.order == "input":
         return np.arange(len(share.rows))
@@ -301,9 +319,9 @@ def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenize
     """Copy the tokens into the shards of their sources and splits; returns the shards for the manifest."""
     dtype, shards = data.token_dtype(tokenizer.vocab_size), []
     for part in parts:
-        tokens = open_tokens(part, dtype, work)
+        tokens = Tokens(part, dtype, work)
         assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
-        order = easy_first(part, tokens, chosen, recipe)
+        order = document_order(part, tokens, chosen, recipe)
         n_bytes = chosen.rows["n_bytes"][part.rows]
         for number, split in enumerate(SPLITS):
             writer = new_writer(split, recipe, tokenizer, work, part.source.name)
@@ -332,6 +350,7 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
     """Conversations or pairs as train.jsonl, val.jsonl, test.jsonl; {split: what the manifest says of it}."""
     splits = {}
     fate = np.full(len(chosen.rows), len(SPLITS), np.uint8)
+    names = [part.source.name for part in parts]
     for part in parts:
         fate[part.rows] = part.splits
     for number, split in enumerate(SPLITS):
@@ -339,8 +358,9 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
         with open(path, "w", encoding="utf-8") as f:
             for unit in (unit for part in parts for unit in part.units):
                 own = fate[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+                name = names[unit.source]
                 for _, row in read_kept(unit, work, np.where(own == number, KEPT, EXACT)):
-                    f.write(row + "\n")
+                    f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
                     n_rows += 1
         if n_rows:
             sha256 = data.file_sha256(path)
@@ -364,25 +384,36 @@ def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
     of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
     Raises PrepareError if another run holds it."""
     work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
-    (work / "units").mkdir(parents=True, exist_ok=True)
-    handle = os.open(work, os.O_RDONLY)
+    handle = lock(work, wait, out_dir)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise PrepareError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
-        (work / "units").mkdir(parents=True, exist_ok=True)  # the one that was waited for has removed it
         if (work / "old").exists() and not out_dir.exists():
             (work / "old").rename(out_dir)  # killed between the two renames of `publish`
         try:
             yield work
         except ValueError as error:
-            if getattr(error, "one_line", False):
+            done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
+            if getattr(error, "one_line", False) and done < UNIT_BYTES:  # little is lost
                 shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+def lock(work: Path, wait: bool, out_dir: Path) -> int:
+    """A handle that locks `work`, made if it is not there. Raises PrepareError if another process has it."""
+    while True:
+        (work / "units").mkdir(parents=True, exist_ok=True)
+        handle = os.open(work, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
+                (work / "units").mkdir(exist_ok=True)
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise PrepareError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+        os.close(handle)  # of a directory that the run before has removed meanwhile
 
 
 def complete_manifest(out_dir: Path) -> dict:
@@ -394,6 +425,9 @@ def complete_manifest(out_dir: Path) -> dict:
             return manifest if all((out_dir / name).stat().st_size == n for name, n in files.items()) else {}
         for split in data.read_manifest(out_dir)["splits"]:
             data.TokenData(out_dir, split)  # compares the sizes
+        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
+            for name in manifest.get("sources", {"": {}}):
+                data.PackedData(out_dir, pack, name)
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
         return {}
@@ -452,6 +486,7 @@ def build(
         raise nothing_kept(counts, chosen)
     single = single_text(chosen, units, counts, work) if recipe.kind == "text" else None
     parts = shares(chosen, units, recipe)
+    check_train(parts)
     summarize(info, inputs, counts, chosen, parts, recipe)
     if recipe.kind == "text":
         if tokenizer is None:
@@ -462,12 +497,11 @@ def build(
         tokenizer.save(out)  # the workers read it there
         if single is None:
             dtype = data.token_dtype(tokenizer.vocab_size).str
-            run(partial(tokenize_unit, dtype=dtype, work=work), units, workers, "tokenize")
+            tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.fingerprint(), work=work)
+            run(tokenize, units, workers, "tokenize")
             shards = write_splits(parts, chosen, recipe, tokenizer, work)
         else:
             shards = write_single(single, recipe, tokenizer, work)
-        if not any(shard["split"] == "train" for shard in shards):
-            raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
     check_unchanged([file for file in inputs if not file.problem and not Path(file.path).is_relative_to(work)])
     write_dropped(chosen, units, out)
     write_report(info, chosen, units, work)
@@ -565,9 +599,19 @@ def check_config(config: dict) -> Recipe:
     if config["vocab_size"] < SMALLEST:
         what = f"vocab_size={config['vocab_size']}"
         raise ConfigError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
+    check_kind(config)
     if config["order"] == "score" and not config["score"]:
         raise ConfigError("config: order='score' needs score, which names the number, such as score='bpb=..'")
     return make_recipe(config, sources)
+
+
+def check_kind(config: dict) -> None:
+    """Raise ConfigError for a setting that would do nothing."""
+    for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
+    for_others = {"question_min_chars": 0, "question_max_chars": 0}
+    for key, default in (for_others if config["kind"] == "text" else for_text).items():
+        if config[key] != default:
+            raise ConfigError(f"config: {key}={config[key]} has no effect with kind={config['kind']}; leave it out")
 
 
 def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
@@ -609,7 +653,7 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 
     def entry(file: Input) -> dict:
         sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or data.file_sha256(Path(file.path))
-        about = {"path": file.name, "size": file.size, "stamp": file.stamp, "sha256": sha256}
+        about = {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
         return about | ({"python": platform.python_version()} if file.name == "python-docs" else {})
 
     with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
@@ -619,7 +663,7 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 
 def decisive(info: dict) -> dict:
     """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
-    inputs = {f"input {entry['path']}": entry["sha256"] for entry in info.get("inputs", [])}
+    inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
     return {"prepare.py": info.get("prepare"), "tokenizer": info.get("tokenizer")} | info.get("recipe", {}) | inputs
 
 
@@ -640,9 +684,10 @@ def main(config: dict) -> int:
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             load_evals(recipe, Path(folder))
+            recipe = replace(recipe, sources=tuple(spooled(source, Path(folder)) for source in recipe.sources))
             return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder))
     with work_dir(out_dir) as work:
-        inputs, manifest = find_inputs(recipe.sources, work), complete_manifest(out_dir)
+        inputs, manifest = find_inputs(recipe.sources, out_dir, work), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
@@ -679,10 +724,37 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     return 1 if failed or too_many else 0
 
 
+def spooled(source: Source, folder: Path) -> Source:
+    """With a file in the place of standard input, which can be read twice."""
+    names = [str(spool_stdin(folder)) if name.strip() == "-" else name for name in source.input.split(",")]
+    return replace(source, input=",".join(names))
+
+
 def verify_directory(directory: Path) -> int:
+    if is_rows(directory):
+        return verify_rows(directory)
     manifest = data.verify(directory)
     if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:
         raise PrepareError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+    print_splits(manifest)
+    print(f"prepare: {directory} is as it was written")
+    return 0
+
+
+def is_rows(directory: Path) -> bool:
+    """Whether it holds conversations or pairs."""
+    try:
+        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def verify_rows(directory: Path) -> int:
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    for entry in manifest["splits"].values():
+        path = directory / entry["file"]
+        if not path.exists() or data.file_sha256(path) != entry["sha256"]:
+            raise PrepareError(f"prepare: {path} is missing or changed since it was written (sha256); rerun prepare.py")
     print_splits(manifest)
     print(f"prepare: {directory} is as it was written")
     return 0
@@ -729,4 +801,10 @@ def print_split(name: str, entry: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(configure(globals())))
+    try:
+        sys.exit(main(configure(globals())))
+    except OSError as error:
+        raise PrepareError(f"prepare: {error.filename or 'writing'}: {error.strerror}") from None
+    except KeyboardInterrupt:
+        print("\nprepare: interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)

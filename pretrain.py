@@ -25,7 +25,7 @@ import ddp as dist
 import prepare
 import train_utils
 from configurator import ConfigError, configure, write_config
-from data import Batches, Corpus
+from data import Batches, Corpus, same_order
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
 from mixture import parse_data_dir
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
@@ -237,9 +237,11 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
     return text
 
 
-def check_data_order(saved: dict, now: dict, path: Path) -> None:
-    """A resumed run goes on with the very next sample only if everything that orders samples is unchanged."""
+def check_data_order(saved: dict, now: dict, path: Path, step: int) -> None:
+    """A resumed run goes on with the very next sample only if all that ordered the samples so far is unchanged."""
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
+    if set(differ) <= {"data", "stages"} and "competence" not in now:  # a curriculum looks ahead
+        differ = list(filter(None, [same_order(saved, now, step)]))
     if differ:
         was, asked = DATA_DEFAULTS | saved, DATA_DEFAULTS | now
         detail = {key: f"{key}={was.get(key)} (asked {asked.get(key)})" for key in differ}
@@ -260,7 +262,7 @@ def plan(
     flops = flops_per_token(cfg, config["block_size"])
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type,
+        config["activation_checkpointing"], config["compile"], device.type, config["doc_mask"],
     )  # fmt: skip
     memory["process"] = train_utils.process_bytes(device)
     if config["zero1"]:
@@ -287,10 +289,10 @@ def plan(
 @torch.no_grad()
 def evaluate(
     model: Transformer, batches: Mapping[str, Iterable[tuple[torch.Tensor, torch.Tensor]]], batch_size: int,
-    token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
+    shares: list[float], token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
     """Mean loss over validation windows that the ranks share out: nats per token, bits per byte of text; if there are
-    several sources, over all their windows and of each."""
+    several sources, of each, and of a text that has these shares of them."""
     model.eval()
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)  # nats, tokens, bytes
     for source, of_source in enumerate(batches.values()):
@@ -303,7 +305,8 @@ def evaluate(
             sums[source] += torch.tensor([nats.item(), *counts], dtype=torch.float64)
     dist.all_reduce_sum(sums)
     model.train()
-    of = {"": sums.sum(0)} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
+    mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * sums / sums[:, 1:2]).sum(0)
+    of = {"": mixed} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
     losses = {f"val_loss{name}": (nats / tokens).item() for name, (nats, tokens, _) in of.items()}
     return losses | {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, n_bytes) in of.items()}
 
@@ -390,7 +393,7 @@ if __name__ == "__main__":
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        check_data_order(state["order"], order, resume_from)
+        check_data_order(state["order"], order, resume_from, start_step)
         if rank == 0:
             print(describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
@@ -443,6 +446,7 @@ if __name__ == "__main__":
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step
     )
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
+    shares = corpus.val_shares()
     stages = mixture.changes(batches.samples_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
@@ -452,7 +456,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
     if start_step == 0:
-        scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
+        scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         report_evaluation(log, 0, scores, sample_texts(model, tokenizer, sample_prompts, seed))
     mark_time, mark_step = time.perf_counter(), start_step
     for step in range(start_step + 1, max_steps + 1):
@@ -461,8 +465,8 @@ if __name__ == "__main__":
         )
         if step in stages:
             log.write("stage", step, {"weights": stages[step]})
-            shares = ", ".join(f"{100 * share:.1f} % {name}" for name, share in stages[step].items())
-            log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
+            weights = ", ".join(f"{100 * share:.1f} % {name}" for name, share in stages[step].items())
+            log.print(f"step {step:6d}/{max_steps} | samples from here on: {weights}")
         n_targets = batches.valid_tokens(step - 1)  # over all micro-steps and ranks
         loss_sum = torch.zeros((), device=torch_device)
         ddp.expect_step(opt, lr)
@@ -499,7 +503,7 @@ if __name__ == "__main__":
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
             ddp.flush()  # updates that wait for the next forward
         if step % eval_every == 0 or last:
-            scores = evaluate(model, val(), batch_size, token_bytes, torch_device, torch_dtype)
+            scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
         if step % save_every == 0 or last or stopping:

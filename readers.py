@@ -58,9 +58,12 @@ def find_files(input: str) -> list[str]:
 
 
 def list_directory(top: str) -> list[str]:
-    files = []
-    for folder, folders, names in os.walk(top):
+    files, seen = [], {os.path.realpath(top)}  # links to a folder above would go round for ever
+    for folder, folders, names in os.walk(top, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
+        folders[:] = [name for name in folders if real[name] not in seen]
+        seen |= set(real.values())
         names = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
         files += [os.path.join(folder, name) for name in names]
     return sorted(files, key=lambda file: os.fsencode(os.path.relpath(file, top)))
@@ -93,7 +96,7 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     parquet, csv, tsv, array, values (JSON objects over several lines), jsonl, or the txt_split of plain text."""
     name = re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
     suffix, head = os.path.splitext(name)[1], head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if head.startswith(b"PAR1"):
+    if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
     if suffix in (".csv", ".tsv"):
         return suffix[1:]
@@ -113,7 +116,7 @@ class Damage(Exception):
     """The rest of an input cannot be read. args: reason, detail."""
 
 
-class Source(io.RawIOBase):
+class Pieces(io.RawIOBase):
     """Byte pieces as a file. Where the input is damaged the file ends early, with .damage = (reason, detail) set: what
     came before is kept."""
 
@@ -159,12 +162,20 @@ def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
     except OSError as error:
         raise DataError(f"data: cannot read {path}: {error.strerror}") from None
     chunks = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b""))
+    named = os.path.splitext(path.lower())[1][1:]
+    if named in MAGIC.values() and not begin and not any(first.startswith(m) for m, s in MAGIC.items() if s == named):
+        chunks = damaged_chunks(f"these are no {named} data, as the name says")
     compressed = next((suffix for magic, suffix in MAGIC.items() if first.startswith(magic) and not begin), "")
     if compressed:
         chunks = decompress(chunks, path, compressed)
     plain = not compressed and not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE))
     chunks = chunks if begin else transcode(chunks)
-    return io.BufferedReader(Source(chunks, plain, None if path == "-" else file), READ_BYTES)
+    return io.BufferedReader(Pieces(chunks, plain, None if path == "-" else file), READ_BYTES)
+
+
+def damaged_chunks(detail: str) -> Iterator[bytes]:
+    raise Damage("truncated_file", detail)
+    yield b""
 
 
 def new_decompressor(path: str, suffix: str) -> tuple[Callable, tuple[type[Exception], ...]]:
@@ -572,14 +583,31 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
         wanted = columns and [name for name in columns if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
-            for value in batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows:
+            for record in batch_records(batch, row):
                 row += 1
-                yield Record(value, row, row - 1)
+                yield record
     except Damage as damage:
         reason, detail = damage.args
         yield Record(None, 1, 0, problem=reason, detail=detail)
-    except OSError as error:  # pyarrow's, for damaged pages
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's, for damaged pages
         yield Record(None, row + 1, row, problem="truncated_file", detail=str(error))
+
+
+def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
+    """The rows of a batch that begins at a row of the file; one that is not UTF-8 is a problem of its own."""
+    try:
+        values = batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows
+        yield from (Record(value, row + k + 1, row + k) for k, value in enumerate(values))
+        return
+    except UnicodeDecodeError:
+        singles = (batch.slice(k, 1) for k in range(batch.num_rows))
+    for k, single in enumerate(singles):
+        try:
+            yield Record(single.to_pylist()[0], row + k + 1, row + k)
+        except UnicodeDecodeError as error:
+            yield Record(None, row + k + 1, row + k, problem="bad_encoding", detail=str(error))
 
 
 # ---- documents --------------------------------------------------------------------------------------------

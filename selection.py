@@ -1,7 +1,7 @@
 """Documents compared with each other: which are kept, in which split they are, and a report of it all.
 
-The first of several copies survives, in the order of the input. What is dropped by a rule of its own is decided before
-(pipeline.py); an exact copy of an earlier document counts as that, whatever the rules say of it.
+What is dropped by a rule of its own is decided before (pipeline.py). Of several copies that pass, the first survives,
+in the order of the input: never one in favour of another that is dropped itself.
 """
 
 from collections import Counter
@@ -27,9 +27,9 @@ from pipeline import (
     Unit,
     parse_score,
     read_kept,
-    read_rows,
     read_samples,
     unit_fates,
+    unit_rows,
 )  # fmt: skip
 
 SPLITS = ("train", "val", "test")
@@ -42,7 +42,7 @@ SPLITS = ("train", "val", "test")
 class Selection:
     """All documents of all units, in order, and what became of each."""
 
-    rows: np.ndarray  # (n,) units.ROW
+    rows: np.ndarray  # (n,) pipeline.ROW
     fates: np.ndarray  # (n,) uint8, indices of REASONS
     starts: np.ndarray  # (units + 1,) int64: the documents of unit k are starts[k] to starts[k + 1]
     partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
@@ -62,18 +62,19 @@ class Selection:
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
-    """Decide what is kept: exact copies go first, then what did not pass, then near copies. Writes work/fates.npy."""
-    per_unit = [read_rows(unit, work) for unit in units]
+    """Decide what is kept of what passed: exact copies go first, then near copies. Writes work/fates.npy."""
+    per_unit = [unit_rows(unit, work) for unit in units]
     rows = np.concatenate(per_unit)
     starts = np.cumsum([0, *map(len, per_unit)])
     del per_unit
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
     chosen = Selection(rows, rows["reason"].copy(), starts, partner, similarity)
-    if recipe.exact and len(rows):
-        first = dedup.first_copies(rows["key"])
-        copies = np.flatnonzero(first != np.arange(len(rows)))
-        chosen.fates[copies], chosen.partner[copies] = EXACT, first[copies]
     drop_by_percentile(chosen, recipe)
+    left = np.flatnonzero(chosen.fates == KEPT)
+    if recipe.exact and len(left):
+        first = dedup.first_copies(rows["key"][left])
+        copies = np.flatnonzero(first != np.arange(len(left)))
+        chosen.fates[left[copies]], chosen.partner[left[copies]] = EXACT, left[first[copies]]
     if recipe.near:
         drop_near(chosen, units, recipe, work)
     for name, array in (("starts", chosen.starts), ("fates", chosen.fates)):
@@ -146,9 +147,11 @@ def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
         splits[(positions >= np.uint64(val_begin)) & (positions <= last)] = 1
     if test_end:
         splits[positions <= np.uint64(test_end - 1)] = 2
+    if len(positions) == 1:
+        return np.zeros(1, np.uint8)  # a source's only document is to be learnt
     if val_end > val_begin and len(positions) and not (splits == 1).any():
-        of = f" of source {name}" if name else ""
-        print(f"prepare: warning: val_fraction={recipe.val_fraction} takes none of so few documents{of}; one is moved")
+        of, share = f" of source {name}" if name else "", recipe.fold or recipe.val_fraction
+        print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
         others = positions[splits == 0] if (splits == 0).any() else positions
         splits[positions == others.min()] = 1  # with its copies: no text is in two splits
     return splits
@@ -159,6 +162,9 @@ def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
 
     With val_fraction=0.1 these are nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :].
     """
+    if recipe.fold:
+        hint = "use txt_split=blank"
+        raise PrepareError(f"prepare: fold={recipe.fold} needs several documents, and there is one; {hint}")
     val_begin = int(len(text) * (1 - recipe.test_fraction - recipe.val_fraction))
     test_begin = int(len(text) * (1 - recipe.test_fraction))
     return text[:val_begin], text[val_begin:test_begin], text[test_begin:]
@@ -192,6 +198,15 @@ def single_text(chosen: Selection, units: list[Unit], counts: Counts, work: Path
 
 
 # ---- the report ------------------------------------------------------------------------------
+
+
+def check_train(parts: list[Share]) -> None:
+    """Raise PrepareError if there is nothing to learn from; say which sources give nothing."""
+    for part in parts:
+        if part.source.name and not (part.splits == 0).any():
+            print(f"prepare: warning: nothing is left for train of source {part.source.name}")
+    if not any((part.splits == 0).any() for part in parts):
+        raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
 
 
 def nothing_kept(counts: Counts, chosen: Selection | None) -> PrepareError:
@@ -233,7 +248,7 @@ def summarize(
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     unreadable = {file.name for file in inputs if file.problem}
-    info["failed"] = sorted(unreadable | set(counts.failed))
+    info["failed"] = sorted(unreadable | counts.failed())
 
 
 def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -> None:
@@ -258,15 +273,18 @@ def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -
 def report_samples(chosen: Selection, units: list[Unit], work: Path) -> dict[str, list[tuple[str, str, str]]]:
     """{reason: [(where, detail, excerpt)]} of up to SHOWN documents each, chosen by chance but always the same."""
     found: dict[str, list[tuple[int, str, str, str]]] = {}
-    for unit, reason, sample in read_samples(units, work):
-        if REASONS[chosen.fates[chosen.starts[unit.number] + sample.row]] == reason:  # and no copy of another
-            found.setdefault(reason, []).append((sample.position, sample.where, sample.detail, sample.excerpt))
-    for fate in (KEPT, EXACT, NEAR):
-        rows = np.flatnonzero(chosen.fates == fate)
+    for _, reason, sample in read_samples(units, work):
+        held = found.setdefault(reason, [])
+        held.append((sample.position, sample.where, sample.detail, sample.excerpt))
+        if len(held) > 4 * SHOWN:
+            found[reason] = sorted(held)[:SHOWN]
+    for fate in (KEPT, EXACT, NEAR, SCORE):
+        rows = np.flatnonzero((chosen.fates == fate) & (chosen.rows["reason"] == KEPT))
         for row in rows[np.argsort(chosen.rows["position"][rows], kind="stable")[:SHOWN]].tolist():
             partner, similarity = int(chosen.partner[row]), chosen.similarity[row]
-            detail = f"{similarity:.2f} like {chosen.where(partner, units)}" if fate != KEPT else ""
-            excerpt = excerpt_of(partner if fate == EXACT else row, chosen, units, work)
+            detail = f"{similarity:.2f} like {chosen.where(partner, units)}" if partner >= 0 else ""
+            detail = f"score {chosen.rows['score'][row]:.4g}" if fate == SCORE else detail
+            excerpt = excerpt_of(row, chosen, units, work)
             found.setdefault(REASONS[fate], []).append(
                 (int(chosen.rows["position"][row]), chosen.where(row, units), detail, excerpt)
             )

@@ -720,9 +720,9 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
 
 def test_mistakes_with_packing(tmp_path: Path) -> None:
     packed_directory(tmp_path)
-    with pytest.raises(DataError, match=r"not packed for block_size=32; run: python prepare.py --pack=32 --out_dir="):
+    with pytest.raises(DataError, match=r"not packed for block_size=32; run: python prepare.py .*/config.py --pack=32"):
         Corpus(str(tmp_path), 32, pack=True)
-    with pytest.raises(DataError, match=r"competence needs .* was packed"):
+    with pytest.raises(DataError, match=r"use competence or pack, not both"):
         Corpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
     write_sources(tmp_path, {"wiki": 121, "code": 45})
     with pytest.raises(DataError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):

@@ -288,8 +288,10 @@ def test_a_document_mask_is_that_of_the_offsets():
     row, window = rows_of_documents(tiny_config())
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])  # as in the .off.npy beside a shard
     segment = torch.searchsorted(starts, torch.arange(32), right=True)
-    got = model.document_mask(torch.stack((row, window)), 96)
-    assert got.shape == (2, 1, 32, 32) and got.dtype == torch.bool
+    added = model.document_mask(torch.stack((row, window)), 96, torch.bfloat16)
+    assert added.shape == (2, 1, 32, 32) and added.dtype == torch.bfloat16
+    assert set(added.unique().tolist()) == {0.0, -float("inf")}
+    got = added == 0
     for i in range(32):
         for j in range(32):
             assert got[0, 0, i, j].item() == (j <= i and segment[i].item() == segment[j].item())

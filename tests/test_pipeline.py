@@ -408,3 +408,160 @@ def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
 def test_show_looks_into_a_prepared_directory(prepared, capsys):
     out = shown(capsys, input=str(prepared), show=2)
     assert "2,0" not in out and "prepared, " in out and out.count("-- document") == 2 and "<|endoftext|>|" in out
+
+
+# ---- runs that follow runs ---------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_in(monkeypatch: pytest.MonkeyPatch, module, name: str, out_dir: Path, at: int = 1, **settings) -> None:
+    """A run that ends, as by a kill, when it calls a function for the `at`-th time; what it has written stays."""
+    real, calls = getattr(module, name), []
+
+    def dies(*args, **options):
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, dies)
+        with pytest.raises(Killed):
+            run(out_dir, **settings)
+
+
+def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypatch):
+    """Killed, then run with other settings and killed in the middle of a unit, then as at first."""
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(60)])
+    first = {"input": path, "tokenizer_dir": tok, "near": 0.0}
+    run(tmp_path / "straight", **first)
+    killed_in(monkeypatch, prepare, "select", tmp_path / "out", **first)
+    killed_in(monkeypatch, pipeline.dedup, "exact_key", tmp_path / "out", at=9, **first | {"rules_on": "stop_words"})
+    run(tmp_path / "out", **first)
+    assert content(tmp_path / "out") == content(tmp_path / "straight")
+    (tmp_path / "small").mkdir()
+    train(pieces(60), 400).save(tmp_path / "small")
+    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "again", **first)
+    other = first | {"tokenizer_dir": tmp_path / "small"}
+    killed_in(monkeypatch, pipeline.np, "array", tmp_path / "again", at=3, **other)
+    run(tmp_path / "again", **first)
+    assert content(tmp_path / "again") == content(tmp_path / "straight")
+
+
+def test_a_tokenizer_is_not_kept_for_text_in_other_case(tmp_path, monkeypatch):
+    path, settings = tmp_path / "x.jsonl", {"vocab_size": 512, "near": 0.0}
+    write_rows(path, [{"text": t} for t in pieces(60)])
+    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "out", input=path, **settings)
+    write_rows(path, [{"text": t.upper()} for t in pieces(60)])
+    run(tmp_path / "out", input=path, **settings)
+    run(tmp_path / "straight", input=path, **settings)
+    assert content(tmp_path / "out") == content(tmp_path / "straight")
+
+
+def test_two_runs_in_one_process_do_not_share_tokenizer_or_questions(tmp_path, tok):
+    (tmp_path / "small").mkdir()
+    train(pieces(60), 400).save(tmp_path / "small")
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(20)])
+    for name, directory in (("a", tok), ("b", str(tmp_path / "small"))):
+        run(tmp_path / name, input=path, tokenizer_dir=directory, near=0.0, val_fraction=0.0)
+        assert texts_of(tmp_path / name) == pieces(20)
+    for k in (3, 8):
+        questions = write_rows(tmp_path / f"q{k}.jsonl", [{"question": pieces(20)[k][:150]}])
+        settings = {"near": 0.0, "val_fraction": 0.0, "decontaminate": questions}
+        run(tmp_path / f"c{k}", input=path, tokenizer_dir=tok, **settings)
+        assert texts_of(tmp_path / f"c{k}") == [t for i, t in enumerate(pieces(20)) if i != k]
+
+
+def test_a_copy_of_something_dropped_is_kept(tmp_path, tok):
+    good = pieces(6)
+    rows = [{"text": good[0], "bpb": 9.0}, *({"text": t, "bpb": 0.5} for t in good)]
+    common = {"input": write_rows(tmp_path / "x.jsonl", rows), "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", score="bpb=0..1", **common)
+    assert texts_of(tmp_path / "out") == good
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"score": 1}
+
+
+def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys):
+    a, b = (write_rows(tmp_path / f"{name}.jsonl", [{"text": t} for t in ts])
+            for name, ts in (("a", pieces(40)[:20]), ("b", pieces(40)[20:])))  # fmt: skip
+    settings = {"tokenizer_dir": tok, "near": 0.0}
+    run(tmp_path / "out", input=f"a: {a}; b: {a}, {b}; c: {b}", **settings)
+    out = capsys.readouterr().out
+    assert "source c has no files of its own" in out and f"{a} is in an earlier source already" in out
+    assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 20
+    run(tmp_path / "out", input=f"a: {a}, {b}; b: {b}", **settings)  # moved: not up to date
+    assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 40
+
+
+def test_the_only_document_of_a_source_is_learnt(tmp_path, tok):
+    many = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(30)])
+    (tmp_path / "book.txt").write_text(pieces(31)[30], "utf-8")
+    run(tmp_path / "out", input=f"web: {many}; book: {tmp_path}/book.txt", tokenizer_dir=tok, val_fraction=0.5)
+    assert texts_of(tmp_path / "out", "train", "book") == [pieces(31)[30]]
+
+
+def test_conversations_are_cleaned_like_texts(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Tell\u200b me about\r\ncafe\u0301s, please."},
+                         {"role": "assistant", "content": "\ufeffThey serve coffee,\x00 mostly in the morning."}]}
+    path = write_rows(tmp_path / "x.jsonl", [talk] * 2)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, exact=False, near=0.0)
+    row = json.loads((tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()[0])
+    expected = ["Tell me about\ncaf\u00e9s, please.", "They serve coffee, mostly in the morning."]
+    assert [message["content"] for message in row["messages"]] == expected
+    info = manifest_of(tmp_path / "out")["info"]["bytes"]
+    removed = sum(len(m["content"].encode()) for m in talk["messages"]) - sum(len(text.encode()) for text in expected)
+    assert info["cleaned"] == 2 * removed
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+
+
+def test_pairs_that_differ_in_the_rejected_answer_are_no_copies(tmp_path):
+    rows = [{"prompt": "Which of these two is better?", "chosen": pieces(1)[0], "rejected": t} for t in pieces(4)[1:]]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows + rows[:1]), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
+
+
+def test_numbers_of_csv_count_as_scores(tmp_path, tok):
+    lines = ["text,bpb"] + [f'"{t.replace(chr(34), "")}",{i / 10}' for i, t in enumerate(pieces(10))]
+    (tmp_path / "x.csv").write_text("\n".join(lines), "utf-8")
+    settings = {"tokenizer_dir": tok, "near": 0.0, "score": "bpb=0.3..0.55", "val_fraction": 0.0}
+    run(tmp_path / "out", input=tmp_path / "x.csv", **settings)
+    assert len(texts_of(tmp_path / "out")) == 3
+
+
+def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", 0)
+    monkeypatch.setattr(prepare.Tokens, "OPEN", 8)
+    (tmp_path / "in").mkdir()
+    for i, text in enumerate(pieces(90)):
+        (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
+    try:
+        run(tmp_path / "out", input=tmp_path / "in", tokenizer_dir=tok, near=0.0, order="length")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "val")) == 90
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"kind": "chat", "text_key": "a"}, "text_key=a has no effect with kind=chat"),
+        ({"kind": "preference", "order": "length"}, "order=length has no effect"),
+        ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
+        ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),
+        ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a must be 0 or more"),
+        ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a must be 0 or more"),
+        ({"score": "bpb=5%..950%"}, "per cent are from 0 to 100"),
+        ({"score": "bpb=3..1"}, "the least comes first"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(settings, said):
+    with pytest.raises(ValueError) as caught:
+        prepare.check_config(KEYS | {"input": "x", "out_dir": "x"} | settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and caught.value.one_line

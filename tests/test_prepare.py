@@ -207,7 +207,7 @@ def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
     documents = texts(4)
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
-    assert "warning: val_fraction=1e-09 takes none" in capsys.readouterr().out
+    assert "warning: val takes none of so few documents (1e-09 of them)" in capsys.readouterr().out
     lowest = min(documents, key=lambda t: hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest()[::-1])
     assert read_back(tmp_path / "out")["val"] == [lowest]
 
@@ -278,7 +278,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
     for name, value in SMALL.items():
         monkeypatch.setattr(pipeline, name, value)
     recipe = prepare.check_config(KEYS | {"input": str(corpus), "out_dir": "x"})
-    assert len(pipeline.plan_units(prepare.find_inputs(recipe.sources, tmp_path), recipe)) > 20
+    assert len(pipeline.plan_units(prepare.find_inputs(recipe.sources, tmp_path / "out", tmp_path), recipe)) > 20
     for workers in (1, 2, 3):
         status = run(
             tmp_path / str(workers),

@@ -112,7 +112,7 @@ def test_parquet_columns_and_row_groups(tmp_path: Path) -> None:
     report = Report()
     parts = [list(readers.read_documents(path, begin=a, end=b, report=report)) for a, b in units]
     assert [d.text for part in parts for d in part] == TEXTS and [len(part) for part in parts] == [3, 3, 2]
-    assert report.places == [(path, 9, 8, "bad_field: no text under 'text' (keys: text)")]
+    assert report.places == [(path, 9, 8, "bad_field: no text under 'text' (keys text, meta, n)")]
     assert [d.offset for part in parts for d in part] == list(range(8))
     assert read(path, Report(), text_key="meta.title,text")[1] == "题1\n" + TEXTS[1]
     report = Report()
@@ -296,7 +296,7 @@ def test_bad_lines_are_reported_with_file_line_and_offset(tmp_path: Path) -> Non
     expected = [(path, i + 1, offsets[i], reason) for i, (_, reason) in enumerate(lines) if reason]
     assert [(p, line, offset, reason.split(":")[0]) for p, line, offset, reason in report.places] == expected
     assert report.problems == {"bad_json": 2, "bad_field": 4, "bad_encoding": 1}
-    assert "keys: body" in report.places[3][3]
+    assert "keys body" in report.places[3][3]
     with pytest.raises(DataError, match=r"a\.jsonl:2: bad_json at byte 16: Unterminated string") as strict:
         read(path, Report(strict=True))
     assert strict.value.one_line and "\n" not in str(strict.value)
@@ -390,7 +390,7 @@ def test_text_fields(tmp_path: Path) -> None:
     path.write_text('{"title": "题", "body": {"content": "文"}}\n"bare"\n{"title": "x"}\n', encoding="utf-8")
     report = Report()
     assert read(path, report, text_key="title, body.content") == ["题\n文", "bare"]
-    assert report.places == [(str(path), 3, 52, "bad_field: no text under 'body.content' (keys: title)")]
+    assert report.places == [(str(path), 3, 52, "bad_field: no text under 'body.content' (keys title)")]
 
 
 def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,3 +408,33 @@ def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         readers.find_files("e.txt,f/*.txt")
     with pytest.raises(DataError, match=r"cannot read nothing.txt: No such file or directory"):
         read("nothing.txt")
+
+
+def test_names_that_promise_other_bytes_are_damage(tmp_path: Path) -> None:
+    for name in ("empty.jsonl.gz", "pointer.parquet", "plain.jsonl.xz", "empty.parquet"):
+        raw = b"" if "empty" in name else b'{"text": "version https://git-lfs.github.com/spec/v1"}\n'
+        (tmp_path / name).write_bytes(raw)
+        report = Report()
+        assert read(tmp_path / name, report) == [] and report.problems == {"truncated_file": 1}, name
+
+
+def test_a_parquet_row_that_is_not_utf8_costs_only_itself(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    texts = pa.array([f"text {i}".encode() if i != 5 else b"\xff\xfe" for i in range(9)], pa.binary())
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 9, texts.buffers())}), tmp_path / "a.parquet")
+    report = Report()
+    assert read(tmp_path / "a.parquet", report) == [f"text {i}" for i in range(9) if i != 5]
+    assert report.problems == {"bad_encoding": 1} and report.places[0][1:3] == (6, 5)
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a/x.txt", "a/b/y.txt", "elsewhere/z.txt"):
+        (tmp_path / name).write_text(name, "utf-8")
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
+    found = [str(Path(file).relative_to(tmp_path)) for file in readers.find_files(str(tmp_path / "a"))]
+    assert found == ["a/b/y.txt", "a/link/z.txt", "a/x.txt"]
