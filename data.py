@@ -528,7 +528,7 @@ def sources_of(path: str) -> dict[tuple[Path, str], tuple[float, int]]:
     They are the manifest's weights, or, where it has none, in proportion to the tokens; what has share 0 is left out.
     """
     directory, only = locate(path)
-    manifest = read_manifest(directory)
+    manifest, directory = read_manifest(directory), directory.resolve()  # two ways to write a path are one source
     sources = manifest.get("sources") or {"": {"tokens": manifest["splits"].get("train", {"tokens": 0})["tokens"]}}
     if only is not None:
         sources = {only: sources[only]}
@@ -553,7 +553,7 @@ class Corpus:
         self.by_path = {path: sources_of(path) for stage in stages for path in stage.weights}
         self.keys = list(dict.fromkeys(key for found in self.by_path.values() for key in found))
         names = [source or directory.resolve().name for directory, source in self.keys]
-        paths = [str(directory / source) for directory, source in self.keys]
+        paths = [os.path.relpath(directory / source) for directory, source in self.keys]
         self.names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:

@@ -3,6 +3,7 @@
     python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/tok --show=5
 """
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -54,7 +55,8 @@ class Shown:
         if path == "python-docs":
             print("\n==== python-docs: the documentation and sources of the running Python")
             for k, text in enumerate(islice(python_docs(), n), 1):
-                self.understood(Item(text), f"python-docs, document {k}", "text", source)
+                judge = Judge(source, self.recipe, self.work)
+                self.understood(judge.understand(text)[0], judge, f"python-docs, document {k}", "text")
             return
         with readers.open_stream(path) as stream:
             container = readers.container(path, stream.peek(), source.txt_split)
@@ -70,38 +72,38 @@ class Shown:
             if problem:
                 self.not_understood(where, problem)
             else:
-                self.understood(item, where, shapes.shape_name(row, self.recipe.kind) or source.text_key, source, row)
+                shape = f"text_key={source.text_key}" if source.text_key and isinstance(row, dict) else ""
+                self.understood(item, judge, where, shape or shapes.shape_name(row, self.recipe.kind))
 
     def not_understood(self, where: str, why: str) -> None:
         self.n_rows, self.n_strange = self.n_rows + 1, self.n_strange + 1
         print(f"\n-- {where}\n   NOT UNDERSTOOD: {why}")
 
-    def understood(self, item: Item, where: str, shape: str, source: Source, row: object = None) -> None:
-        judge = Judge(source, self.recipe, self.work)
-        text = judge.clean(item.text)
-        verdict = self.verdict(item._replace(text=text), judge, where)
+    def understood(self, item: Item, judge: Judge, where: str, shape: str) -> None:
+        verdict = self.verdict(item, judge, where)
         self.n_rows, self.n_kept = self.n_rows + 1, self.n_kept + (not verdict)
-        removed = len(item.text.encode()) - len(text.encode())
+        removed = item.n_read - len(item.text.encode())
         cleaned = f", {removed} bytes cleaned away" if removed else ""
-        print(f"\n-- {where}: {shape}, {len(text):,} characters{cleaned}")
+        print(f"\n-- {where}: {shape}, {len(item.text):,} characters{cleaned}")
         print(f"   {f'DROPPED: {verdict}' if verdict else 'kept'}")
-        for line in self.lines(text, row):
+        for line in self.lines(item):
             print(f"   {line}")
 
     def verdict(self, item: Item, judge: Judge, where: str) -> str:
         """Why the row is dropped, "" if it is kept."""
         if not item.text.strip():
             return "empty"
-        key = dedup.exact_key(item.text)
+        key = dedup.exact_key(item.row or item.text)
         if self.recipe.exact and key in self.keys:
             return f"exact_duplicate: as {self.keys[key]}"
         self.keys[key] = where
         reason, detail = judge.judge(item)
         if reason != "kept":
             return f"{reason}: {detail}"
-        units = dedup.units([item.text])
+        units = dedup.units([item.compared])
         if found := judge.contaminated([item], units):
-            return f"contaminated: {found[0]!r} is in an evaluation file"
+            hint = "; the place would be cut out" if self.recipe.decontaminate_action == "cut" else ""
+            return f"contaminated: {found[0]!r} is in an evaluation file{hint}"
         if self.recipe.near and len(units.hashes):
             signature = dedup.signatures(units, self.recipe.near_bands * self.recipe.near_rows)[0]
             alike = [float((signature == other).mean()) for other in self.signatures]
@@ -111,16 +113,15 @@ class Shown:
             self.kept.append(where)
         return ""
 
-    def lines(self, text: str, row: object) -> list[str]:
+    def lines(self, item: Item) -> list[str]:
         if self.recipe.kind == "text":
-            return [self.pieces(text)]
+            return [self.pieces(item.text)]
+        row = json.loads(item.row)
         if self.recipe.kind == "chat":
-            return self.turns(shapes.messages_of(row)[0])
-        pair = shapes.pair_of(row)[0]
-        answers = [("chosen", pair.chosen), ("rejected", pair.rejected)]
-        return self.turns(pair.prompt) + [
-            f"{name:<9}: {self.turns([{'role': 'assistant', 'content': answer}])[0]}" for name, answer in answers
-        ]
+            return self.turns(row["messages"])
+        answers = [[{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")]
+        shown = [self.turns(answer)[0] for answer in answers]
+        return [*self.turns(row["prompt"]), f"chosen   : {shown[0]}", f"rejected : {shown[1]}"]
 
     def turns(self, messages: list[dict]) -> list[str]:
         """The conversation as the model sees it, a line per message, what is learnt between TRAINED."""

@@ -49,7 +49,7 @@ input = ""  # text to learn from, or to measure: files, directories, globs, comm
 text_key = "text"  # where the text is in JSON, csv and parquet; a.b for b within a
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
-pattern = ""  # how bpe cuts text: gpt4 (what "" means) | gpt2 | zh; with convert also cl100k | qwen, "" = by its name
+pattern = ""  # how bpe cuts text: gpt4 (what "" means) | gpt2 | zh | cl100k | qwen; with convert "" = by its name
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
 inspect = ""  # directory of a tokenizer to look at, instead of training one
@@ -899,10 +899,18 @@ def describe(tokenizer: Tokenizer, usage: Usage) -> str:
     return (
         f"  {usage.n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {usage.n_bytes / n_tokens:.2f} bytes per token, "
         f"{n_tokens / usage.n_chars:.2f} tokens per character\n"
-        f"  {usage.counts[lengths == 1].sum() / n_tokens:.1%} of the tokens are single bytes; "
+        f"  {usage.counts[fallback_ids(tokenizer)].sum() / n_tokens:.1%} of the tokens are bytes of a character; "
         f"{(usage.counts[text_ids] == 0).sum():,} of {len(text_ids):,} ids are not used\n"
         f"  longest used: {' '.join(shown)}"
     )
+
+
+def fallback_ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids that are one byte of a character of several; of sentencepiece all byte pieces, which also spell line ends."""
+    if tokenizer.backend == "sentencepiece":
+        processor = tokenizer.engine.processor
+        return [i for i in range(processor.get_piece_size()) if processor.is_byte(i)]
+    return [i for i, token in tokenizer.engine.token_bytes.items() if len(token) == 1 and token[0] >= 0x80]
 
 
 def readable(tokenizer: Tokenizer, token_id: int) -> str:
@@ -1044,6 +1052,8 @@ if __name__ == "__main__":
         raise TokenizerError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
     else:
         old = Tokenizer.load(extend, pattern, specials) if extend else None
+        if old and old.backend != backend and backend != "bpe":
+            raise TokenizerError(f"tokenizer: {extend} is {old.backend}, so leave out backend={backend}")
         texts = learning_texts(sources_of(input, text_key), max_mb, kept)
         if old:
             tokenizer = extended(old, texts, vocab_size - old.vocab_size)
