@@ -410,7 +410,9 @@ class Judge:
 
     def clean(self, text: str) -> str:
         text = filters.clean(text, self.cleaning)
-        return filters.c4_lines(text) if self.drops_lines else text
+        if self.drops_lines and filters.language(text) == "en":  # it counts words, by the spaces between them
+            return filters.c4_lines(text)
+        return text
 
     def judge(self, item: Item) -> tuple[str, str]:
         """(reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""

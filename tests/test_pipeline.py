@@ -565,3 +565,16 @@ def test_settings_that_cannot_work_are_one_line(settings, said):
     with pytest.raises(ValueError) as caught:
         prepare.check_config(KEYS | {"input": "x", "out_dir": "x"} | settings)
     assert said in str(caught.value) and "\n" not in str(caught.value) and caught.value.one_line
+
+
+def test_c4_drops_lines_and_pages_on_request(tmp_path, tok):
+    body = " ".join(f"This is sentence number {i} of a page about gardens and the people in them." for i in range(8))
+    page = f"Please enable javascript to go on reading.\n{body}\nWe use a cookie policy that you accept."
+    chinese = corpora.chinese_sample()[3]
+    rows = [{"text": page}, {"text": pieces(1)[0] + " lorem ipsum"}, {"text": chinese}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", rules_on="c4", **common)
+    info = manifest_of(tmp_path / "out")["info"]
+    assert info["documents"]["dropped"] == {"c4_lorem_ipsum": 1}
+    assert texts_of(tmp_path / "out") == [body, chinese] and info["bytes"]["cleaned"] >= len(page) - len(body)
