@@ -40,6 +40,7 @@ import numpy as np
 import data
 import dedup
 import readers
+from bpe import PATTERNS
 from configurator import ConfigError, configure, write_config
 from corpus import debug_texts, python_docs
 from decontaminate import Evals
@@ -86,6 +87,7 @@ out_dir = ""  # directory to make, for example data/x
 tokenizer_dir = ""  # tokenizer to use; "" = train one; a directory without one gets the one that is trained
 vocab_size = 32_768  # of a tokenizer that is trained
 backend = "bpe"  # of a tokenizer that is trained: bpe | sentencepiece
+pattern = "gpt4"  # how such a bpe tokenizer cuts text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
 text_key = ""  # where the text is in an object or row: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
@@ -93,7 +95,7 @@ workers = 0  # processes; 0 = one per core
 show = 0  # print what is understood of the first so many rows, and stop
 punctuation = False  # Chinese text: full-width marks, and none twice in a row
 # what is dropped
-quality = "curated"  # curated = only empty, tiny, huge and garbled texts go; web = all rules of filters.py
+quality = "curated"  # curated = only empty, tiny and garbled texts go; web = all rules of filters.py
 rules_off = ""  # rules to leave out, comma-separated
 rules_on = ""  # rules that are off otherwise: c4
 min_chars = 0  # shortest document; 0 = the rule's own
@@ -256,7 +258,7 @@ def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]
 def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
                     work: Path) -> Tokenizer:  # fmt: skip
     """A tokenizer learnt from the train split. A run that was killed after this finds it again."""
-    settings = repr((config["vocab_size"], config["backend"], recipe.settings(), VERSION)).encode()
+    settings = repr((config["vocab_size"], config["backend"], config["pattern"], recipe.settings(), VERSION)).encode()
     key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["position"].tobytes()).hexdigest()
     kept = work / "tokenizer"
     if (kept / "key").exists() and (kept / "key").read_text(encoding="utf-8") == key:
@@ -269,7 +271,7 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
         weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
         sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
         texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
-    tokenizer = train(texts, config["vocab_size"], config["backend"])
+    tokenizer = train(texts, config["vocab_size"], config["backend"], config["pattern"])
     tokenizer.save(kept)
     (kept / "key").write_text(key, encoding="utf-8")
     return tokenizer
@@ -561,7 +563,8 @@ def make_debug_data(out_dir: str | Path) -> None:
     with work_dir(out_dir, wait=True) as work:
         if not (out_dir / "manifest.json").exists():
             inputs = [made_file(write_documents(debug_texts(), work / "debug.jsonl"), "debug", 0)]
-            config = {"workers": 1, "vocab_size": 512, "backend": "bpe", "tokenizer_dir": "", "pack": 0}
+            config = {"workers": 1, "vocab_size": 512, "backend": "bpe", "pattern": "gpt4"}
+            config |= {"tokenizer_dir": "", "pack": 0}
             build(inputs, recipe, None, work, config, info={})
             publish(work, out_dir)
 
@@ -576,7 +579,7 @@ def check_config(config: dict) -> Recipe:
             raise ConfigError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
     choices = {"kind": ("text", "chat", "preference"), "near_engine": ("numpy", "datasketch"), "order": ORDERS}
-    choices |= {"decontaminate_action": ("drop", "cut")}
+    choices |= {"decontaminate_action": ("drop", "cut"), "pattern": tuple(PATTERNS)}
     for key, allowed in choices.items():
         if config[key] not in allowed:
             raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
@@ -692,7 +695,8 @@ def main(config: dict) -> int:
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
         tokenizer = existing_tokenizer(config["tokenizer_dir"]) if recipe.kind == "text" else None
-        to_train = f"trained, {config['backend']} {config['vocab_size']}" if recipe.kind == "text" else "none"
+        to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
+        to_train = to_train if recipe.kind == "text" else "none"
         info = {
             "prepare": VERSION,
             "recipe": recipe.settings() | {"pack": config["pack"]},

@@ -243,9 +243,9 @@ def test_single_document_in_three(tmp_path, tok):
 def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
     learnt = []
 
-    def spy(given, vocab_size, backend):
+    def spy(given, vocab_size, backend, pattern):
         learnt.extend(given)
-        return train(learnt, vocab_size, backend)
+        return train(learnt, vocab_size, backend, pattern)
 
     monkeypatch.setattr(prepare, "train", spy)
     documents = texts(60)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "pipeline": {"readers", "shapes", "filters", "dedup", "decontaminate", "tokenizer", "data"},
     "selection": {"dedup", "pipeline"},
     "show": {"corpus", "data", "dedup", "pipeline", "readers", "shapes", "tokenizer"},
-    "prepare": {"configurator", "corpus", "data", "decontaminate", "dedup", "difficulty", "pipeline", "readers"}
+    "prepare": {"bpe", "configurator", "corpus", "data", "decontaminate", "dedup", "difficulty", "pipeline", "readers"}
     | {"selection", "show", "tokenizer"},
     "difficulty": {"filters"},
     "model": set(),
