@@ -5,7 +5,8 @@ is Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging 
 
     model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
     model(idx)          -> logits (B, T, V)
-    model(idx, cache=c) -> logits (B, T, V) of the new positions, keys and values appended to the cache
+    model(idx, cache=c.chunk(...) or c.step(...)) -> logits (B, T, V) of new positions, kept in the cache c
+    model.hidden(idx, ...) -> what the head reads, (B, T, C): with model.lm_head, logits of chosen positions only
 
 Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V vocab.
 """
@@ -13,6 +14,7 @@ Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V voc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -128,14 +130,14 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, mask: Tensor | None = None
     ) -> Tensor:
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        q = project(self.q_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+        k = project(self.k_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        v = project(self.v_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
-            k, v, mask = cache.append(k, v)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.grouped)
+            k, v = cache.append(k, v)
+            y = cached_attention(q, k, v, mask)
         elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH:
             y = plain_causal_attention(q, k, v, dropout, mask)
         elif mask is not None:
@@ -144,7 +146,33 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=self.grouped)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return project(self.o_proj, y.transpose(1, 2).reshape(B, T, -1))
+
+
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """linear(x). A single row on a CPU is written as a matrix-vector product when compiled: inductor makes of it a loop
+    at the bandwidth of the memory, where the library behind F.linear reaches a third."""
+    if torch.compiler.is_compiling() and type(linear) is nn.Linear and x.numel() == x.shape[-1] and x.is_cpu:
+        return torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
+    return linear(x)
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v where mask, (T, S) or (B, 1, 1, S), is true. q (B, H, T, D); k, v (B, K, S, D).
+
+    Heads that share keys become more rows of one product, so that no key is copied and every fused kernel applies."""
+    B, H, T, D = q.shape
+    q = q.reshape(B, k.shape[1], -1, D)
+    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # sums that inductor fuses: 0.15 to 1 of the time
+        scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
+    if T > 1:
+        mask = mask.repeat(H // k.shape[1], 1)
+    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:
+        # For a single query in half precision torch's kernel takes twice the time that it takes for two.
+        return F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)[:, :, :1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
 
 
 def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
@@ -169,7 +197,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
 
 
 class Block(nn.Module):
@@ -223,29 +251,35 @@ class Transformer(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None, last_only: bool = False
+        self, idx: Tensor, targets: Tensor | None = None, cache: "CacheChunk | CacheStep | None" = None
     ) -> Tensor:
-        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back; with
-        `last_only` the logits are those of the last position, (B, 1, V): all that a prompt's prefill needs."""
+        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back."""
+        x = self.hidden(idx, cache)
+        if targets is None:
+            return project(self.lm_head, x)
+        return cross_entropy_sum(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    def hidden(self, idx: Tensor, cache: "CacheChunk | CacheStep | None" = None) -> Tensor:
+        """idx (B, T) int64 -> the last layer's result after the final norm, (B, T, C)."""
         T = idx.shape[1]
         if cache is None:
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
             cos, sin = self.cos[:T], self.sin[:T]
         else:
-            positions = cache.extend(T)  # (B, T)
-            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (B, 1, T, D/2)
+            positions = cache.positions  # (1, T) or (B, 1)
+            cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)  # (.., 1, T, D/2)
         x = F.dropout(self.embed_tokens(idx), self.cfg.dropout, self.training)
-        confined = cache is None and self.document_id is not None
-        mask = document_mask(idx, self.document_id, compute_dtype(x)) if confined else None
+        if cache is not None:
+            mask = cache.mask
+        else:
+            same = self.document_id is not None
+            mask = document_mask(idx, self.document_id, compute_dtype(x)) if same else None
         for i, block in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, None, mask, use_reentrant=False)
             else:
-                x = block(x, cos, sin, None if cache is None else cache.layers[i], mask)
-        x = self.norm(x)
-        if targets is None:
-            return self.lm_head(x[:, -1:] if last_only else x)
-        return cross_entropy_sum(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+                x = block(x, cos, sin, None if cache is None else LayerCache(cache, i), mask)
+        return self.norm(x)
 
     def compile_blocks(self, compile_fn: Callable) -> None:
         """Compile block by block. All blocks share one graph, so this starts fast, and a block's gradients are out as
@@ -325,49 +359,83 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class KVCache:
-    """Keys and values of past positions for a batch of left-padded rows.
+    """Keys and values of past positions, (rows, K, max_length + 1, D) of each layer.
 
-    All rows share one write position, `length`; row b holds padding before `start[b]`, which is never attended to and
-    does not count as a position. (L, B, K, max_length, D) twice.
+    Each row has a length of its own, which the caller keeps, so a row that is done can be given to another text while
+    the others go on; what lies beyond its length is never seen. The last position is a spare one.
+
+    model(idx, cache=cache.chunk(begin, T, rows)) reads the same T positions of some rows: prompts, padded on the right.
+    model(idx, cache=cache.step(lengths, width)) reads the next token (rows, 1) of every row.
     """
 
+    def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device | str, dtype: torch.dtype):
+        shape = (rows, cfg.n_kv_head, max_length + 1, cfg.head_dim)
+        self.max_length = max_length
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.span = torch.arange(max_length, device=device)
+
+    def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
+        """Positions begin to begin + T of the rows (n,) int64, of all rows without it."""
+        assert begin + T <= self.max_length, f"cache holds {self.max_length} positions, {begin + T} asked"
+        return CacheChunk(self.keys, self.values, begin, self.span[: begin + T], rows)
+
+    def step(self, lengths: Tensor, width: int) -> "CacheStep":
+        """The next position of each row. lengths (rows,) int64: below width, or max_length for a row to be left as it
+        is. Attention costs as much as `width` positions."""
+        return CacheStep(self.keys, self.values, lengths, self.span[:width])
+
+    def copy_row(self, source: int, row: int, length: int) -> None:
+        """The first `length` positions of row `source` into `row`."""
+        for layer in (*self.keys, *self.values):
+            layer[row, :, :length] = layer[source, :, :length]
+
+    def select(self, rows: Tensor, length: int) -> None:
+        """The first `length` positions of row i become what those of row rows[i] were."""
+        for layer in (*self.keys, *self.values):
+            layer[:, :, :length] = layer[rows, :, :length]
+
+
+class CacheChunk:
     def __init__(
-        self, cfg: ModelConfig, start: Tensor, max_length: int, device: torch.device | str, dtype: torch.dtype
+        self, keys: list[Tensor], values: list[Tensor], begin: int, span: Tensor, rows: Tensor | None
     ) -> None:
-        shape = (cfg.n_layer, len(start), cfg.n_kv_head, max_length, cfg.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.start = start.to(device)  # (B,) int64
-        self.padded = bool((start > 0).any())
-        self.length, self.mask = 0, None
-        self.layers = [LayerCache(self, k, v) for k, v in zip(self.keys, self.values, strict=True)]
+        self.keys, self.values, self.begin, self.end = keys, values, begin, len(span)
+        self.rows = slice(None) if rows is None else rows
+        self.positions = span[begin:].unsqueeze(0)  # (1, T)
+        self.mask = span <= span[begin:].unsqueeze(1)  # (T, end)
 
-    def extend(self, T: int) -> Tensor:
-        """Make room for T new positions; -> their rotary positions (B, T), 0 for padding."""
-        begin, self.length = self.length, self.length + T
-        assert self.length <= self.keys.shape[3], f"cache holds {self.keys.shape[3]} positions, {self.length} asked"
-        query = torch.arange(begin, self.length, device=self.start.device)
-        key = torch.arange(self.length, device=self.start.device)
-        if T == 1 and not self.padded:
-            self.mask = None  # the one new position sees everything
-        else:
-            seen = (key <= query[:, None]) & (key >= self.start[:, None, None])  # (B, T, length)
-            self.mask = (seen | (key == query[:, None])).unsqueeze(1)  # padding sees itself: an empty row would be NaN
-        return (query - self.start[:, None]).clamp(min=0)
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (n, K, T, D); -> keys and values of these rows from their beginning (n, K, end, D)."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.begin : self.end] = k
+        values[self.rows, :, self.begin : self.end] = v
+        return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
 
 
-class LayerCache:
-    """One layer's part of a KVCache."""
+class CacheStep:
+    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, span: Tensor) -> None:
+        self.keys, self.values, self.lengths, self.width = keys, values, lengths, span.shape[0]
+        self.rows = torch.arange(lengths.shape[0], device=lengths.device)
+        self.positions = lengths.clamp(max=self.width - 1).unsqueeze(1)  # (B, 1)
+        self.mask = (span <= self.positions)[:, None, None]  # (B, 1, 1, width)
 
-    def __init__(self, whole: KVCache, keys: Tensor, values: Tensor) -> None:
-        self.whole, self.keys, self.values = whole, keys, values
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, K, 1, D) at each row's length; -> keys and values (B, K, width, D)."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.lengths] = k[:, :, 0]
+        values[self.rows, :, self.lengths] = v[:, :, 0]
+        return keys[:, :, : self.width], values[:, :, : self.width]
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store k, v (B, K, T, D) of the positions just made room for; -> all keys, all values, attention mask."""
-        end, T = self.whole.length, k.shape[2]
-        self.keys[:, :, end - T : end] = k
-        self.values[:, :, end - T : end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end], self.whole.mask
+
+class LayerCache(NamedTuple):
+    """One layer's part of a CacheChunk or CacheStep."""
+
+    whole: CacheChunk | CacheStep
+    layer: int
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.whole.append(self.layer, k, v)
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------

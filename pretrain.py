@@ -26,11 +26,12 @@ import prepare
 import train_utils
 from configurator import ConfigError, configure, write_config
 from data import Batches, Corpus, same_order
+from generate import begin_prompt, generate, never_sampled
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
 from mixture import parse_data_dir
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
 from optim import SCHEDULES, Optimizer, learning_rate_at, stays_whole
-from sample import SamplingParams, begin_prompt, generate, never_sampled
+from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -327,10 +328,12 @@ def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: i
     if not ids:
         return []
     params = SamplingParams(
-        max_new_tokens=64, temperature=0.8, top_p=0.95, seed=seed, stop_ids=tokenizer.stop_ids,
+        max_new_tokens=64, temperature=0.8, top_p=0.95, seed=seed, eos_ids=tokenizer.stop_ids,
         banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
     )  # fmt: skip
-    return [tokenizer.decode(a + b) for a, b in zip(ids, generate(model, ids, params), strict=True)]
+    each = [dataclasses.replace(params, seed=seed + i) for i in range(len(ids))]
+    results = generate(model, None, ids, each)
+    return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
 
 def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches, world_size: int) -> None:

@@ -1,242 +1,241 @@
-"""Generated text: the engine, a plain function from (model, prompts, parameters) to token ids, and its command line.
+"""Text from a model: a continuation, a chat in the terminal, or the answers to a file of prompts.
 
-python sample.py                                                     # a new document from the newest run under out/
+python sample.py                                                     # the newest run: a chat if it is tuned for one
 python sample.py --init_from=out/demo --prompt="def main" --n=3 --temperature=0.7 --top_p=0.9
+python sample.py --prompts=questions.jsonl --out=answers.jsonl       # the same again continues after an interruption
 
-Several prompts of any lengths run as one batch. Row i draws its random numbers from seed + i, so its text does not
-depend on the rows beside it, and torch's global generators are left alone.
+With `chat` a prompt is what a user says, and without one the conversation is in the terminal (chat.py). A file of
+prompts and its answers are described in answers.py. What is answered depends on the prompt, the parameters and the
+seed, not on the prompt's neighbours or the batch size.
 """
 
 import contextlib
-import math
+import dataclasses
+import hashlib
+import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import checkpoint
 import train_utils
+from answers import Answers
+from chat import Chat, converse
 from configurator import configure
-from model import KVCache, ModelConfig, Transformer, compute_dtype
-from tokenizer import StreamDecoder, Tokenizer
+from generate import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
+from model import Transformer
+from sampling import SampleError, SamplingParams
+from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 init_from = ""  # run, checkpoint or Hugging Face Llama/Qwen3 directory; empty = the newest run under out/
-prompt = ""  # text to continue; empty = begin a new document
-n = 1  # samples of the prompt
-max_new_tokens = 256  # per sample; the end of the context ends it earlier
+prompt = ""  # text to continue or question to answer; empty = a new document, or a chat in the terminal
+prompts = ""  # jsonl file with a prompt on each line
+out = ""  # jsonl file for the answers, continued if it exists; empty = standard output
+chat = "auto"  # yes = prompts are what a user says; no = they are continued; auto = yes if the model is tuned for it
+system = ""  # system message of every chat that has none
+n = 1  # samples of each prompt
+best_of = 0  # samples generated, of which the n best are given out; 0 = n
+best_of_by = "sum"  # what makes the best: sum | mean of the log-probabilities of a sample's tokens
+presence_penalty = 0.0  # subtracted from the logits of tokens that the output has
+frequency_penalty = 0.0  # subtracted for each time that the output has them
+repetition_penalty = 1.0  # logits of tokens in prompt or output are divided by it (negative ones multiplied); 1 = off
 temperature = 0.8  # 0 = greedy, 1 = the model's own distribution
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
-seed = 1337  # sample i uses seed + i
+min_p = 0.0  # only tokens with at least this share of the likeliest one's probability; 0 = off
+max_new_tokens = 256  # per sample; the end of the context ends it earlier
+min_new_tokens = 0  # no end before this many
+stop = ""  # texts that end a sample and are cut off, separated by |; \n, \t, \| and \\ are one character each
+stop_token_ids = ""  # further ids that end a sample, comma-separated
+ignore_eos = False  # go on after the end of a text or a turn
+num_beams = 1  # > 1: beam search, with temperature 0; gives its n best
+length_penalty = 1.0  # beam search: scores are divided by length to this power; > 0 favours long ones
+early_stopping = "false"  # end of beam search: true = with num_beams results; false = better ones are unlikely; never
+logprobs = -1  # with each token its log-probability and those of the k likeliest, as JSON; 0 = its own only; -1 = off
+prompt_logprobs = -1  # the same for the tokens of the prompt
+skip_special_tokens = True  # leave the names of special tokens out of the text
+seed = 1337  # sample i of a prompt uses seed + i, answer i of a chat likewise
+batch_size = 16  # samples generated together
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
+compile = False  # compile the decoding step: takes up to a minute, pays off from some thousand tokens
+
+# These do not decide what an answer says, or are recorded as what was made of them.
+FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "batch_size", "device", "dtype", "compile"}
 
 
-class SampleError(ValueError):
-    one_line = True
+# ---- settings -------------------------------------------------------------------------------------------------------
 
 
-# ---- engine ---------------------------------------------------------------------------------------------------------
+def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
+    """The parameters among the settings, with the tokenizer's end tokens. Raises SampleError."""
+    keys = [field.name for field in dataclasses.fields(SamplingParams) if field.name in config]
+    return SamplingParams(**{key: config[key] for key in keys} | {
+        "stop": stop_texts(config["stop"]),
+        "stop_token_ids": stop_ids(config["stop_token_ids"]),
+        "eos_ids": tokenizer.stop_ids,
+        "banned_ids": never_sampled(tokenizer, vocab_size),
+    })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    max_new_tokens: int = 256
-    temperature: float = 1.0  # 0 = greedy: top_k, top_p and seed then change nothing
-    top_k: int = -1
-    top_p: float = 1.0  # 0 keeps the likeliest token
-    seed: int = 1337
-    stop_ids: frozenset[int] = frozenset()  # the first of these ends a row; it is part of the row's ids
-    banned_ids: tuple[int, ...] = ()  # never generated
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise SampleError(f"sample: max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        # Logits divided by less than this could overflow float32.
-        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
-            raise SampleError(f"sample: temperature must be 0 (greedy) or from 1e-6 up, got {self.temperature}")
-        if self.top_k < -1:
-            raise SampleError(f"sample: top_k must be positive, or -1 or 0 for off, got {self.top_k}")
-        if not 0 <= self.top_p <= 1:
-            raise SampleError(f"sample: top_p must be from 0 to 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise SampleError(f"sample: seed must be from 0 to 2**63 - 1, got {self.seed}")
+def stop_texts(value: str) -> tuple[str, ...]:
+    r"""r'\nUser:|a\|b' -> (newline + 'User:', 'a|b')."""
+    characters = {r"\n": "\n", r"\t": "\t", r"\|": "|", r"\\": "\\"}
+    parts = re.findall(r"(?:\\.|[^|])+", value, re.DOTALL)
+    return tuple(re.sub(r"\\[nt|\\]", lambda match: characters[match[0]], part) for part in parts)
 
 
-class Token(NamedTuple):
-    row: int
-    id: int
-    finish: str  # "" = the row goes on; "stop" = this is a stop id; "length" = max_new_tokens or the context is used up
-
-
-def generate(model: Transformer, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """New token ids of each prompt, without the prompt, with the stop id if one ended the row. Raises SampleError."""
-    rows = [[] for _ in prompts]
-    for token in stream(model, prompts, params):
-        rows[token.row].append(token.id)
-    return rows
-
-
-@torch.no_grad()
-def stream(model: Transformer, prompts: list[list[int]], params: SamplingParams) -> Iterator[Token]:
-    """Tokens of all rows in the order in which they are generated. Raises SampleError.
-
-    Matrix products and the cache have the dtype of the autocast around the caller's loop, else that of the weights.
-    """
-    cfg, device = model.cfg, model.embed_tokens.weight.device
-    check_prompts(prompts, cfg)
-    # The last token is not fed back, so prompt and result together may be one longer than the context.
-    limits = [min(params.max_new_tokens, cfg.block_size - len(ids) + 1) for ids in prompts]
-    idx, start = left_pad(prompts, device)
-    cache = KVCache(cfg, start, idx.shape[1] + max(limits) - 1, device, compute_dtype(model.embed_tokens.weight))
-    generators = [torch.Generator(device).manual_seed(params.seed + row) for row in range(len(prompts))]
-    banned = torch.tensor(params.banned_ids, dtype=torch.int64, device=device)
-    ended, was_training = [False] * len(prompts), model.training
-    model.eval()
+def stop_ids(value: str) -> frozenset[int]:
     try:
-        for n_new in range(1, max(limits) + 1):
-            with blocks_as_written(model):
-                logits = model(idx, cache=cache, last_only=True)[:, -1].float()  # (B, V)
-            tokens = choose(logits.index_fill_(1, banned, -math.inf), params, generators)  # (B,)
-            for row, token in enumerate(tokens.tolist()):
-                if not ended[row]:
-                    finish = "stop" if token in params.stop_ids else "length" if n_new == limits[row] else ""
-                    ended[row] = finish != ""
-                    yield Token(row, token, finish)
-            if all(ended):
-                return
-            idx = tokens.unsqueeze(1)
-            # An ended row stays in the batch as padding: at position 0, seen by nobody.
-            cache.start.masked_fill_(torch.tensor(ended, device=device), cache.length)
-    finally:
-        model.train(was_training)
+        return frozenset(int(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise SampleError(f"sample: stop_token_ids must be numbers separated by commas, got {value!r}") from None
 
 
-def check_prompts(prompts: list[list[int]], cfg: ModelConfig) -> None:
-    if not prompts:
-        raise SampleError("sample: there is no prompt")
-    for i, ids in enumerate(prompts):
-        if not ids:
-            raise SampleError(f"sample: prompt {i} has no tokens; begin an empty one with <|endoftext|>")
-        if len(ids) > cfg.block_size:
-            raise SampleError(f"sample: prompt {i} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
-        foreign = [token for token in ids if not 0 <= token < cfg.vocab_size]
-        if foreign:
-            raise SampleError(
-                f"sample: prompt {i} has token id {foreign[0]}, the model has vocab_size={cfg.vocab_size}; "
-                f"use the tokenizer it was trained with"
-            )
+def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a prompt is what a user says. Raises SampleError."""
+    if value not in ("auto", "yes", "no"):
+        raise SampleError(f"sample: chat must be auto, yes or no, got {value!r}")
+    able = tokenizer.im_start_id >= 0 and tokenizer.im_end_id >= 0
+    if value == "yes" and not able:
+        raise SampleError(f"sample: chat=yes, but the tokenizer of {directory} has no <|im_start|> and <|im_end|>")
+    return able and (value == "yes" or value == "auto" and is_tuned(directory))
 
 
-def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """-> (ids (B, longest) int64 with zeros on the left, start (B,) int64: index of each row's first token).
-
-    All rows then end, and grow, at the same index.
-    """
-    width = max(map(len, prompts))
-    idx = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
-    return idx, torch.tensor([width - len(ids) for ids in prompts], device=device)
-
-
-def blocks_as_written(model: Transformer) -> contextlib.AbstractContextManager:
-    """Blocks compiled for training would be compiled anew at every step here, as the cache grows: run their Python."""
-    compiled = "forward" in vars(model.layers[0])  # by Transformer.compile_blocks
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+def is_tuned(directory: Path) -> bool:
+    """Whether a model has learnt to answer. Every model of ours carries the chat template, so for one of ours its run's
+    config.py tells, which names the script that made it; another's has been tuned if it has a ChatML template."""
+    config = directory.resolve().parent / "config.py"
+    first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
+    script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
+    if script:
+        return script[1] != "pretrain"
+    settings, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    template = checkpoint.read_json(settings).get("chat_template") if settings.exists() else ""
+    template = jinja.read_text(encoding="utf-8") if jinja.exists() else str(template)
+    return "<|im_start|>" in template and template != CHAT_TEMPLATE
 
 
-def choose(logits: Tensor, params: SamplingParams, generators: list[torch.Generator]) -> Tensor:
-    """logits (B, V) float32 and a generator for each row -> token ids (B,) int64."""
-    if params.temperature == 0:
-        return logits.argmax(dim=-1)
-    probs = keep_likeliest(logits / params.temperature, params.top_k, params.top_p).softmax(dim=-1)
-    # The argmax of p / Exponential(1) is distributed as p (the exponential race). torch.multinomial would take one
-    # generator for all rows and make the CPU wait for the GPU.
-    noise = [torch.empty_like(row).exponential_(generator=g) for row, g in zip(probs, generators, strict=True)]
-    return (probs / torch.stack(noise)).argmax(dim=-1)
+def prompt_ids(
+    tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False
+) -> list[int]:  # fmt: skip
+    """Ids of a conversation up to the answer: of messages, and with `talk` of what a user says; else, or if it is
+    `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
+    if isinstance(prompt, str) and (plain or not talk):
+        return begin_prompt(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if roles[-1:] == ["assistant"]:
+        raise SampleError("sample: the last message is the assistant's; there is nothing to answer")
+    if system and roles and roles[0] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.render(messages, add_generation_prompt=True)[0]
 
 
-def keep_likeliest(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """-inf for all but the top_k logits of each row (B, V), then for all but its nucleus: the smallest set of likeliest
-    ids whose probability reaches top_p (arXiv:1904.09751). Ties with the k-th stay. As in transformers, bit for bit."""
-    if top_k > 0:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p < 1:
-        ascending, order = logits.sort(dim=-1)
-        remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-        remove[:, -1] = False
-        logits = logits.masked_fill(torch.empty_like(remove).scatter_(1, order, remove), -math.inf)
-    return logits
+# ---- samples of one prompt ------------------------------------------------------------------------------------------
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-
-def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text to continue. An empty one begins a new document; a begin token that is not also the separator of
-    documents (Llama's) stands before every text. Raises SampleError."""
-    ids = tokenizer.encode(text)
-    if not ids and tokenizer.bos_id < 0:
-        raise SampleError("sample: this tokenizer has no token that begins a text; give --prompt=TEXT")
-    if not ids or tokenizer.bos_id not in (tokenizer.eot_id, -1):
-        return [tokenizer.bos_id, *ids]
-    return ids
-
-
-def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids that neither add to a text nor end it: padding, reserved ones, those beyond the tokenizer."""
-    silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
-    return tuple({*silent, *range(tokenizer.vocab_size, vocab_size)} - tokenizer.stop_ids)
-
-
-def in_row_order(tokens: Iterable[Token], n_rows: int) -> Iterator[Token]:
-    """Row 0 as it is generated, each later row as soon as the rows before it have ended."""
-    waiting = [deque() for _ in range(n_rows)]
-    row = 0
+def in_sample_order(tokens: Iterable[Token], n_samples: int) -> Iterator[Token]:
+    """Sample 0 as it is generated, each later one as soon as those before it have ended."""
+    waiting = [deque() for _ in range(n_samples)]
+    sample = 0
     for token in tokens:
-        waiting[token.row].append(token)
-        while row < n_rows and waiting[row]:
-            ready = waiting[row].popleft()
+        waiting[token.sample].append(token)
+        while sample < n_samples and waiting[sample]:
+            ready = waiting[sample].popleft()
             yield ready
-            row += ready.finish != ""
+            sample += ready.finish != ""
 
 
-def text_of(tokenizer: Tokenizer, prompt_ids: list[int], tokens: Iterable[Token], n_rows: int) -> Iterator[str]:
-    """Prompt and continuation of row after row, in pieces: every character as soon as its last byte is there."""
-    decoder, row = StreamDecoder(tokenizer), -1
-    for token in in_row_order(tokens, n_rows):
-        if token.row != row:
-            row = token.row
-            yield "-" * 80 + "\n" if row else ""
-            yield "".join(map(decoder.push, prompt_ids))
-        yield decoder.push(token.id)
-        if token.finish:
-            yield decoder.flush() + "\n"
+def sample_texts(
+    model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
+    prompt: str,
+) -> Iterator[str]:  # fmt: skip
+    """Pieces of the samples of one prompt, which each repeats, with a rule between them; streamed unless ranked."""
+    rule = "-" * 80 + "\n"
+    if params.num_beams > 1 or params.best_of > params.n:
+        result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
+        yield rule.join(prompt + completion.text + "\n" for completion in result.completions)
+        return
+    begun = -1
+    tokens = stream(model, tokenizer, [ids], params, batch_size, compile)
+    for token in in_sample_order(tokens, params.n):
+        if token.sample != begun:
+            begun = token.sample
+            yield (rule if begun else "") + prompt
+        yield token.text + ("\n" if token.finish else "")
+
+
+# ---- command line -------------------------------------------------------------------------------------------------
+
+
+def deciding_settings(config: dict, talk: bool, directory: Path, device: torch.device, dtype: torch.dtype) -> dict:
+    """What decides the answers, as it is written beside them. The model counts by its checksums (another's, which has
+    none, by its configuration and sizes), not by its path: it may be moved."""
+    sums = directory / "checksums.json"
+    weights = sorted((file.name, file.stat().st_size) for file in directory.glob("*.safetensors"))
+    content = sums.read_bytes() if sums.exists() else repr(weights).encode()
+    content += (directory / "config.json").read_bytes()
+    return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
+        "chat": talk,
+        "model": f"{directory.name} {hashlib.sha256(content).hexdigest()[:16]}",
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+@contextlib.contextmanager
+def quiet_end() -> Iterator[None]:
+    """Ctrl-C, and a reader that has gone (| head), end the program without a traceback, with a shell's exit status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        raise SystemExit(141) from None
 
 
 if __name__ == "__main__":
-    configure(globals())
-    if n < 1:
-        raise SampleError(f"sample: n must be at least 1, got {n}")
+    config = configure(globals())
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if prompt and prompts:
+        raise SampleError("sample: both prompt and prompts are given; give one of them")
+    if batch_size < 1:
+        raise SampleError(f"sample: batch_size must be at least 1, got {batch_size}")
     torch_device = train_utils.choose_device(device)
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
     tokenizer = Tokenizer.load(directory)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_ids=tokenizer.stop_ids,
-        banned_ids=never_sampled(tokenizer, checkpoint.load_config(directory).vocab_size),
-    )
-    prompt_ids = begin_prompt(tokenizer, prompt)
+    cfg = checkpoint.load_config(directory)
+    params = sampling_params(config, tokenizer, cfg.vocab_size)
+    talk = choose_chat(chat, directory, tokenizer)
+    as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
+    in_terminal = talk and not prompt and not prompts
+    if system and not talk and not prompts:
+        raise SampleError(f"sample: system={system!r} needs a chat, and this prompt is continued; give --chat=yes")
+    if in_terminal and as_json:
+        raise SampleError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
+    if as_json:
+        answers = Answers(prompts, prompt, out, deciding_settings(config, talk, directory, torch_device, torch_dtype))
+    if prompts:
+        gib = cache_bytes(cfg, batch_size, cfg.block_size, torch_dtype) / 2**30
+        cache = f"cache up to {batch_size} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
+        print(f"{answers.n_prompts} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device)
-    with train_utils.autocast(torch_device, torch_dtype):
-        for piece in text_of(tokenizer, prompt_ids, stream(model, [prompt_ids] * n, params), n):
-            print(piece, end="", flush=True)
+    encode = partial(prompt_ids, tokenizer, talk, system)
+    with train_utils.autocast(torch_device, torch_dtype), quiet_end():
+        if as_json:
+            answers.write(model, tokenizer, params, encode, batch_size, compile)
+            if answers.problems:
+                raise SystemExit(1)
+        elif in_terminal:
+            converse(Chat(model, tokenizer, params, system, compile))
+        else:
+            repeated = "" if talk else prompt
+            for piece in sample_texts(model, tokenizer, encode(prompt), params, batch_size, compile, repeated):
+                print(piece, end="", flush=True)

@@ -135,10 +135,13 @@ def test_fused_eager_and_cached_attention_agree(shape, monkeypatch):
     idx = random_ids(net.cfg, 2, 20)
     with torch.no_grad():
         fused = net(idx)
-        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 20, "cpu", torch.float32)
-        token_by_token = torch.cat([net(idx[:, t : t + 1], cache=cache) for t in range(20)], dim=1)
-        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 20, "cpu", torch.float32)
-        in_pieces = torch.cat([net(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)], dim=1)
+        cache = KVCache(net.cfg, 2, 20, "cpu", torch.float32)
+        steps = [cache.step(torch.tensor([t, t]), 20) for t in range(20)]
+        token_by_token = torch.cat([net(idx[:, t : t + 1], cache=step) for t, step in enumerate(steps)], dim=1)
+        cache = KVCache(net.cfg, 2, 20, "cpu", torch.float32)
+        chunks = [cache.chunk(0, 7), cache.chunk(7, 1), cache.chunk(8, 12)]
+        pieces = zip(idx.split([7, 1, 12], dim=1), chunks, strict=True)
+        in_pieces = torch.cat([net(piece, cache=chunk) for piece, chunk in pieces], dim=1)
         monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
         eager = net(idx)
     for other in (eager, token_by_token, in_pieces):
@@ -181,40 +184,11 @@ def test_both_attentions_are_as_exact_in_bfloat16(monkeypatch):
     assert error[512] < 1.3 * error[0] and error[0] < 0.02
 
 
-@pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, eager_attention])
-def test_ragged_left_padded_batch_equals_single_rows(attention, monkeypatch):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)  # eager: where a row without keys would be NaN
-    net = random_model(tiny_config(n_kv_head=2))
-    lengths, new = [9, 1, 5], 6
-    rows = [random_ids(net.cfg, 1, n + new, seed=n) for n in lengths]
-    width = max(lengths)
-    start = torch.tensor([width - n for n in lengths])
-    prompts = torch.zeros(3, width, dtype=torch.int64)
-    for b, n in enumerate(lengths):
-        prompts[b, width - n :] = rows[b][0, :n]
-    cache = KVCache(net.cfg, start, width + new, "cpu", torch.float32)
-    with torch.no_grad():
-        pieces = [net(prompts, cache=cache)]
-        for t in range(new):
-            column = torch.stack([rows[b][0, n + t] for b, n in enumerate(lengths)])
-            pieces.append(net(column.unsqueeze(1), cache=cache))
-        batch = torch.cat(pieces, dim=1)
-        assert batch.isfinite().all()
-        for b, row in enumerate(rows):
-            torch.testing.assert_close(batch[b : b + 1, start[b] :], net(row), atol=2e-5, rtol=1e-5)
-
-
-def test_positions_count_from_the_first_token_of_each_row():
-    cache = KVCache(tiny_config(), torch.tensor([0, 2]), 5, "cpu", torch.float32)
-    assert cache.extend(4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
-    assert cache.extend(1).tolist() == [[4], [2]]
-
-
 def test_cache_refuses_more_than_it_holds():
     cfg = tiny_config()
-    cache = KVCache(cfg, torch.zeros(1, dtype=torch.int64), 4, "cpu", torch.float32)
+    cache = KVCache(cfg, 1, 4, "cpu", torch.float32)
     with pytest.raises(AssertionError, match="4 positions, 5 asked"):
-        Transformer(cfg)(random_ids(cfg, 1, 5), cache=cache)
+        Transformer(cfg)(random_ids(cfg, 1, 5), cache=cache.chunk(0, 5))
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -304,8 +278,8 @@ def test_generation_with_a_cache_knows_no_mask():
     idx = random_ids(net.cfg, 2, 9)
     net.document_id = 96
     with torch.no_grad():
-        cache = KVCache(net.cfg, torch.zeros(2, dtype=torch.int64), 9, "cpu", torch.float32)
-        torch.testing.assert_close(net(idx % 96, cache=cache), net(idx % 96), atol=2e-5, rtol=1e-5)
+        cache = KVCache(net.cfg, 2, 9, "cpu", torch.float32)
+        torch.testing.assert_close(net(idx % 96, cache=cache.chunk(0, 9)), net(idx % 96), atol=2e-5, rtol=1e-5)
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from configurator import read_file
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
+BASE |= {"sampling", "completion", "generate"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
@@ -38,7 +39,13 @@ MAY_IMPORT = {
     "ddp": {"ranks"},
     "checkpoint": {"ddp", "model", "tokenizer"},
     "train_utils": {"ddp"},
-    "sample": {"configurator", "tokenizer", "model", "checkpoint", "train_utils"},
+    "sampling": set(),
+    "completion": {"model", "sampling", "tokenizer"},
+    "generate": {"completion", "model", "sampling", "tokenizer"},
+    "chat": {"generate", "model", "sampling", "tokenizer"},
+    "answers": {"checkpoint", "generate", "model", "sampling", "tokenizer"},
+    "sample": {"answers", "chat", "checkpoint", "configurator", "generate", "model", "sampling", "tokenizer"}
+    | {"train_utils"},
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
 SCRIPTS = ("tokenizer", "prepare", "pretrain", "sample")

@@ -1,304 +1,137 @@
-"""sample.py: the engine against transformers and plain recomputation, the text against one-shot decoding."""
+"""sample.py, chat.py and answers.py: what the commands print and write, against the engine run by hand."""
 
+import dataclasses
+import io
+import json
 import os
 import random
+import runpy
+import select
+import signal
 import subprocess
 import sys
-from collections import Counter
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from test_model import as_transformers, random_ids, random_model, tiny_config
+from test_model import as_transformers, random_model, tiny_config
 
+import chat
 import checkpoint
 import ddp
 import sample
+from chat import Chat
+from generate import Token, generate, never_sampled
 from model import Transformer
-from sample import SampleError, SamplingParams, Token, generate, stream
+from sampling import SamplingParams
 from tokenizer import Tokenizer, train
 
-INF = float("inf")
 ROOT = Path(sample.__file__).parent
 CORPUS = [
     Path(random.__file__).read_text(encoding="utf-8"),
     "从前有一只猫，坐在垫子上。" * 20,
     "🙂👩‍👩‍👧 and 𠮷野家 " * 3,
 ]
+ALONE = ddp.World(rank=0, local_rank=0, world_size=1)
 
 
-def prompt(length: int, seed: int = 3) -> list[int]:
-    return random_ids(tiny_config(), 1, length, seed)[0].tolist()
-
-
-def greedy_without_cache(net: Transformer, ids: list[int], n_new: int) -> list[int]:
-    """The whole prefix again for every token; beyond the context not even that is possible."""
-    ids, length = list(ids), len(ids)
+def save_run(out_dir: Path, seed: int, stage: str, block_size: int = 64) -> Path:
+    """A random model that likes Chinese, as `stage`.py would have left it -> its checkpoint."""
+    tokenizer = train(CORPUS, 512)
+    net = random_model(tiny_config(vocab_size=tokenizer.vocab_size, block_size=block_size), seed)
+    liked = set(tokenizer.encode(CORPUS[1]))
     with torch.no_grad():
-        for _ in range(n_new):
-            ids.append(net(torch.tensor([ids]))[0, -1].argmax().item())
-    return ids[length:]
+        net.lm_head.weight[sorted(liked | {tokenizer.pad_id, tokenizer.im_start_id})] *= 3  # a ban is needed
+    kept = {"val_loss": None, "keep_last": 2, "keep_best": 0}
+    path = checkpoint.save(out_dir, 20, net, tokenizer, {"step": 20}, {}, ALONE, **kept)
+    if stage:
+        text = f"'Resolved configuration; re-run with: python {stage}.py {out_dir}/config.py'\nseed = 1\n"
+        (out_dir / "config.py").write_text(text, encoding="utf-8")
+    return path
 
 
-# ---- choosing a token -----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A directory with out/older and out/newer, pretrained, and tuned/chat, fine-tuned."""
+    root = tmp_path_factory.mktemp("cwd")
+    for age, name in ((100, "older"), (0, "newer")):
+        for file in save_run(root / "out" / name, seed=age, stage="pretrain").iterdir():
+            os.utime(file, (file.stat().st_mtime - age,) * 2)
+    save_run(root / "tuned/chat", seed=3, stage="sft", block_size=2048)
+    return root
 
 
-def test_processors_equal_transformers_bit_for_bit():
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    draw, settings = random.Random(0), Counter()
-    for trial in range(300):
-        V = draw.choice([5, 97, 1000])
-        logits = torch.randn(3, V, generator=torch.Generator().manual_seed(trial)) * draw.choice([0.1, 3.0])
-        if trial % 3 == 0:
-            logits = (logits * 2).round() / 2  # ties, also at the k-th value and inside the nucleus
-        if trial % 5 == 0:
-            logits[:, 1::4] = -INF
-        temperature = draw.choice([0.1, 0.8, 1.0, 2.5])
-        top_k, top_p = draw.choice([-1, 0, 1, 4, 50, 10**6]), draw.choice([0.0, 0.1, 0.5, 0.9, 0.999, 1.0])
-        chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-        chain += [TopKLogitsWarper(top_k)] if top_k > 0 else []
-        chain += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-        want = chain(None, logits.clone())
-        got = sample.keep_likeliest(logits / temperature, top_k, top_p)
-        assert torch.equal(got, want), (trial, V, temperature, top_k, top_p)
-        settings["cut"] += bool((want == -INF).sum() > (logits == -INF).sum())
-    assert settings["cut"] > 100
+@pytest.fixture(scope="module")
+def tuned(runs) -> tuple[Transformer, Tokenizer]:
+    path = runs / "tuned/chat/step_000020"
+    return checkpoint.load_model(path), Tokenizer.load(path)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
-    [
-        (-1, 1.0, 5), (0, 1.0, 5), (10**6, 1.0, 5), (1, 1.0, 1), (3, 1.0, 3),
-        (-1, 0.0, 1), (-1, 0.49, 1), (-1, 0.79, 2), (-1, 0.81, 3), (-1, 0.999, 5),
-        (2, 0.61, 1), (2, 0.63, 2),  # after top_k=2 the likeliest has 0.5 / 0.8 = 0.625
-    ],
-)  # fmt: skip
-def test_kept_ids_by_hand(top_k, top_p, kept):
-    logits = torch.tensor([[0.06, 0.5, 0.04, 0.3, 0.1]]).log()
-    got = sample.keep_likeliest(logits, top_k, top_p)[0]
-    likeliest = [1, 3, 4, 0, 2]
-    assert sorted(i for i in range(5) if got[i] > -INF) == sorted(likeliest[:kept])
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
 
 
-def test_ties_with_the_kth_stay():
-    got = sample.keep_likeliest(torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0]]), 2, 1.0)
-    assert got[0].tolist() == [-INF, 3.0, 2.0, 2.0, 2.0]
+def command(*arguments: str) -> list[str]:
+    """In float32 unless told otherwise."""
+    told = any(argument.startswith("--dtype=") for argument in arguments)
+    return [str(ROOT / "sample.py"), "--device=cpu", *arguments, *([] if told else ["--dtype=float32"])]
 
 
-def test_sampled_ids_follow_the_distribution():
-    """20,000 rows, each with its own seed, so this also tells whether neighbouring seeds are independent."""
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, -INF])
-    rows = 20_000
-    params = SamplingParams(temperature=0.7, top_k=4)
-    generators = [torch.Generator().manual_seed(1337 + row) for row in range(rows)]
-    counts = torch.bincount(sample.choose(logits.repeat(rows, 1), params, generators), minlength=6)
-    want = torch.zeros(6)
-    want[:4] = (logits[:4] / 0.7).softmax(dim=0)
-    assert counts[4:].sum() == 0
-    chi_square = ((counts[:4] - rows * want[:4]) ** 2 / (rows * want[:4])).sum().item()
-    assert chi_square < 16.3  # 3 degrees of freedom: exceeded by chance once in a thousand seeds
+def environment(home: Path) -> dict[str, str]:
+    return dict(os.environ, OMP_NUM_THREADS="1", HOME=str(home), TERM="dumb", LC_ALL="C.UTF-8")
 
 
-# ---- generation -----------------------------------------------------------------------------------------------------
+def run(cwd: Path, *arguments: str, said: bytes = b"") -> Ended:
+    """What the script does with these arguments and this standard input, in this process (torch is loaded once)."""
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="ascii") for content in (said, b"", b"")]
+    before = sys.argv, sys.stdin, sys.stdout, sys.stderr, sys.excepthook, os.getcwd()
+    sys.argv, (sys.stdin, sys.stdout, sys.stderr) = command(*arguments), streams
+    sys.stderr.reconfigure(encoding="utf-8")
+    os.chdir(cwd)
+    code = 0
+    try:
+        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else print(end.code, file=sys.stderr) or 1
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    finally:
+        for stream in streams[1:]:
+            stream.flush()
+        sys.argv, sys.stdin, sys.stdout, sys.stderr, sys.excepthook = before[:5]
+        os.chdir(before[5])
+    return Ended(code, *(stream.buffer.getvalue().decode("utf-8") for stream in streams[1:]))
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"qk_norm": True, "head_dim": 24}])
-@pytest.mark.parametrize("length", [1, 7])
-def test_greedy_equals_transformers_generate(changes, length):
-    net = random_model(tiny_config(**changes))
-    ids = prompt(length)
-    hf = as_transformers(net)
-    want = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40, use_cache=True)[0, length:].tolist()
-    assert len(set(want)) > 5
-    # Greedy ignores everything that shapes the distribution.
-    params = SamplingParams(max_new_tokens=40, temperature=0, top_k=3, top_p=0.1, seed=5)
-    assert generate(net, [ids], params) == [want]
+def params_of(tokenizer: Tokenizer, net: Transformer, **changes: object) -> SamplingParams:
+    """The script's defaults with changes."""
+    defaults = {"temperature": sample.temperature, "top_p": sample.top_p, "seed": sample.seed}
+    banned = never_sampled(tokenizer, net.cfg.vocab_size)
+    return SamplingParams(**(defaults | {"eos_ids": tokenizer.stop_ids, "banned_ids": banned} | changes))
 
 
-def test_greedy_stops_where_transformers_stops():
-    net = random_model(tiny_config())
-    ids = prompt(4)
-    free = generate(net, [ids], SamplingParams(max_new_tokens=30, temperature=0))[0]
-    stop = free[11]
-    hf = as_transformers(net)
-    want = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30, eos_token_id=stop)[0, 4:].tolist()
-    got = generate(net, [ids], SamplingParams(max_new_tokens=30, temperature=0, stop_ids=frozenset({stop, 96})))[0]
-    assert got == want == free[: free.index(stop) + 1]
+def texts(directory: Path, ids: list[int] | str, **changes: object) -> list[str]:
+    """Samples by the engine, decoded at once."""
+    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    ids = tokenizer.encode(ids) or [tokenizer.eot_id] if isinstance(ids, str) else ids
+    result = generate(net, tokenizer, [ids], params_of(tokenizer, net, **changes))[0]
+    return [tokenizer.decode(found.ids, skip_special_tokens=True) for found in result.completions]
 
 
-def test_ragged_rows_with_different_ends_equal_single_rows():
-    net = random_model(tiny_config(n_kv_head=2))
-    prompts = [prompt(n, seed=n) for n in (9, 1, 30, 5, 9)]
-    params = SamplingParams(max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9, seed=7)
-    free = generate(net, prompts, params)
-    stops = frozenset({free[0][3], free[2][10]})
-    params = SamplingParams(max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9, seed=7, stop_ids=stops)
-    together = generate(net, prompts, params)
-    assert len({len(row) for row in together}) >= 3  # they do end at different times
-    for i, ids in enumerate(prompts):
-        alone = SamplingParams(max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9, seed=7 + i, stop_ids=stops)
-        assert generate(net, [ids], alone) == [together[i]], i
-        end = next((k for k, token in enumerate(free[i]) if token in stops), 24)
-        assert together[i] == free[i][: end + 1], i
+# ---- samples of one prompt ------------------------------------------------------------------------------------------
 
 
-def test_seed_decides_and_samples_of_one_prompt_differ():
-    net = random_model(tiny_config())
-    ids = prompt(3)
-    params = SamplingParams(max_new_tokens=12, seed=1)
-    first = generate(net, [ids] * 8, params)
-    assert first == generate(net, [ids] * 8, params)
-    assert len({tuple(row) for row in first}) == 8
-    assert len({row[0] for row in first}) > 1  # the very first token is drawn for each row too
-    assert generate(net, [ids] * 8, SamplingParams(max_new_tokens=12, seed=2))[:7] == first[1:]
-
-
-def test_generation_ends_with_the_context():
-    net = random_model(tiny_config(block_size=16))
-    prompts = [prompt(n, seed=n) for n in (16, 3, 15)]
-    tokens = list(stream(net, prompts, SamplingParams(max_new_tokens=100, temperature=0)))
-    rows = [[token.id for token in tokens if token.row == row] for row in range(3)]
-    # The model has seen targets one beyond its context, so a full prompt still has a next token.
-    assert [len(row) for row in rows] == [1, 14, 2]
-    for ids, row in zip(prompts, rows, strict=True):
-        assert row == greedy_without_cache(net, ids, len(row))
-    assert [(token.row, token.finish) for token in tokens if token.finish] == [(row, "length") for row in (0, 2, 1)]
-
-
-def test_finish_reasons_and_stop_wins_over_length():
-    net = random_model(tiny_config())
-    ids = prompt(5)
-    free = generate(net, [ids], SamplingParams(max_new_tokens=6, temperature=0))[0]
-    stop = frozenset({free[-1]})
-    want_end = free.index(free[-1])
-    tokens = list(stream(net, [ids], SamplingParams(max_new_tokens=want_end + 1, temperature=0, stop_ids=stop)))
-    assert [token.finish for token in tokens] == [""] * want_end + ["stop"]
-    tokens = list(stream(net, [ids], SamplingParams(max_new_tokens=6, temperature=0)))
-    assert [token.finish for token in tokens] == [""] * 5 + ["length"]
-    assert [token.id for token in tokens] == free
-
-
-@pytest.mark.parametrize("temperature", [0, 5.0])
-def test_banned_ids_never_appear(temperature):
-    net = random_model(tiny_config())
-    banned = tuple(range(0, 97, 2))
-    params = SamplingParams(max_new_tokens=50, temperature=temperature, banned_ids=banned)
-    rows = generate(net, [prompt(4)] * 4, params)
-    assert {i % 2 for row in rows for i in row} == {1}
-    with torch.no_grad():
-        logits = net(torch.tensor([prompt(4)]))[0, -1]
-    if temperature == 0:
-        assert rows[0][0] == 1 + 2 * logits[1::2].argmax().item()
-
-
-def test_untouched_by_dropout_and_leaves_mode_and_generators_alone():
-    net = random_model(tiny_config(dropout=0.5)).train()
-    without = random_model(tiny_config()).eval()
-    params = SamplingParams(max_new_tokens=20)
-    torch.manual_seed(99)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    assert generate(net, [prompt(4), prompt(9)], params) == generate(without, [prompt(4), prompt(9)], params)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
-    assert all(module.training for module in net.modules())
-    assert not any(module.training for module in without.modules())
-    assert all(p.grad is None and p.requires_grad for p in net.parameters())
-
-
-def test_a_stream_dropped_half_way_restores_the_mode():
-    net = random_model(tiny_config()).train()
-    tokens = stream(net, [prompt(4)], SamplingParams(max_new_tokens=20))
-    next(tokens)
-    assert not net.training and torch.is_grad_enabled()  # gradients are off inside the generator only
-    tokens.close()
-    assert net.training
-
-
-def test_cache_has_the_dtype_of_the_products(monkeypatch):
-    seen = []
-
-    class WatchedCache(sample.KVCache):
-        def extend(self, T: int) -> torch.Tensor:
-            seen.append(self.keys.dtype)
-            return super().extend(T)
-
-    monkeypatch.setattr(sample, "KVCache", WatchedCache)
-    net = random_model(tiny_config())
-    params = SamplingParams(max_new_tokens=5)
-    generate(net, [prompt(4)], params)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rows = generate(net, [prompt(4), prompt(2)], params)
-    generate(random_model(tiny_config()).to(torch.bfloat16), [prompt(4)], params)
-    assert [len(row) for row in rows] == [5, 5]
-    assert seen == [torch.float32] * 5 + [torch.bfloat16] * 10
-
-
-def test_compiled_blocks_are_not_compiled_again_for_every_length():
-    net, plain = random_model(tiny_config()), random_model(tiny_config())
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
-    x = random_ids(net.cfg, 2, 8)
-    net(x, x).backward()
-    trained = len(graphs)
-    params = SamplingParams(max_new_tokens=20)
-    assert generate(net, [prompt(4), prompt(2)], params) == generate(plain, [prompt(4), prompt(2)], params)
-    net(x, x).backward()
-    assert len(graphs) == trained
-
-
-@pytest.mark.parametrize(
-    ("prompts", "words"),
-    [
-        ([], ["no prompt"]),
-        ([[1], []], ["prompt 1", "no tokens", "<|endoftext|>"]),
-        ([[1] * 65], ["prompt 0", "65 tokens", "64"]),
-        ([[1], [2, 97]], ["prompt 1", "token id 97", "vocab_size=97"]),
-        ([[-1, 5]], ["prompt 0", "token id -1"]),
-    ],
-)
-def test_impossible_prompts_are_one_line(prompts, words):
-    net = random_model(tiny_config()).train()
-    with pytest.raises(SampleError) as caught:
-        generate(net, prompts, SamplingParams())
-    text = str(caught.value)
-    assert text.startswith("sample: ") and "\n" not in text and SampleError.one_line
-    assert all(word in text for word in words), text
-    assert net.training
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("max_new_tokens", value) for value in (0, -5)],
-        *[("temperature", value) for value in (-0.1, 1e-9, INF, float("nan"))],
-        ("top_k", -2),
-        *[("top_p", value) for value in (-0.1, 1.1, float("nan"))],
-        *[("seed", value) for value in (-1, 2**63)],
-    ],
-)
-def test_impossible_parameters_are_one_line(key, value):
-    with pytest.raises(SampleError) as caught:
-        SamplingParams(**{key: value})
-    text = str(caught.value)
-    assert text.startswith(f"sample: {key} must be ") and text.endswith(f"got {value}") and "\n" not in text
-
-
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-
-def test_rows_come_out_in_order_and_as_early_as_possible():
+def test_samples_come_out_in_order_and_as_early_as_possible():
     events = [
-        Token(0, 10, ""), Token(1, 20, ""), Token(2, 30, "stop"),
-        Token(0, 11, "length"), Token(1, 21, ""),
-        Token(1, 22, "stop"),
+        Token(0, 0, 10, "", ""), Token(0, 1, 20, "", ""), Token(0, 2, 30, "", "stop"),
+        Token(0, 0, 11, "", "length"), Token(0, 1, 21, "", ""),
+        Token(0, 1, 22, "", "stop"),
     ]  # fmt: skip
     taken = []
 
@@ -307,141 +140,591 @@ def test_rows_come_out_in_order_and_as_early_as_possible():
             taken.append(event)
             yield event
 
-    out = [(token.id, len(taken)) for token in sample.in_row_order(source(), 3)]
+    out = [(token.id, len(taken)) for token in sample.in_sample_order(source(), 3)]
     #      token, how many had been generated by then
     assert out == [(10, 1), (11, 4), (20, 4), (21, 5), (22, 6), (30, 6)]
 
 
-@pytest.fixture(scope="module", params=["bpe", "sentencepiece"])
-def tokenizer(request) -> Tokenizer:
-    return train(CORPUS, 512, backend=request.param)
+def test_without_arguments_continues_nothing_from_the_newest_run(runs):
+    ended = run(runs, "--max_new_tokens=20")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == texts(runs / "out/newer/step_000020", "", max_new_tokens=20)[0] + "\n"
+    assert ended.out != texts(runs / "out/older/step_000020", "", max_new_tokens=20)[0] + "\n"
 
 
-def events(ids: list[int], row: int = 0) -> list[Token]:
-    return [Token(row, token, "length" if i == len(ids) - 1 else "") for i, token in enumerate(ids)]
-
-
-@pytest.mark.parametrize("text", ["The cat sat.", "从前有一只猫", "𠮷野家🙂👩‍👩‍👧!", "a\r\n\tb  c"])
-def test_streamed_text_equals_text_decoded_at_once(tokenizer, text):
-    ids = tokenizer.encode(text)
-    for cut in range(1, len(ids)):
-        pieces = list(sample.text_of(tokenizer, ids[:cut], events(ids[cut:]), 1))
-        assert "".join(pieces) == text + "\n"
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_random_ids_stream_as_python_decodes_their_bytes(tokenizer):
-    draw = random.Random(0)
-    for _ in range(50):
-        ids = [draw.randrange(tokenizer.vocab_size) for _ in range(30)]  # special ids and broken characters among them
-        want = tokenizer.decode(ids, skip_special_tokens=True)
-        assert "".join(sample.text_of(tokenizer, [], events(ids), 1)) == want + "\n"
-
-
-def test_a_character_is_given_out_with_its_last_byte(tokenizer):
-    ids = tokenizer.encode("\U0002b740")  # a rare ideograph: four tokens of one byte each, in either backend
-    ids = ids[-4:]
-    assert [tokenizer.token_bytes(i) for i in ids] == [bytes([byte]) for byte in "\U0002b740".encode()]
-    pieces = list(sample.text_of(tokenizer, [], events(ids), 1))
-    assert pieces[2:] == ["", "", "", "\U0002b740", "\n"]
-    pieces = list(sample.text_of(tokenizer, [], events(ids[:3]), 1))
-    assert "".join(pieces) == "\ufffd\n"
-
-
-def test_several_samples_are_separated_and_each_repeats_the_prompt(tokenizer):
-    ids, end = tokenizer.encode("猫"), tokenizer.eot_id
-    a, b = tokenizer.encode("坐在"), tokenizer.encode("垫子")
-    width = max(len(a), len(b)) + 1
-    rows = [events([*a, end]), events([*b, end], row=1)]
-    tokens = [tokens[k] for k in range(width) for tokens in rows if k < len(tokens)]
-    text = "".join(sample.text_of(tokenizer, ids, tokens, 2))
-    assert text == "猫坐在\n" + "-" * 80 + "\n猫垫子\n"
-
-
-def test_what_may_be_sampled(tokenizer):
-    banned = set(sample.never_sampled(tokenizer, tokenizer.vocab_size + 3))
-    assert tokenizer.pad_id in banned and tokenizer.im_start_id in banned
-    assert set(range(tokenizer.vocab_size, tokenizer.vocab_size + 3)) <= banned
-    assert {i for name, i in tokenizer.special_tokens.items() if "reserved" in name} <= banned
-    assert not banned & tokenizer.stop_ids
-    assert not banned & set(tokenizer.encode("".join(CORPUS)))
-    assert len(banned) + len(tokenizer.stop_ids) + sum(tokenizer.token_byte_lengths() > 0) == tokenizer.vocab_size + 3
-
-
-def test_where_a_prompt_begins(tokenizer):
-    assert sample.begin_prompt(tokenizer, "") == [tokenizer.eot_id]
-    assert sample.begin_prompt(tokenizer, "猫") == tokenizer.encode("猫")
-    text = "<|endoftext|><|im_end|>"
-    assert not tokenizer.stop_ids & set(sample.begin_prompt(tokenizer, text))
-    llama = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2)
-    assert sample.begin_prompt(llama, "") == [1] and sample.begin_prompt(llama, "ab") == [1, 7, 7]
-    neither = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=-1, eot_id=-1)
-    assert sample.begin_prompt(neither, "ab") == [7, 7]
-    with pytest.raises(SampleError, match="--prompt=TEXT"):
-        sample.begin_prompt(neither, "")
-
-
-# ---- command line ---------------------------------------------------------------------------------------------------
-
-
-def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "sample.py"), *arguments]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """A directory with out/older and out/newer, two random models, one checkpoint each."""
-    root, tokenizer = tmp_path_factory.mktemp("cwd"), train(CORPUS, 512)
-    alone = ddp.World(rank=0, local_rank=0, world_size=1)
-    for age, name in ((100, "older"), (0, "newer")):
-        net = random_model(tiny_config(vocab_size=tokenizer.vocab_size), seed=age)
-        with torch.no_grad():
-            net.lm_head.weight[[tokenizer.pad_id, tokenizer.im_start_id]] *= 5  # likely, so that a ban is needed
-        path = checkpoint.save(
-            root / "out" / name, 20, net, tokenizer, {"step": 20}, {}, alone, val_loss=None, keep_last=2, keep_best=0
-        )
-        for file in path.iterdir():
-            os.utime(file, (file.stat().st_mtime - age,) * 2)
-    return root
-
-
-def expected(root: Path, directory: str, text: str, n: int, params: dict) -> str:
-    """What the command prints, from the engine's ids decoded at once."""
-    tokenizer, net = Tokenizer.load(root / directory), checkpoint.load_model(root / directory)
-    banned = sample.never_sampled(tokenizer, net.cfg.vocab_size)
-    params = SamplingParams(stop_ids=tokenizer.stop_ids, banned_ids=banned, **params)
-    rows = generate(net, [tokenizer.encode(text) or [tokenizer.eot_id]] * n, params)
-    return ("-" * 80 + "\n").join(text + tokenizer.decode(row, skip_special_tokens=True) + "\n" for row in rows)
-
-
-def test_without_arguments_samples_from_the_newest_run(runs):
-    done = run(runs, "--dtype=float32", "--max_new_tokens=20")
-    assert (done.returncode, done.stderr) == (0, "")
-    params = {"max_new_tokens": 20, "temperature": sample.temperature, "top_p": sample.top_p, "seed": sample.seed}
-    assert done.stdout == expected(runs, "out/newer/step_000020", "", 1, params)
-    assert done.stdout != expected(runs, "out/older/step_000020", "", 1, params)
-
-
-@pytest.mark.parametrize("init_from", ["out/older", "out/older/step_000020"])
+@pytest.mark.parametrize("init_from", ["out/older", "out/older/step_000020", "out/older/latest"])
 def test_prompt_and_parameters_of_the_command_line(runs, init_from):
-    flags = ["--n=2", "--max_new_tokens=12", "--temperature=1.5", "--top_k=50", "--top_p=1", "--seed=5", "--device=cpu"]
-    done = run(runs, f"--init_from={init_from}", "--prompt=从前 a=b", "--dtype=float32", *flags)
-    assert (done.returncode, done.stderr) == (0, "")
-    params = {"max_new_tokens": 12, "temperature": 1.5, "top_k": 50, "seed": 5}
-    assert done.stdout == expected(runs, "out/older/step_000020", "从前 a=b", 2, params)
+    flags = ["--n=3", "--max_new_tokens=12", "--temperature=1.5", "--top_k=50", "--top_p=1", "--seed=5"]
+    ended = run(runs, f"--init_from={init_from}", "--prompt=从前 a=b", "--batch_size=2", *flags)
+    changes = {"n": 3, "max_new_tokens": 12, "temperature": 1.5, "top_k": 50, "top_p": 1.0, "seed": 5}
+    want = texts(runs / "out/older/step_000020", "从前 a=b", **changes)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == ("-" * 80 + "\n").join(f"从前 a=b{text}\n" for text in want)
+    assert len(set(want)) == 3
+
+
+def test_the_best_of_several(runs):
+    """best_of is a choice among the samples that n would give, by the sum of their tokens' log-probabilities."""
+    directory = runs / "out/older/step_000020"
+    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    ids = tokenizer.encode("The")
+    params = params_of(tokenizer, net, n=4, max_new_tokens=6, top_p=1.0)
+    scores = {}
+    for found in generate(net, tokenizer, [ids], params)[0].completions:
+        with torch.no_grad():
+            logprobs = net(torch.tensor([ids + found.ids]))[0, len(ids) - 1 : -1].log_softmax(-1)
+        scores[sum(logprobs[k, i].item() for k, i in enumerate(found.ids))] = found.text
+    best = sorted(scores, reverse=True)[:2]
+    flags = ["--n=2", "--best_of=4", "--max_new_tokens=6", "--top_p=1"]
+    ended = run(runs, "--init_from=out/older", "--prompt=The", *flags)
+    assert ended.out == ("-" * 80 + "\n").join(f"The{scores[score]}\n" for score in best)
+
+
+def test_beams(runs):
+    flags = ["--num_beams=3", "--n=2", "--temperature=0", "--max_new_tokens=8", "--prompt=The"]
+    ended = run(runs, "--init_from=out/older", *flags)
+    want = texts(runs / "out/older/step_000020", "The", num_beams=3, n=2, temperature=0.0, max_new_tokens=8)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == ("-" * 80 + "\n").join(f"The{text}\n" for text in want)
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        ("", ()),
+        (r"\nUser:|###", ("\nUser:", "###")),
+        (r"a\|b|c", ("a|b", "c")),
+        (r"\\n|\\", ("\\n", "\\")),
+        ("||猫||", ("猫",)),
+        ("a\nb", ("a\nb",)),
+        ("end\\", ("end\\",)),
+        (r"\t\d", ("\t\\d",)),
+    ],
+)
+def test_stop_texts(value, want):
+    assert sample.stop_texts(value) == want
+
+
+def test_stop_text_and_ids_of_the_command_line(runs):
+    directory = runs / "out/older/step_000020"
+    tokenizer = Tokenizer.load(directory)
+    free = texts(directory, "The", max_new_tokens=40)[0]
+    ended = run(runs, "--init_from=out/older", "--prompt=The", "--max_new_tokens=40", f"--stop=%%|{free[5:8]}")
+    assert ended.out == f"The{free[: free.index(free[5:8])]}\n"
+    net = checkpoint.load_model(directory)
+    ids = generate(net, tokenizer, [tokenizer.encode("The")], params_of(tokenizer, net, max_new_tokens=40))[0][1][0].ids
+    other = next(i for i in range(500) if i not in ids)
+    stops = f"--stop_token_ids={other}, {ids[9]}"
+    ended = run(runs, "--init_from=out/older", "--prompt=The", "--max_new_tokens=40", stops)
+    assert ended.out == f"The{tokenizer.decode(ids[: ids.index(ids[9])])}\n"
+
+
+# ---- which model, chat or continuation ------------------------------------------------------------------------------
 
 
 def test_hugging_face_directory_without_a_run(runs, tmp_path):
     """As transformers itself writes it, with our tokenizer beside the weights."""
     source = runs / "out/older/step_000020"
-    tokenizer, net = Tokenizer.load(source), checkpoint.load_model(source)
-    as_transformers(net).save_pretrained(tmp_path / "hf")
-    tokenizer.save(tmp_path / "hf")
-    done = run(tmp_path, "--init_from=hf", "--prompt=The", "--temperature=0", "--max_new_tokens=8", "--dtype=float32")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == expected(runs, "out/older/step_000020", "The", 1, {"max_new_tokens": 8, "temperature": 0})
+    as_transformers(checkpoint.load_model(source)).save_pretrained(tmp_path / "hf")
+    Tokenizer.load(source).save(tmp_path / "hf")
+    ended = run(tmp_path, "--init_from=hf", "--prompt=The", "--temperature=0", "--max_new_tokens=8")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "The" + texts(source, "The", max_new_tokens=8, temperature=0.0)[0] + "\n"
+
+
+def test_what_counts_as_tuned(runs, tmp_path):
+    assert not sample.is_tuned(runs / "out/newer/step_000020")
+    assert not sample.is_tuned(runs / "out/newer/latest")
+    assert sample.is_tuned(runs / "tuned/chat/latest")
+    tokenizer = Tokenizer.load(runs / "tuned/chat/latest")
+    tokenizer.save(tmp_path)
+    assert not sample.is_tuned(tmp_path)  # our template alone says nothing
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for template, want in [
+        ("{{ '<|im_start|>' + messages[0]['role'] }}", True),
+        ("{{ '<|start_header_id|>' }}", False),
+        ([{"name": "default", "template": "<|im_start|>"}], True),
+        (None, False),
+    ]:
+        path.write_text(json.dumps(config | {"chat_template": template}), encoding="utf-8")
+        assert sample.is_tuned(tmp_path) == want, template
+    path.unlink()
+    assert not sample.is_tuned(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("<|im_start|>", encoding="utf-8")
+    assert sample.is_tuned(tmp_path)
+
+
+def test_a_prompt_to_a_tuned_model_is_a_question(runs, tuned):
+    net, tokenizer = tuned
+    messages = [{"role": "system", "content": "短"}, {"role": "user", "content": "猫?"}]
+    asked, _ = tokenizer.render(messages, add_generation_prompt=True)
+    directory = runs / "tuned/chat/step_000020"
+    flags = ["--init_from=tuned/chat", "--prompt=猫?", "--max_new_tokens=9"]
+    ended = run(runs, *flags, "--system=短")
+    assert ended.out == texts(directory, asked, max_new_tokens=9)[0] + "\n"
+    ended = run(runs, *flags, "--chat=no")
+    assert ended.out == "猫?" + texts(directory, "猫?", max_new_tokens=9)[0] + "\n"
+    ended = run(runs, "--init_from=out/older", "--prompt=猫?", "--max_new_tokens=9", "--chat=yes", "--system=短")
+    assert ended.out == texts(runs / "out/older/step_000020", asked, max_new_tokens=9)[0] + "\n"
+
+
+# ---- chat -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(
+    tuned: tuple[Transformer, Tokenizer], messages: list[str], seeds: list[int], system: str = "", **changes: object
+) -> list[str]:
+    """The answers of a conversation, each generated from its whole prompt without a session."""
+    net, tokenizer = tuned
+    ids = tokenizer.render([{"role": "system", "content": system}])[0] if system else []
+    answers = []
+    for message, seed in zip(messages, seeds, strict=True):
+        ids += tokenizer.render([{"role": "user", "content": message}], add_generation_prompt=True)[0]
+        found = generate(net, tokenizer, [ids], params_of(tokenizer, net, seed=seed, **changes))[0].completions[0]
+        said = found.ids[:-1] if found.finish_reason == "stop" else found.ids
+        ids = ids + said + [tokenizer.im_end_id] + tokenizer.encode("\n")
+        answers.append(found.text)
+    return answers
+
+
+def lines(*texts: str) -> bytes:
+    return "".join(text + "\n" for text in texts).encode()
+
+
+def test_a_scripted_chat_equals_generation_from_whole_prompts(runs, tuned):
+    said = ["从前有一只猫", "and then?", "🙂" * 3]
+    want = by_hand(tuned, said, [7, 8, 9], system="答", max_new_tokens=30)
+    flags = ["--init_from=tuned/chat", "--max_new_tokens=30", "--seed=7"]
+    ended = run(runs, *flags, "--system=答", said=lines(*said))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "".join(text + "\n" for text in want)
+    assert any("\u4e00" <= character <= "\u9fff" for character in ended.out)
+    assert run(runs, *flags, said=lines(*said)).out != ended.out
+
+
+def test_commands_of_a_chat(runs, tuned):
+    options = {"max_new_tokens": 12}
+    said = ["one", "/regen", "/temp 0", "two", "/system 短", "/reset", "three", "/help", "/exit", "never asked"]
+    ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=12", "--seed=1", said=lines(*said))
+    first, again = by_hand(tuned, ["one"], [1], **options) + by_hand(tuned, ["one"], [2], **options)
+    assert first != again
+    net, tokenizer = tuned
+    kept = Chat(net, tokenizer, params_of(tokenizer, net, seed=2, **options))
+    assert "".join(kept.ask("one")) == again
+    kept.params = dataclasses.replace(kept.params, temperature=0.0)
+    second = "".join(kept.ask("two"))
+    third = by_hand(tuned, ["three"], [0], system="短", temperature=0.0, **options)[0]
+    assert ended.code == 0 and ended.out == "".join(text + "\n" for text in (first, again, second, third))
+    for words in ("temperature is 0", "system message is set", "forgotten", "/regen"):
+        assert words in ended.err
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("/temp warm", "number"), ("/temp -1", "temperature"), ("/temp", "number"), ("/regen", "no message"),
+        ("/forget", "/forget"), ("好" * 3000, "2048"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_chat_are_one_line_and_it_goes_on(runs, tuned, said, words):
+    ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=lines("", said, "  ", "hello"))
+    [want] = by_hand(tuned, ["hello"], [sample.seed], max_new_tokens=5)
+    assert (ended.code, ended.out) == (0, want + "\n")
+    assert ended.err.count("\n") == 1 and words in ended.err
+
+
+def test_an_answer_that_cannot_be_given_again_stays(tuned, capsys):
+    net, tokenizer = tuned
+    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=5))
+    chat.respond(talk, "one")
+    before = list(talk.turns)
+    talk.system = "长" * 3000
+    chat.respond(talk, "/regen")
+    assert "shorten" in capsys.readouterr().err and talk.turns == before
+    talk.system = ""
+    chat.respond(talk, "/regen")
+    assert len(talk.turns) == 1 and talk.turns[0].question == before[0].question
+    assert talk.turns[0].answer != before[0].answer
+
+
+def test_a_path_is_not_a_command_and_bad_bytes_are_replaced(runs, tuned):
+    ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=b"/etc/passwd is\n\xe7\x8c\n")
+    want = by_hand(tuned, ["/etc/passwd is", "\ufffd"], [1337, 1338], max_new_tokens=5)
+    assert (ended.err, ended.out) == ("", "".join(text + "\n" for text in want))
+
+
+def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
+    net, tokenizer = tuned
+    net = random_model(dataclasses.replace(net.cfg, block_size=160), seed=5)
+    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=30), system="短")
+    [a], prompts = tokenizer.encode("a"), []
+
+    def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
+        prompts.append(ids)
+        return iter([Token(0, 0, a, "a", "")] * 30)
+
+    talk.session.stream = stream
+    ids = [tokenizer.render([{"role": "user", "content": f"{i}"}], add_generation_prompt=True)[0] for i in range(9)]
+    turns = [[*asked, *[a] * 30, tokenizer.im_end_id, *tokenizer.encode("\n")] for asked in ids]
+    head = tokenizer.render([{"role": "system", "content": "短"}])[0]
+    fit = (160 - 30 - len(head) - len(ids[0])) // len(turns[0])
+    assert 1 <= fit < 8
+    for i in range(9):
+        assert not chat.show(talk, talk.ask(f"{i}"))
+        assert prompts[-1] == head + sum(turns[max(0, i - fit) : i], []) + ids[i], i
+        shown = capsys.readouterr()
+        assert shown.out == "a" * 30 + "\n"
+        assert shown.err == ("The context of 160 tokens is full: turns forgotten, the oldest: 1.\n" if i > fit else "")
+
+
+def test_an_answer_longer_than_the_context_leaves_half_of_it_to_the_history(tuned):
+    net, tokenizer = tuned
+    net = random_model(dataclasses.replace(net.cfg, block_size=160), seed=5)
+    talk = Chat(net, tokenizer, params_of(tokenizer, net, max_new_tokens=1000))
+    talk.turns = [chat.Turn([1] * 10, [2] * 10)]
+    list(talk.ask("?"))
+    assert len(talk.turns) == 2 and talk.dropped == 0
+
+
+def test_ctrl_c_stops_the_answer_only(tuned, capsys):
+    net, tokenizer = tuned
+    params = params_of(tokenizer, net, max_new_tokens=200, ignore_eos=True, seed=1)
+    talk = Chat(net, tokenizer, params)
+    real, stop_after = talk.session.stream, 11
+
+    def stream(ids: list[int], params: SamplingParams) -> Iterator[Token]:
+        for count, token in enumerate(real(ids, params), 1):
+            if count == stop_after:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield token
+
+    talk.session.stream = stream
+    before = signal.getsignal(signal.SIGINT)
+    assert chat.show(talk, talk.ask("one")) is True
+    assert signal.getsignal(signal.SIGINT) is before
+    shown = capsys.readouterr().out
+    assert by_hand(tuned, ["one"], [1], max_new_tokens=200, ignore_eos=True)[0].startswith(shown[:-1])
+    assert len(shown) > 1 and shown[-1] == "\n"
+    [turn] = talk.turns
+    assert tokenizer.decode(turn.answer) == shown[:-1]
+    stop_after = 0
+    end = [tokenizer.im_end_id, *tokenizer.encode("\n")]
+    asked = tokenizer.render([{"role": "user", "content": "two"}], add_generation_prompt=True)[0]
+    ids = turn.question + turn.answer + end + asked
+    want = generate(net, tokenizer, [ids], dataclasses.replace(params, seed=2))[0].completions[0].text
+    assert chat.show(talk, talk.ask("two")) is False
+    assert capsys.readouterr().out == want + "\n"
+
+
+def test_history_holds_what_was_shown(tuned):
+    """A stop text is generated but not said; half a character at an interruption neither."""
+    net, tokenizer = tuned
+    talk = Chat(net, tokenizer, params_of(tokenizer, net))
+    cat, dot = tokenizer.encode("猫坐"), tokenizer.encode("。END")
+    assert talk._said([*cat, tokenizer.im_end_id], "猫坐") == cat
+    assert talk._said([*cat, tokenizer.eot_id], "猫坐") == cat
+    assert talk._said(cat + dot, "猫坐。") == tokenizer.encode("猫坐。")
+    rare = tokenizer.encode("\U0002b740")
+    assert talk._said(cat + rare[:2], "猫坐") == cat
+    assert talk._said([], "") == []
+
+
+@pytest.mark.parametrize("flag", ["--n=2", "--num_beams=2", "--best_of=2", "--logprobs=1", "--out=x.jsonl"])
+def test_what_a_chat_cannot_do_is_refused(runs, flag):
+    ended = run(runs, "--init_from=tuned/chat", flag, *(["--temperature=0"] if "beams" in flag else []))
+    assert ended.code == 1 and ended.out == "" and ended.err.count("\n") == 1
+    assert flag[2:].partition("=")[0] in ended.err
+    assert not (runs / "x.jsonl").exists()
+
+
+class Terminal:
+    """The script on a terminal of its own."""
+
+    def __init__(self, cwd: Path, *arguments: str) -> None:
+        import pty
+
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            line = [sys.executable, *command(*arguments)]
+            os.execve(sys.executable, line, environment(cwd))
+        self.seen = b""
+
+    def until(self, end: str) -> str:
+        """What is shown before `end`; all that is left, if it ends without."""
+        deadline = time.monotonic() + 120
+        while end.encode() not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self.fd], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.fd, 65536)
+                except OSError:  # the other end is closed
+                    break
+        text, _, self.seen = self.seen.partition(end.encode())
+        return text.decode("utf-8").replace("\r", "")
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def ctrl_c_at_prompt(self) -> None:
+        """Python passes over a signal between showing the prompt and waiting for a key, until there is a key."""
+        time.sleep(0.5)
+        self.type("\x03")
+
+    def close(self) -> int:
+        """Exit status."""
+        self.until("never shown")
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_chat_on_a_terminal(runs, tuned):
+    """Chinese, a paste of two lines as one message, Ctrl-C in an answer and then twice at the prompt, input history."""
+    flags = ["--init_from=tuned/chat", "--temperature=0", "--max_new_tokens=700", "--ignore_eos=True", "--stop=只"]
+    options = {"temperature": 0.0, "max_new_tokens": 700, "ignore_eos": True, "stop": ("只",)}
+    home = runs / ".groundup_history"
+    terminal = Terminal(runs, *flags)
+    assert "2,048" in terminal.until("> ")
+    terminal.type("从前有一只猫\n")
+    assert terminal.until("\n") == "从前有一只猫"  # the terminal's echo
+    want = by_hand(tuned, ["从前有一只猫", "one\ntwo"], [1337, 1338], **options)
+    assert "> " not in want[0] + want[1]
+    assert terminal.until("> ") == want[0].replace("\r", "") + "\n"
+    terminal.type("one\ntwo\n")
+    shown = terminal.until("> ")
+    assert shown.endswith(want[1].replace("\r", "") + "\n") and "one" in shown and "two" in shown
+    terminal.ctrl_c_at_prompt()
+    assert "Ctrl-C again" in terminal.until("> ")
+    terminal.type("/exit\n")
+    assert terminal.close() == 0
+    assert "从前有一只猫" in home.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("twice", [True, False])
+def test_ctrl_c_on_a_terminal(runs, tuned, twice):
+    flags = ["--init_from=tuned/chat", "--temperature=0", "--max_new_tokens=1900", "--ignore_eos=True"]
+    whole = by_hand(tuned, ["从前"], [1337], temperature=0.0, max_new_tokens=300, ignore_eos=True)[0].replace("\r", "")
+    terminal = Terminal(runs, *flags)
+    terminal.until("> ")
+    terminal.type("从前\n")
+    terminal.until("\n")
+    begin = terminal.until(whole[:5]) + whole[:5]
+    terminal.type("\x03")
+    shown = begin + terminal.until("^C")
+    assert shown[:300] == whole[: len(shown)][:300] and len(shown) < 1500
+    terminal.until("> ")
+    if twice:
+        terminal.ctrl_c_at_prompt()
+    else:
+        terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+# ---- a file of prompts ----------------------------------------------------------------------------------------------
+
+
+def write_prompts(path: Path, n: int) -> list[dict]:
+    rows = [{"prompt": f"row {i} 猫" * (1 + i % 4), "id": f"q{i}", "level": i % 3} for i in range(n)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+def read_answers(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def head(n_prompts: int, n_done: int, block_size: int = 64, batch_size: int = 16) -> str:
+    """What is said first. The tiny models have 2 layers and 4 heads of 16 features in 4 bytes."""
+    gib = 2 * 2 * 4 * 16 * 4 * batch_size * (block_size + 1) / 2**30
+    done = f"{n_prompts} prompts, {n_done} answered already"
+    return f"{done}; cache up to {batch_size} rows of {block_size} tokens, {gib:.2f} GiB\n"
+
+
+FILE_FLAGS = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=12", "--n=2"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_a_file_of_prompts_equals_one_by_one(runs, tmp_path, batch_size):
+    rows = write_prompts(tmp_path / "q.jsonl", 7)
+    directory = runs / "out/newer/step_000020"
+    ended = run(tmp_path, f"--init_from={directory}", *FILE_FLAGS, f"--batch_size={batch_size}")
+    assert ended == Ended(0, "", head(7, 0, batch_size=batch_size))
+    answers = sorted(read_answers(tmp_path / "a.jsonl"), key=lambda answer: answer["index"])
+    assert [answer["index"] for answer in answers] == list(range(7))
+    for row, answer in zip(rows, answers, strict=True):
+        assert {key: answer[key] for key in row} == row
+        want = texts(directory, row["prompt"], max_new_tokens=12, n=2)
+        assert [found["text"] for found in answer["completions"]] == want
+        assert {found["finish_reason"] for found in answer["completions"]} <= {"stop", "length"}
+
+
+def test_kinds_of_rows(runs, tuned, tmp_path):
+    net, tokenizer = tuned
+    said = [("user", "猫?"), ("assistant", "喵"), ("user", "狗?")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    system = [{"role": "system", "content": "短"}]
+    rows = ["猫?", {"prompt": "猫?"}, {"text": "猫?"}, {"messages": turns}, {"prompt": system + turns, "id": 3}]
+    (tmp_path / "q.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    directory = runs / "tuned/chat/latest"
+    ended = run(tmp_path, f"--init_from={directory}", "--prompts=q.jsonl", "--max_new_tokens=9", "--system=长")
+    assert (ended.code, ended.err) == (0, head(5, 0, 2048))
+    answers = {answer["index"]: answer for answer in map(json.loads, ended.out.splitlines())}
+    long = [{"role": "system", "content": "长"}]
+    asked = long + turns[:1], long + turns[:1], None, long + turns, system + turns
+    for i, messages in enumerate(asked):
+        ids = tokenizer.render(messages, add_generation_prompt=True)[0] if messages else tokenizer.encode("猫?")
+        answer = answers.pop(2 * i)  # every other line is empty
+        assert [found["text"] for found in answer["completions"]] == texts(directory, ids, max_new_tokens=9)
+        assert {key: answer[key] for key in answer if key not in ("index", "completions")} == (
+            {"prompt": "猫?"} if i == 0 else rows[i]
+        )
+    assert not answers
+
+
+def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
+    bad = [
+        (b"{'prompt': 1}", "property name"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+        (b'{"question": "?"}', "prompt, messages or text"),
+        (b"[1]", "prompt, messages or text"),
+        (b'{"prompt": 3}', "prompt must be a text, got 3"),
+        (b'{"messages": "hi"}', "messages must be a list"),
+        (b'{"messages": []}', "at least one message"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "content 5"),
+        (b'{"messages": [{"role": "robot", "content": "a"}]}', "robot"),
+        (b'{"messages": ["hi"]}', "role"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        (b'{"prompt": "a", "index": 3}', "'index'"),
+        (json.dumps({"text": "猫 " * 100}).encode(), "the context 64"),
+        (b"[" * 100_000, "recursion"),
+    ]
+    lines = [line for pair in bad for line in (pair[0], b'{"prompt": "The"}')]
+    (tmp_path / "q.jsonl").write_bytes(b"\n".join(lines))
+    files = ["--prompts=q.jsonl", "--out=a.jsonl"]
+    ended = run(tmp_path, f"--init_from={runs / 'out/newer'}", *files, "--max_new_tokens=3")
+    assert ended.code == 1 and ended.out == ""
+    _, *problems, summary = ended.err.splitlines()
+    assert len(problems) == len(bad)
+    for number, (problem, (_, words)) in enumerate(zip(problems, bad, strict=True)):
+        assert problem.startswith(f"q.jsonl:{2 * number + 1}: ") and words in problem, problem
+    assert f"{len(bad)} of {2 * len(bad)} prompts" in summary
+    answers = read_answers(tmp_path / "a.jsonl")
+    assert sorted(answer["index"] for answer in answers) == list(range(1, 2 * len(bad), 2))
+    assert len({answer["completions"][0]["text"] for answer in answers}) == 1
+
+
+def test_half_a_surrogate_pair_survives(runs, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a\\ud800b"}\n', encoding="utf-8")
+    for done in range(2):
+        assert run(tmp_path, f"--init_from={runs / 'out/newer'}", *FILE_FLAGS) == Ended(0, "", head(1, done))
+    [answer] = read_answers(tmp_path / "a.jsonl")
+    assert answer["prompt"] == "a\ud800b"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_continued_after_an_interruption(runs, tmp_path, number, code):
+    rows = write_prompts(tmp_path / "q.jsonl", 60)
+    flags = ["--prompts=q.jsonl", "--max_new_tokens=40", f"--init_from={runs / 'tuned/chat'}"]
+    whole = run(tmp_path, *flags, "--out=whole.jsonl")
+    line = [sys.executable, *command(*flags, "--out=a.jsonl", "--batch_size=2")]
+    out = tmp_path / "a.jsonl"
+    with subprocess.Popen(line, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE) as process:
+        while not out.exists() or out.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.send_signal(number)
+        assert process.stderr.read().decode() == head(60, 0, 2048, batch_size=2)
+        assert process.wait() == code
+    before = out.read_bytes()
+    assert 3 <= before.count(b"\n") < len(rows)
+    with open(out, "ab") as f:
+        f.write(b'{"index": 59, "prompt": "ro')  # cut short
+    ended = run(tmp_path, *flags, "--out=a.jsonl", "--batch_size=5")
+    complete = before[: before.rfind(b"\n") + 1]
+    assert whole == Ended(0, "", head(60, 0, 2048))
+    assert ended == Ended(0, "", head(60, complete.count(b"\n"), 2048, batch_size=5))
+    assert out.read_bytes().startswith(complete)
+    by_index = sorted(read_answers(out), key=lambda answer: answer["index"])
+    assert [answer["index"] for answer in by_index] == list(range(60))
+    assert by_index == sorted(read_answers(tmp_path / "whole.jsonl"), key=lambda answer: answer["index"])
+
+
+def test_answers_of_other_settings_or_prompts_are_not_mixed(runs, tmp_path):
+    rows = write_prompts(tmp_path / "q.jsonl", 3)
+    init = f"--init_from={runs / 'out/newer'}"
+    assert run(tmp_path, init, *FILE_FLAGS).code == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    for flag, words in [
+        ("--temperature=0.5", ["temperature=0.8", "0.5"]),
+        ("--seed=2", ["seed=1337", "2"]),
+        ("--stop=x", ["stop=''", "'x'"]),
+        ("--system=x", ["system"]),
+        ("--chat=yes", ["chat=False", "True"]),
+        ("--dtype=bfloat16", ["dtype='float32'"]),
+        (f"--init_from={runs / 'out/older'}", ["model="]),
+    ]:
+        key = flag.partition("=")[0]
+        ended = run(tmp_path, *[old for old in (init, *FILE_FLAGS) if not old.startswith(key)], flag)
+        assert ended.code == 1 and ended.err.count("\n") == 1, ended
+        assert all(word in ended.err for word in ["a.jsonl", *words]), ended.err
+    ended = run(tmp_path, init, *FILE_FLAGS, "--batch_size=1")  # decides nothing
+    assert ended == Ended(0, "", head(3, 3, batch_size=1))
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+    with open(tmp_path / "q.jsonl", "a", encoding="utf-8") as f:
+        f.write('"one more"\n')
+    assert run(tmp_path, init, *FILE_FLAGS).code == 0
+    assert [answer["index"] for answer in read_answers(tmp_path / "a.jsonl")][3:] == [3]
+    rows[1]["prompt"] = "another"
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    ended = run(tmp_path, init, *FILE_FLAGS)
+    assert ended.code == 1 and "line 2 of q.jsonl" in ended.err and ended.err.count("\n") == 1
+
+
+def test_a_file_that_is_not_ours_is_left_alone(runs, tmp_path):
+    write_prompts(tmp_path / "q.jsonl", 2)
+    flags = [f"--init_from={runs / 'out/newer'}", *FILE_FLAGS]
+    (tmp_path / "a.jsonl").write_text("precious", encoding="utf-8")
+    ended = run(tmp_path, *flags)
+    assert ended.code == 1 and "a.jsonl.config.json" in ended.err and ended.err.count("\n") == 1
+    assert (tmp_path / "a.jsonl").read_text(encoding="utf-8") == "precious"
+    (tmp_path / "a.jsonl").unlink()
+    assert run(tmp_path, *flags).code == 0
+    lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "half a li", ""]), encoding="utf-8")
+    ended = run(tmp_path, *flags)
+    assert ended.code == 1 and "a.jsonl:2 is damaged" in ended.err and ended.err.count("\n") == 1
+
+
+def test_logprobs_are_printed_as_json(runs):
+    """Of the tokens and of the prompt, against the logits of one pass over both."""
+    directory = runs / "out/newer/step_000020"
+    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    flags = ["--prompt=The 猫", "--max_new_tokens=5", "--logprobs=2", "--prompt_logprobs=0", "--temperature=0.5"]
+    ended = run(runs, "--init_from=out/newer", *flags)
+    assert (ended.code, ended.err) == (0, "")
+    answer = json.loads(ended.out)
+    [found] = answer["completions"]
+    ids = tokenizer.encode("The 猫")
+    with torch.no_grad():
+        want = net(torch.tensor([ids + found["ids"]]))[0].log_softmax(-1)
+    assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == len(ids)
+    for k, [entry] in enumerate(answer["prompt_logprobs"][1:]):
+        assert entry["id"] == ids[k + 1] and entry["logprob"] == pytest.approx(want[k, ids[k + 1]].item(), abs=1e-5)
+    assert len(found["logprobs"]) == 5
+    for k, entries in enumerate(found["logprobs"]):
+        row = want[len(ids) - 1 + k]
+        likeliest = {found["ids"][k], *row.topk(2).indices.tolist()}
+        assert {entry["id"] for entry in entries} == likeliest
+        for entry in entries:
+            assert entry["logprob"] == pytest.approx(row[entry["id"]].item(), abs=1e-5)
+            piece = tokenizer.decode_bytes([entry["id"]]).decode("utf-8", "replace")
+            assert entry["token"] == piece
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -449,20 +732,55 @@ def test_hugging_face_directory_without_a_run(runs, tmp_path):
     [
         (["--temperature=-1"], ["sample: temperature", "-1.0"]),
         (["--n=0"], ["sample: n must be", "0"]),
-        (["--prompt=" + "猫 " * 100], ["sample: prompt 0", "64"]),
+        (["--prompt=" + "猫 " * 100], ["tokens", "64"]),
+        (["--prompt=" + "猫 " * 100, "--logprobs=1"], ["tokens", "64"]),
         (["--init_from=out/nothing"], ["out/nothing"]),
         (["--temprature=1"], ["'temprature'", "'temperature'"]),
+        (["--chat=maybe"], ["chat", "maybe"]),
+        (["--system=短"], ["system", "--chat=yes"]),
+        (["--batch_size=0"], ["batch_size", "0"]),
+        (["--stop_token_ids=1,x"], ["stop_token_ids", "1,x"]),
+        (["--prompt=a", "--prompts=b.jsonl"], ["both"]),
+        (["--prompts=nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
+        (["--prompts=empty.jsonl"], ["empty.jsonl", "no prompts"]),
+        (["--prompt=a", "--out=empty.jsonl/a.jsonl"], ["empty.jsonl"]),
+        (["--best_of_by=reward", "--best_of=2"], ["best_of_by", "reward"]),
     ],
 )
 def test_mistakes_are_one_line(runs, arguments, words):
-    done = run(runs, *arguments)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
+    (runs / "empty.jsonl").touch()
+    ended = run(runs, *arguments)
+    assert ended.code == 1
+    assert ended.out == ""
+    assert ended.err.count("\n") == 1 and all(word in ended.err for word in words), ended.err
+
+
+def test_a_mistake_on_a_real_command_line(runs):
+    line = [sys.executable, *command("--prompt=The", "--top_p=2")]
+    done = subprocess.run(line, cwd=runs, env=environment(runs), capture_output=True, encoding="utf-8", timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("sample: top_p")
 
 
 def test_no_run_yet_is_one_line(tmp_path):
-    done = run(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "--init_from" in done.stderr
+    ended = run(tmp_path)
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1 and "--init_from" in ended.err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_reader_that_leaves_early_is_no_error(runs):
+    line = [sys.executable, *command("--n=20", "--ignore_eos=True")]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, cwd=runs, env=environment(runs), **pipe) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_every_key_has_a_comment(runs):
+    """And every parameter of the engine that a user can choose is a key."""
+    source = (ROOT / "sample.py").read_text(encoding="utf-8").partition("# ---- config")[2].partition("FREE_KEYS")[0]
+    keys = {line.partition(" = ")[0]: line.partition("  # ")[2] for line in source.splitlines() if " = " in line}
+    assert all(keys.values()) and len(keys) > 25
+    derived = {"eos_ids", "banned_ids"}
+    assert {field.name for field in dataclasses.fields(SamplingParams)} - derived <= set(keys)

@@ -1,0 +1,149 @@
+"""Generation speed, with the peer beside it: ours and transformers' generate() alternate in one process.
+
+    OMP_NUM_THREADS=2 python tools/bench_generate.py                        # 26M and 124M, some minutes
+    OMP_NUM_THREADS=2 python tools/bench_generate.py --shapes=26M --batch=1 --dtypes=float32 --new_tokens=64
+
+Greedy, random weights, the same in all. Prints tokens/s of whole calls (prompt included; median), the ratio to
+transformers with its static cache (median over rounds of the ratio in a round), and the share of what this machine's
+memory allows: every step reads each matrix and the cached keys and values once, at the speed at which a sum runs over
+as many bytes, measured in the same rounds.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import train_utils
+from configurator import ConfigError, configure
+from generate import cache_bytes, generate
+from model import ModelConfig, Transformer, parameter_table
+from sampling import SamplingParams
+
+# ---- config ---------------------------------------------------------------------------------------------------------
+shapes = "26M,124M"  # of SHAPES below, comma-separated
+batch = "1,8"  # prompts that are continued at once
+dtypes = "float32,bfloat16"  # of weights and products
+new_tokens = 256  # per prompt
+prompt_tokens = 16  # per prompt
+repeats = 3  # timed rounds after a warm-up; the median counts
+compile = True  # also ours compiled
+peers = "static"  # transformers: static | dynamic | compiled (static cache, compiled), comma-separated; "" = none
+device = "auto"  # auto | cpu | cuda
+
+SHAPES = {
+    "tiny": ModelConfig(512, 1024, 2, 2, n_embd=64),
+    "26M": ModelConfig(8192, 1024, 8, 8, n_embd=512, tie_embeddings=False),
+    "124M": ModelConfig(32000, 1024, 12, 12, n_embd=768),
+    "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),  # TinyLlama's
+}
+Call = Callable[[], list[list[int]]]
+
+
+def our_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, compiled: bool) -> Call:
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0)
+
+    def call() -> list[list[int]]:
+        with train_utils.autocast(model.embed_tokens.weight.device, dtype):
+            results = generate(model, None, prompts, params, compile=compiled)
+        return [result.completions[0].ids for result in results]
+
+    return call
+
+
+def their_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, kind: str) -> Call:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    cfg = model.cfg
+    config = LlamaConfig(
+        vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_dim, bos_token_id=None,
+        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
+        max_position_embeddings=cfg.block_size, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    hf = LlamaForCausalLM(config).eval()
+    state = model.state_dict()
+    hf.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()})
+    hf = hf.to(model.embed_tokens.weight.device, dtype)
+    if kind == "compiled":
+        hf.forward = torch.compile(hf.forward, dynamic=False)
+    idx = torch.tensor(prompts, device=hf.device)
+    cache = {} if kind == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+
+    def call() -> list[list[int]]:
+        with torch.no_grad():
+            ids = hf.generate(idx, do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **cache)
+        return ids[:, idx.shape[1] :].tolist()
+
+    return call
+
+
+def timed(call: Callable, device: torch.device) -> float:
+    """Seconds; with a single thread those of the processor, which other programs do not change much."""
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    train_utils.synchronize(device)
+    begin = clock()
+    call()
+    train_utils.synchronize(device)
+    return clock() - begin
+
+
+def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype) -> int:
+    """What a step in the middle of the text must read: every matrix but the embedding, and the cache."""
+    table = parameter_table(cfg)
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
+    return matrices * dtype.itemsize + cache_bytes(cfg, rows, prompt_tokens + new_tokens // 2, dtype)
+
+
+def table(shape: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Time all in turn and print a line for each."""
+    cfg = SHAPES[shape]
+    torch.manual_seed(0)
+    model = Transformer(cfg).to(device).eval()
+    prompts = torch.randint(cfg.vocab_size, (rows, prompt_tokens)).tolist()
+    calls: dict[str, Call] = {}
+    for kind in filter(None, peers.split(",")):
+        calls[f"transformers, {kind}"] = their_call(model, prompts, dtype, kind)
+    calls["ours"] = our_call(model, prompts, dtype, False)
+    if compile:
+        calls["ours, compiled"] = our_call(model, prompts, dtype, True)
+    n_bytes = bytes_per_step(cfg, rows, dtype)
+    read = partial(torch.sum, torch.ones(n_bytes // 4, device=device))
+    texts = {name: call() for name, call in calls.items()}  # compile, allocate
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    reads = []
+    for _ in range(repeats):
+        for name, call in calls.items():
+            seconds[name].append(timed(call, device))
+            reads += [timed(read, device) for _ in range(5)]
+    bound = rows / statistics.median(reads)
+    print(f"{shape}, batch {rows}, {str(dtype)[6:]}: {n_bytes / 1e6:,.0f} MB per step, {bound:,.0f} tok/s at most here")
+    first = next(iter(calls))
+    for name, times in seconds.items():
+        rate = rows * new_tokens / statistics.median(times)
+        ratio = statistics.median([a / b for a, b in zip(seconds[first], times, strict=True)])
+        same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
+        print(
+            f"    {name:24} {rate:9,.1f} tok/s   x {ratio:5.2f}   {100 * rate / bound:5.1f}% of the bound   "
+            f"{same}/{rows} texts equal   spread {100 * (max(times) - min(times)) / statistics.median(times):.0f}%",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    configure(globals())
+    unknown = [shape for shape in shapes.split(",") if shape not in SHAPES]
+    if unknown:
+        raise ConfigError(f"config: shapes={unknown[0]!r} is none of {', '.join(SHAPES)}")
+    torch_device = train_utils.choose_device(device)
+    print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {new_tokens} new tokens")
+    for name in shapes.split(","):
+        for kind in dtypes.split(","):
+            for rows in map(int, batch.split(",")):
+                table(name, rows, train_utils.choose_dtype(kind, torch_device), torch_device)
