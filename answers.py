@@ -6,12 +6,13 @@ FILE.config.json with the settings that decided them, so that one file never hol
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -24,6 +25,14 @@ from tokenizer import Tokenizer
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # a prompt, whether it is a text to continue -> ids
+
+
+def lock(file: TextIO) -> None:
+    """Raise SampleError if another process writes the same answers; held until the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SampleError(f"sample: another process is writing {file.name}; wait for it, or use another out") from None
 
 
 class Row(NamedTuple):
@@ -62,6 +71,8 @@ class Answers:
                 yield row.ids
 
         output = open(self.out, "a", encoding="utf-8") if self.out else contextlib.nullcontext(sys.stdout)
+        if self.out:
+            lock(output)
         bar = tqdm(total=self.n_prompts, initial=len(self.done), disable=None, unit="prompt")
         with output as file, bar:
             for number, result in completed(model, tokenizer, prompts(), params, batch_size, compile):

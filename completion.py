@@ -79,6 +79,8 @@ def check_requests(
 
 def check(index: int, ids: list[int], params: SamplingParams, cfg: ModelConfig, tokenizer: Tokenizer | None) -> Request:
     """The request, or SampleError if this model cannot serve it."""
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise SampleError(f"sample: prompt {index} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids")
     if not ids:
         raise SampleError(f"sample: prompt {index} has no tokens; begin an empty one with <|endoftext|>")
     if len(ids) > cfg.block_size:

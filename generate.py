@@ -7,8 +7,10 @@
 
 A fixed number of rows generates at a time; a row that is done takes the next waiting sample (continuous batching).
 Prompts need no padding in the cache. Sample s of a prompt draws from its own generator, seeded with the prompt's
-seed + s, so its text does not depend on the rows beside it, and torch's global generators are left alone. Matrix
-products and the cache have the dtype of the autocast around the call, else that of the weights.
+seed + s, so its text does not depend on the rows beside it, and torch's global generators are left alone. (To the bit
+in float32. In bfloat16 and float16 the rounding of a product depends on the number of rows, and a near tie between two
+tokens may fall otherwise.) Matrix products and the cache have the dtype of the autocast around the call, else that of
+the weights.
 """
 
 import contextlib
@@ -74,9 +76,14 @@ def completed(
     The cache grows with the longest text so far. Raises SampleError when a prompt's turn comes."""
     if batch_size < 1:
         raise SampleError(f"sample: batch_size must be at least 1, got {batch_size}")
-    each = itertools.repeat(params) if isinstance(params, SamplingParams) else params
+    each = itertools.repeat(params) if isinstance(params, SamplingParams) else one_for_each(params)
     requests = (check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=False)))
     return finished(model, tokenizer, requests, batch_size, compile)
+
+
+def one_for_each(params: Iterable[SamplingParams]) -> Iterator[SamplingParams]:
+    yield from params
+    raise SampleError("sample: there are more prompts than sets of parameters")
 
 
 class Session:
@@ -139,6 +146,8 @@ def engine_for(
     """Rows and length as the requests need them, if they are a list; else `batch_size` rows of a cache that grows."""
     if not isinstance(requests, list):
         return Engine(model, tokenizer, batch_size, 0, compile)
+    if batch_size < 0:
+        raise SampleError(f"sample: batch_size must be 0 (all at once) or more, got {batch_size}")
     n_samples = sum(request.params.n_samples for request in requests)
     rows = min(batch_size, n_samples) if batch_size else n_samples
     steps = max(request.limit for request in requests)
@@ -445,6 +454,7 @@ def beam_search(
     beams = Beams([request.ids for request in requests], params, limits, model.cfg.vocab_size, engine.device)
     lengths = [len(held) for held in engine.held]
     while True:
+        check_logits(logits)  # of nothing finite no beam would be left; each step waits for the device anyway
         tokens, parents = beams.advance(logits)
         if beams.all_ended():
             break

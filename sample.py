@@ -6,7 +6,7 @@ python sample.py --prompts=questions.jsonl --out=answers.jsonl       # the same 
 
 With `chat` a prompt is what a user says, and without one the conversation is in the terminal (chat.py). A file of
 prompts and its answers are described in answers.py. What is answered depends on the prompt, the parameters and the
-seed, not on the prompt's neighbours or the batch size.
+seed, not on the prompt's neighbours or the batch size (but for near ties in bfloat16 and float16, see generate.py).
 """
 
 import contextlib
@@ -162,13 +162,16 @@ def sample_texts(
         result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
         yield rule.join(prompt + completion.text + "\n" for completion in result.completions)
         return
-    begun = -1
+    begun, cut = -1, 0
     tokens = stream(model, tokenizer, [ids], params, batch_size, compile)
     for token in in_sample_order(tokens, params.n):
         if token.sample != begun:
             begun = token.sample
             yield (rule if begun else "") + prompt
+        cut += token.finish == "length"
         yield token.text + ("\n" if token.finish else "")
+    if params.stop and cut:
+        print(f"sample: {cut} of {params.n} samples ended by length: no stop string came", file=sys.stderr)
 
 
 # ---- command line -------------------------------------------------------------------------------------------------
@@ -223,8 +226,9 @@ if __name__ == "__main__":
     if as_json:
         answers = Answers(prompts, prompt, out, deciding_settings(config, talk, directory, torch_device, torch_dtype))
     if prompts:
-        gib = cache_bytes(cfg, batch_size, cfg.block_size, torch_dtype) / 2**30
-        cache = f"cache up to {batch_size} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
+        rows = max(batch_size, num_beams)
+        gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
+        cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
         print(f"{answers.n_prompts} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device)
     encode = partial(prompt_ids, tokenizer, talk, system)

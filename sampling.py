@@ -63,7 +63,9 @@ class SamplingParams:
                 raise SampleError(f"sample: {field.name} must be of type {kind.__name__}, got {value!r}")
         for name, fine, allowed in self._ranges():
             if not fine:
-                raise SampleError(f"sample: {name} must be {allowed}, got {getattr(self, name)}")
+                got = getattr(self, name)
+                got = list(got) if isinstance(got, frozenset) else got
+                raise SampleError(f"sample: {name} must be {allowed}, got {got}")
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -84,6 +86,7 @@ class SamplingParams:
         """(name, whether the value is in range, the range in words). What greedy search does not need it ignores."""
         one, with_beams = self.num_beams == 1, f"with num_beams={self.num_beams}"
         k = "-1 (off) or the number of other ids"
+        samples = f"best_of={self.best_of}" if self.best_of > self.n else f"n={self.n}"
         # Logits divided by a temperature below 1e-6 could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
@@ -96,7 +99,7 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("repetition_penalty", 0 < self.repetition_penalty < INF, "above 0 (1 is off)"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"),
-            *[(name, all(i >= 0 for i in getattr(self, name)), "ids from 0 up") for name in ID_LISTS],
+            *[(name, all(map(is_id, getattr(self, name))), "ids from 0 up") for name in ID_LISTS],
             ("n", self.n >= 1, "at least 1"),
             ("best_of", self.best_of == 0 or self.best_of >= self.n, f"0 (as n) or at least n={self.n}"),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
@@ -106,7 +109,7 @@ class SamplingParams:
             ("logprobs", self.logprobs >= -1, k),
             ("prompt_logprobs", self.prompt_logprobs >= -1, k),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            ("temperature", not one or self.temperature > 0 or self.n_samples == 1, f"above 0 for n={self.n_samples}"),
+            ("temperature", not one or self.temperature > 0 or self.n_samples == 1, f"above 0 for {samples}"),
             ("length_penalty", not one or self.length_penalty == 1, "1 without beam search (num_beams above 1)"),
             ("early_stopping", not one or self.early_stopping == "false", "false without beam search"),
             ("temperature", one or self.temperature == 0, f"0 {with_beams}"),
@@ -115,6 +118,10 @@ class SamplingParams:
             ("logprobs", one or self.logprobs == -1, f"-1 (off) {with_beams}"),
             ("stop", one or not self.stop, f"empty {with_beams}, which takes stop_token_ids"),
         ]
+
+
+def is_id(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 class RowParams:

@@ -611,8 +611,17 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     broken = random_model(tiny_config())
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
-    with pytest.raises(SampleError, match="not finite"):
-        generate(broken, None, [[1]], SamplingParams())
+    for params in (SamplingParams(), SamplingParams(temperature=0.0, num_beams=2)):
+        with pytest.raises(SampleError, match="not finite"):
+            generate(broken, None, [[1]], params)
+    for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
+        with pytest.raises(SampleError, match="must be a list of token ids"):
+            generate(net, None, [prompt], SamplingParams())
+    with pytest.raises(SampleError, match="batch_size must be 0"):
+        generate(net, None, [[1]], SamplingParams(), batch_size=-1)
+    with pytest.raises(SampleError, match="more prompts than sets of parameters"):
+        list(completed(net, None, [[1], [2], [3]], [SamplingParams(max_new_tokens=1)] * 2, 2))
+    assert len(list(completed(net, None, [[1], [2]], [SamplingParams(max_new_tokens=1)] * 2, 2))) == 2
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
     engine.compiled_step.cache_clear()
     with pytest.raises(SampleError, match="C\\+\\+ compiler"):

@@ -1,6 +1,7 @@
 """sample.py, chat.py and answers.py: what the commands print and write, against the engine run by hand."""
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -696,6 +697,22 @@ def test_a_file_that_is_not_ours_is_left_alone(runs, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "half a li", ""]), encoding="utf-8")
     ended = run(tmp_path, *flags)
     assert ended.code == 1 and "a.jsonl:2 is damaged" in ended.err and ended.err.count("\n") == 1
+
+
+def test_two_processes_do_not_write_the_same_answers(runs, tmp_path):
+    write_prompts(tmp_path / "q.jsonl", 2)
+    flags = [f"--init_from={runs / 'out/newer'}", *FILE_FLAGS]
+    with open(tmp_path / "a.jsonl", "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ended = run(tmp_path, *flags)
+    assert ended.code == 1 and "another process is writing a.jsonl" in ended.err, ended.err
+    assert run(tmp_path, *flags).code == 0 and len(read_answers(tmp_path / "a.jsonl")) == 2
+
+
+def test_a_stop_string_that_never_comes_is_told(runs):
+    flags = ["--prompt=The", "--max_new_tokens=4", "--temperature=0"]
+    assert "1 of 1 samples ended by length: no stop string came" in run(runs, *flags, "--stop=\u7532\u4e59zz").err
+    assert "no stop string" not in run(runs, *flags).err
 
 
 def test_logprobs_are_printed_as_json(runs):

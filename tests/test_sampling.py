@@ -431,7 +431,8 @@ def test_impossible_parameters_are_one_line(key, value):
     with pytest.raises(SampleError) as caught:
         SamplingParams(**{key: value})
     text = str(caught.value)
-    assert text.startswith(f"sample: {key} must be ") and text.endswith((f"got {value}", f"got {value!r}"))
+    shown = list(value) if isinstance(value, frozenset) else value
+    assert text.startswith(f"sample: {key} must be ") and text.endswith((f"got {shown}", f"got {value!r}"))
     assert "\n" not in text and SampleError.one_line
 
 
@@ -439,7 +440,7 @@ def test_impossible_parameters_are_one_line(key, value):
     ("params", "words"),
     [
         ({"temperature": 0, "n": 2}, "temperature must be above 0 for n=2, got 0"),
-        ({"temperature": 0, "best_of": 3}, "temperature must be above 0 for n=3, got 0"),
+        ({"temperature": 0, "best_of": 3}, "temperature must be above 0 for best_of=3, got 0"),
         ({"n": 3, "best_of": 2}, "best_of must be 0 (as n) or at least n=3, got 2"),
         ({"length_penalty": 0.5}, "length_penalty must be 1 without beam search (num_beams above 1), got 0.5"),
         ({"early_stopping": "true"}, "early_stopping must be false without beam search, got true"),

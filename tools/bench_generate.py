@@ -141,6 +141,14 @@ if __name__ == "__main__":
     unknown = [shape for shape in shapes.split(",") if shape not in SHAPES]
     if unknown:
         raise ConfigError(f"config: shapes={unknown[0]!r} is none of {', '.join(SHAPES)}")
+    strange = [kind for kind in peers.split(",") if kind not in ("", "static", "dynamic", "compiled")]
+    if strange:
+        raise ConfigError(f"config: peers={strange[0]!r} is none of static, dynamic, compiled")
+    if not all(rows.isdigit() and int(rows) for rows in batch.split(",")):
+        raise ConfigError(f"config: batch={batch!r} is not a list of numbers from 1 up")
+    short = [name for name in shapes.split(",") if prompt_tokens + new_tokens > SHAPES[name].block_size + 1]
+    if short:
+        raise ConfigError(f"config: {prompt_tokens=} and {new_tokens=} do not fit the context of {short[0]}")
     torch_device = train_utils.choose_device(device)
     print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {new_tokens} new tokens")
     for name in shapes.split(","):
