@@ -410,8 +410,15 @@ def check_memory(world: ddp.World) -> None:
         storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
         return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes() > 64}.values())
 
+    def settled_bytes() -> int:  # a communication thread may hold a tensor a little longer
+        readings = [live_bytes()]
+        while len(readings) < 4 or (len(set(readings[-4:])) > 1 and len(readings) < 100):
+            time.sleep(0.01)
+            readings.append(live_bytes())
+        return readings[-1]
+
     for zero1, overlap in ((False, "off"), (True, "forward"), (True, "backward")):
-        before = live_bytes()
+        before = settled_bytes()
         parallel, optimizer = setup(zero1=zero1, overlap_step=overlap)
         for step in range(2):
             parallel.expect_step(optimizer, 1e-3)
@@ -421,8 +428,8 @@ def check_memory(world: ddp.World) -> None:
         n_params = sum(p.numel() for p in parallel.model.parameters())
         padded = sum(bucket.param.numel() for bucket in parallel.buckets)
         assert padded - n_params < 128 * world.world_size * len(parallel.buckets)
-        share, moments = padded // (world.world_size if zero1 else 1), (live_bytes() - before - 8 * padded) / 8
-        assert share - (padded - n_params) <= moments <= share
+        share, moments = padded // (world.world_size if zero1 else 1), (settled_bytes() - before - 8 * padded) / 8
+        assert share - (padded - n_params) <= moments <= share, f"{moments=} {share=} {padded=} {n_params=}"
         assert ddp.all_reduce_sum(torch.tensor(moments)) == n_params * (1 if zero1 else world.world_size)
         del parallel, optimizer
 
