@@ -202,7 +202,7 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path) -> list[
 
 
 def is_within(path: str, directory: Path) -> bool:
-    return directory.name and directory.resolve() in Path(path).resolve().parents
+    return bool(directory.name) and directory.resolve() in Path(path).resolve().parents
 
 
 def look(path: str | Path, name: str, source: int) -> Input:
