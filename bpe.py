@@ -16,6 +16,8 @@ import numpy as np
 import regex
 from tqdm import tqdm
 
+from readers import is_encodable, join_surrogates
+
 # How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they took. Only
 # what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike is used: no sets less sets, no "{1,3}+".
 CL100K = (
@@ -55,11 +57,7 @@ SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\u
 
 def scrub(text: str) -> str:
     """`text` as valid Unicode: surrogate pairs are joined, lone surrogates (which UTF-8 cannot hold) become U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text if is_encodable(text) else join_surrogates(text)
 
 
 def blocks(text: str) -> Iterator[str]:

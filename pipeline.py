@@ -47,9 +47,9 @@ BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slo
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
 SPLIT_KEY = b"split-v1"
-# Why a document was dropped, in the order in which it is decided. A row of `ROW` holds the index.
+# Why a document was dropped; of several rules that it breaks the first is told. A row of `ROW` holds the index.
 REASONS = (
-    "kept", "exact_duplicate", "question_length", "answer_missing", *filters.RULE_NAMES, "score", "contaminated",
+    "kept", "question_length", "answer_missing", *filters.RULE_NAMES, "score", "contaminated", "exact_duplicate",
     "near_duplicate",
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))

@@ -6,7 +6,7 @@
     python prepare.py --input=chat.jsonl --kind=chat --show=5                          # what is understood of 5 rows
     python prepare.py --verify=data/x                                                  # reads every byte again
 
-In order: read -> clean -> exact copies -> quality rules -> evaluation text -> near copies -> split -> tokenize. What
+In order: read -> clean -> quality rules -> evaluation text -> exact copies -> near copies -> split -> tokenize. What
 concerns a document alone happens unit by unit in any number of processes (pipeline.py); then one pass compares
 documents with each other (selection.py), units are tokenized, and one pass copies the tokens, in the order of the
 input, into the splits. So the output is the same to the byte for any number of processes.
@@ -125,7 +125,7 @@ max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot 
 verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
-VERSION = 2  # of what is made of an input; a directory made by another version is made anew
+VERSION = 3  # of what is made of an input; a directory made by another version is made anew
 TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
@@ -375,8 +375,8 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
 # ---- the directory ---------------------------------------------------------------------------
 
 OWN = re.compile(
-    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test)\.jsonl|manifest\.json|config\.py|errors\.tsv"
-    r"|dropped\.tsv|report\.md|" + "|".join(FILES)
+    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test)\.jsonl"
+    r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
 )
 
 
@@ -667,13 +667,15 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 def decisive(info: dict) -> dict:
     """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
     inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
-    return {"prepare.py": info.get("prepare"), "tokenizer": info.get("tokenizer")} | info.get("recipe", {}) | inputs
+    return {"tokenizer": info.get("tokenizer")} | info.get("recipe", {}) | inputs
 
 
 def difference(info: dict, old: dict) -> str:
     """Why a directory with the info `old` is not what this run would make, "" if it is."""
     if not old:
         return "nothing complete is there yet"
+    if old.get("prepare") != VERSION:
+        return "prepare.py"
     now, was = decisive(info), decisive(old)
     changed = [name for name in was | now if was.get(name) != now.get(name)]
     return ", ".join(changed[:5]) or ("the order of the inputs" if list(was) != list(now) else "")
@@ -697,13 +699,14 @@ def main(config: dict) -> int:
         tokenizer = existing_tokenizer(config["tokenizer_dir"]) if recipe.kind == "text" else None
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         to_train = to_train if recipe.kind == "text" else "none"
+        before = manifest.get("info", {})
         info = {
             "prepare": VERSION,
             "recipe": recipe.settings() | {"pack": config["pack"]},
             "tokenizer": tokenizer.fingerprint() if tokenizer else to_train,
-            "inputs": describe(inputs, manifest.get("info", {}).get("inputs", [])),
+            "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
         }
-        why = difference(info, manifest.get("info", {}))
+        why = difference(info, before)
         if why:
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")

@@ -788,3 +788,15 @@ def test_memory_does_not_grow_with_the_input(tmp_path, tok, workers):
         peaks.append(peak_mb(tmp_path / str(times), path, tok, workers))
     assert path.stat().st_size > 8e6
     assert peaks[1] < peaks[0] + 5, peaks
+
+
+def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(30))
+    run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
+    manifest["info"]["prepare"] = 1  # when entries had other keys
+    manifest["info"]["inputs"] = [{"path": str(path), "size": 1, "mtime_ns": 1, "sha256": "0" * 64}]
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
+    assert "is made anew: prepare.py" in capsys.readouterr().out
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0 and "up to date" in capsys.readouterr().out

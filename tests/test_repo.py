@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "filters": set(),
     "dedup": set(),
     "decontaminate": {"dedup", "readers"},
-    "bpe": set(),
+    "bpe": {"readers"},
     "tokenizer": {"configurator", "readers", "shapes", "bpe"},
     "data": {"readers", "mixture"},
     "mixture": {"readers"},
