@@ -123,24 +123,26 @@ def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> No
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: on the GPU, else resident in RAM."""
+    """Most memory this process has held: on the GPU, else in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resident_bytes("VmHWM") / 2**30
+    return ram_bytes("VmHWM") / 2**30
 
 
 def process_bytes(device: torch.device) -> float:
-    """Memory of the process itself, to be asked before there is a model: what is resident on a CPU, and the 100 MB of
-    kernels that torch loads when they are first used. On a GPU the figures count tensors only."""
-    return 0.0 if device.type == "cuda" else resident_bytes("VmRSS") + 100e6
+    """Memory of the process itself, to be asked before there is a model: what it holds on a CPU, and the 100 MB that
+    torch and its compiler take when they are first used. On a GPU the figures count tensors only."""
+    return 0.0 if device.type == "cuda" else ram_bytes("VmRSS") + 100e6
 
 
-def resident_bytes(field: str) -> float:
-    """Linux's VmRSS (now) or VmHWM (peak); elsewhere the peak, 0 on Windows. Linux's getrusage would not do: its peak
-    is inherited from the process that started this one."""
+def ram_bytes(field: str) -> float:
+    """Linux's VmRSS (now) or VmHWM (peak) without the pages of files: the system takes those of libraries and token
+    files back when it needs them, and how many are mapped at a time is its own affair. Elsewhere the peak, 0 on
+    Windows. Linux's getrusage would not do: its peak is inherited from the process that started this one."""
     status = Path("/proc/self/status")
     if status.exists():
-        return float(re.search(rf"{field}:\s+(\d+)", status.read_text(encoding="utf-8"))[1]) * 2**10
+        sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
+        return (float(sizes[field]) - float(sizes.get("RssFile", 0))) * 2**10
     try:
         import resource
     except ImportError:  # Windows
