@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,19 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
-from model import IGNORE, KVCache, ModelConfig, ModelError, Transformer, flops_per_token, parameter_table
+from lora import LoRAConfig, set_trainable, trainable_table
+from model import (
+    IGNORE,
+    KVCache,
+    ModelConfig,
+    ModelError,
+    Transformer,
+    cross_entropy,
+    flops_per_token,
+    memory_table,
+    parameter_table,
+    token_scores,
+)
 
 LLAMA31_ROPE = {
     "rope_type": "llama3",
@@ -262,7 +275,8 @@ def test_a_document_mask_is_that_of_the_offsets():
     row, window = rows_of_documents(tiny_config())
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])  # as in the .off.npy beside a shard
     segment = torch.searchsorted(starts, torch.arange(32), right=True)
-    added = model.document_mask(torch.stack((row, window)), 96, torch.bfloat16)
+    begins = model.document_starts((torch.stack((row, window)) == 96).cumsum(1))
+    added = model.document_mask(begins, torch.bfloat16)
     assert added.shape == (2, 1, 32, 32) and added.dtype == torch.bfloat16
     assert set(added.unique().tolist()) == {0.0, -float("inf")}
     got = added == 0
@@ -271,6 +285,176 @@ def test_a_document_mask_is_that_of_the_offsets():
             assert got[0, 0, i, j].item() == (j <= i and segment[i].item() == segment[j].item())
     segment = torch.cat((segment[3:], 10 + segment[:3]))
     assert torch.equal(got[1, 0], (segment[:, None] == segment).tril())
+
+
+# Two rows of conversations with padding behind, as packing makes them. Numbers may come again after another one.
+NUMBERS = [[(0, 9), (1, 1), (2, 14), (-1, 8)], [(0, 20), (1, 3), (0, 9)]]
+
+
+def packed() -> Tensor:
+    return torch.tensor([[number for number, length in row for _ in range(length)] for row in NUMBERS])
+
+
+def runs(documents: Tensor) -> list[tuple[int, int, int]]:
+    """(row, begin, end) of each document, found token by token."""
+    found = []
+    for b, row in enumerate(documents.tolist()):
+        borders = [t for t in range(len(row)) if t == 0 or row[t] != row[t - 1]]
+        found += [(b, *pair) for pair in zip(borders, [*borders[1:], len(row)], strict=True)]
+    return found
+
+
+def test_positions_lengths_and_borders_of_documents():
+    documents = packed()
+    starts = model.document_starts(documents)
+    positions, lengths, borders = torch.zeros_like(documents), torch.zeros_like(documents), []
+    for b, begin, end in runs(documents):
+        positions[b, begin:end], lengths[b, begin:end] = torch.arange(end - begin), end - begin
+        borders.append(32 * b + begin)
+    assert torch.equal(model.document_positions(starts), positions)
+    assert torch.equal(model.document_lengths(starts), lengths)
+    assert len(borders) == 7 > 2 * 2  # more than 16 tokens in each would allow
+    with pytest.raises(RuntimeError, match="over 4 documents in 64 tokens: set varlen = False"):
+        model.document_borders(starts)
+    few = starts.clone()
+    few[0, 9], few[1, 20:] = False, False
+    few[0, 24] = False
+    got = model.document_borders(few)
+    assert got.dtype == torch.int32 and got.tolist() == [0, 10, 32, 64, 64]  # one more could begin
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
+def test_packed_conversations_are_as_if_alone(shape):
+    """Losses and gradients of the documents given by number, each against a call of its own."""
+    net = random_model(tiny_config(**SHAPES[shape]))
+    documents, x, y = packed(), random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
+    y[documents == -1] = IGNORE
+    y[0, :5] = IGNORE
+    parts = runs(documents)
+    alone = sum(net(x[b : b + 1, i:j], y[b : b + 1, i:j]) for b, i, j in parts)
+    want, got = gradients(net, alone), net(x, y, documents=documents)
+    torch.testing.assert_close(got, alone, rtol=1e-6, atol=0)
+    got = gradients(net, got)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-5, name
+    with torch.no_grad():
+        whole = net(x, documents=documents)
+        for b, i, j in parts:
+            assert relative_error(whole[b, i:j], net(x[b : b + 1, i:j])[0]) < 2e-6
+        net.document_id = 96  # numbers that are given come first
+        assert torch.equal(net(x, documents=documents), whole)
+
+
+def test_packed_conversations_equal_transformers_with_positions():
+    """transformers takes documents from positions that begin anew, without a cache."""
+    net = random_model(tiny_config(n_kv_head=2))
+    documents, x = packed(), random_ids(net.cfg, 2, 32)
+    positions = model.document_positions(model.document_starts(documents))
+    hf = as_transformers(net)
+    hf.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        got = net(x, documents=documents)
+        for b in range(2):  # it looks for them in batches of one row only
+            want = hf(x[b : b + 1], position_ids=positions[b : b + 1], use_cache=False).logits[0]
+            torch.testing.assert_close(got[b], want, atol=1e-5, rtol=1e-5)
+
+
+def plain_varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa) -> Tensor:
+    """torch's varlen_attn, document by document, with causal windows as it has them."""
+    assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1]) and cu_seq_q is cu_seq_k
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(q) == len(k) == len(v)
+    parts, borders = [], cu_seq_q.tolist()
+    for begin, end in zip(borders, borders[1:], strict=False):
+        assert 0 <= end - begin <= min(max_q, max_k)
+        if end > begin:
+            one = (t[begin:end].transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # (1, heads, length, D)
+            parts.append(eager_attention(*one, is_causal=True, enable_gqa=enable_gqa)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, monkeypatch):
+    import torch.nn.attention.varlen
+
+    net = random_model(tiny_config(**SHAPES[shape]))
+    net.activation_checkpointing = checkpointing
+    documents, x, y = packed(), random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
+    masked = net(x, y, documents=documents)
+    want = gradients(net, masked)
+    monkeypatch.setattr(model, "MEAN_DOCUMENT_TOKENS", 4)
+    monkeypatch.setattr(model, "can_border", lambda *_: True)
+    calls = []
+    monkeypatch.setattr(
+        torch.nn.attention.varlen, "varlen_attn", lambda *a, **options: calls.append(1) or plain_varlen(*a, **options)
+    )
+    bordered = net(x, y, documents=documents)
+    got = gradients(net, bordered)
+    assert len(calls) == 2 * (1 + checkpointing)  # layers, once more in backward
+    torch.testing.assert_close(bordered, masked, rtol=1e-6, atol=0)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-5, name
+    net.varlen = False
+    assert torch.equal(net(x, y, documents=documents), masked)
+    net.varlen, net.cfg.dropout = True, 0.1  # no kernel has both; evaluation drops nothing
+    calls.clear()
+    net(x, y, documents=documents)
+    assert not calls
+    net.eval()(x, y, documents=documents)
+    assert len(calls) == 2
+
+
+def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch):
+    """varlen_attn itself, whose kernel is a GPU's: traced, not run."""
+    import torch.nn.attention.varlen  # noqa: F401
+
+    monkeypatch.setattr(model, "can_border", lambda *_: True)
+    net, graphs = random_model(tiny_config(n_kv_head=2)), []
+
+    def backend(graph, _inputs):
+        graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
+        return lambda *args: (torch.zeros(2, 32, 64),)
+
+    net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False, fullgraph=True))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for length in (32, 16, 20):
+            net(random_ids(net.cfg, 2, 32), documents=(torch.arange(32) // length).expand(2, -1))
+    assert len(graphs) == 1 and any("_varlen_attn" in str(target) for target in graphs[0])
+
+
+def test_who_has_no_flash_attention_takes_the_mask():
+    assert not model.can_border(torch.device("cpu"), torch.bfloat16, 64)
+    assert not model.can_border(torch.device("cuda"), torch.float32, 64)
+    assert not model.can_border(torch.device("cuda"), torch.bfloat16, 36)
+    assert not model.can_border(torch.device("cuda"), torch.bfloat16, 264)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_attention_by_borders_equals_the_mask_on_a_gpu(shape, compiled):
+    net = random_model(tiny_config(**{**SHAPES[shape], "block_size": 512})).cuda()
+    x, y = random_ids(net.cfg, 4, 512).cuda(), random_ids(net.cfg, 4, 512, seed=5).cuda()
+    batches = [torch.arange(512).div(length, rounding_mode="floor").expand(4, -1).cuda() for length in (100, 37, 512)]
+    net.varlen = False
+    exact = [gradients(net, net(x, y, documents=documents)) for documents in batches]
+    results = {}
+    for varlen in (False, True):
+        net.varlen = varlen
+        if varlen and compiled:
+            torch._dynamo.reset()
+            net.compile_blocks(lambda f: torch.compile(f, dynamic=False))
+        results[varlen] = []
+        for documents in batches:  # numbers of documents differ: one graph all the same
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = net(x, y, documents=documents)
+            results[varlen].append((loss, gradients(net, loss)))
+    for want, (masked, by_mask), (bordered, by_border) in zip(exact, results[False], results[True], strict=True):
+        torch.testing.assert_close(bordered, masked, rtol=2e-3, atol=0)
+        for name, grad in want.items():
+            assert relative_error(by_border[name], grad) < 1.3 * relative_error(by_mask[name], grad) + 1e-3, name
 
 
 def test_generation_with_a_cache_knows_no_mask():
@@ -341,18 +525,94 @@ def test_loss_without_gradient_equals_loss_with_it():
     assert torch.equal(evaluated, net(x, y).detach())
 
 
+def head_inputs(N: int = 23, C: int = 16, V: int = 97) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(N, C, generator=generator), torch.randn(V, C, generator=generator)
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[::5] = IGNORE
+    return hidden, weight, targets, torch.rand(N, generator=generator) * 3
+
+
+@pytest.mark.parametrize("elements", [7 * 97, 2**22])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("frozen", ["", "hidden", "weight", "hidden and weight"])
+def test_weighted_cross_entropy_equals_autograds(elements, weighted, frozen, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", elements)
+    hidden, weight, targets, weights = head_inputs()
+    hidden.requires_grad_("hidden" not in frozen)
+    weight.requires_grad_("weight" not in frozen)
+    each = F.cross_entropy(hidden.double() @ weight.double().T, targets, ignore_index=IGNORE, reduction="none")
+    want = (each * weights).sum() if weighted else each.sum()
+    made = []
+    add_product = model.add_product
+    monkeypatch.setattr(model, "add_product", lambda *args: made.append(1) or add_product(*args))
+    loss, nats = cross_entropy(hidden, weight, targets, weights if weighted else None)
+    assert loss.dtype == nats.dtype == torch.float32 and loss.shape == () and not nats.requires_grad
+    torch.testing.assert_close(loss, want.float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(nats, each.float(), rtol=1e-5, atol=1e-6)
+    assert bool(made) == weight.requires_grad  # a frozen head costs nothing
+    inputs = [t for t in (hidden, weight) if t.requires_grad]
+    assert loss.requires_grad == bool(inputs)
+    if inputs:
+        grads = torch.autograd.grad(loss * 0.25, inputs)
+        for got, wanted in zip(grads, torch.autograd.grad(want * 0.25, inputs), strict=True):
+            assert relative_error(got, wanted) < 1e-6
+
+
+def test_cross_entropy_of_chosen_positions_equals_that_of_all():
+    """Only positions with a target go through the head: the same loss and gradients, also of the blocks below."""
+    net = random_model(tiny_config())
+    x, y = batch_with_ignored(net.cfg)
+    index = (y.flatten() != IGNORE).nonzero().squeeze(1)
+    want = net(x, y)
+    want_grads = gradients(net, want)
+    got, _ = cross_entropy(net(x, index=index), net.lm_head.weight, y.flatten()[index])
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for name, grad in gradients(net, got).items():
+        assert relative_error(grad, want_grads[name]) < 1e-6, name
+
+
+def test_cross_entropy_of_no_positions_is_zero_with_zero_gradients():
+    net = random_model(tiny_config())
+    x, none = random_ids(net.cfg, 2, 8), torch.zeros(0, dtype=torch.int64)
+    loss, nats = cross_entropy(net.hidden(x).flatten(0, 1)[none], net.lm_head.weight, none, torch.zeros(0))
+    assert loss.item() == 0.0 and nats.shape == (0,)
+    for name, grad in gradients(net, loss).items():
+        assert grad is not None and grad.eq(0).all(), name
+    nats, correct = token_scores(net.hidden(x).flatten(0, 1)[none], net.lm_head.weight, none)
+    assert nats.shape == correct.shape == (0,) and correct.dtype == torch.bool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_scores_equal_those_of_full_logits(dtype, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", 7 * 97)
+    hidden, weight, targets, _ = head_inputs(N=200)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        logits = F.linear(hidden, weight)
+        targets[::3] = logits[::3].argmax(dim=1)
+        targets[::5] = IGNORE
+        nats, correct = token_scores(hidden.requires_grad_(), weight, targets)
+        _, trained = cross_entropy(hidden, weight, targets)
+    want = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(nats, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(trained, nats, rtol=1e-6, atol=1e-6)
+    assert nats.dtype == torch.float32 and not nats.requires_grad
+    assert torch.equal(correct, logits.argmax(dim=1) == targets)
+    assert 0.2 < correct.float().mean() < 0.6 and not correct[::5].any()
+
+
 HEAD_MEMORY = """
     import sys
     import torch
     import torch.nn.functional as F
-    from model import IGNORE, cross_entropy_sum
+    from model import IGNORE, cross_entropy
 
     def peak_bytes():  # of this process's own address space: getrusage would remember the parent's before exec
         with open("/proc/self/status", encoding="utf-8") as f:
             return 1024 * int(next(line for line in f if line.startswith("VmHWM")).split()[1])
 
     def chunked(hidden, weight, targets):
-        return cross_entropy_sum(hidden, weight, targets)
+        return cross_entropy(hidden, weight, targets)[0]
 
     def plain(hidden, weight, targets):
         return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")
@@ -441,6 +701,36 @@ def test_dropout_is_where_it_should_be(monkeypatch):
         net.train(p > 0)(random_ids(net.cfg, 1, 4))
         block = [("attention", p), ("x", 64, p), ("x", 64, p)]
         assert seen == [("x", 64, p), *block, *block]  # embedding, then both sub-layers of two blocks
+
+
+def noise_of_embeddings(net: Transformer, x: Tensor, documents: Tensor | None) -> Tensor:
+    """What the first block reads less the embeddings."""
+    seen = []
+    handle = net.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    net(x, documents=documents)
+    handle.remove()
+    return (seen[0] - net.embed_tokens(x)).detach()
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_neftune_noise(with_documents):
+    net = random_model(tiny_config(vocab_size=11, n_embd=256))
+    documents, x = packed(), random_ids(net.cfg, 2, 32)
+    torch.manual_seed(0)
+    assert noise_of_embeddings(net, x, documents).eq(0).all()
+    net.neftune_alpha = 5.0
+    parts = runs(documents) if with_documents else [(0, 0, 32), (1, 0, 32)]
+    noise = noise_of_embeddings(net, x, documents if with_documents else None)
+    for b, i, j in parts:
+        m = 5.0 / ((j - i) * 256) ** 0.5
+        of_one = noise[b, i:j]
+        # n numbers of U(-m, m): the largest is m (1 - 1/n) or so, the deviation m / sqrt(3)
+        assert 0.95 * m < of_one.abs().max() <= m * 1.00001
+        assert of_one.std().item() == pytest.approx(m / 3**0.5, rel=0.15)
+        assert abs(of_one.mean().item()) < 5 * m / (3 * of_one.numel()) ** 0.5
+    assert not torch.equal(noise, noise_of_embeddings(net, x, documents if with_documents else None))
+    net.eval()
+    assert noise_of_embeddings(net, x, documents).eq(0).all()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -556,6 +846,54 @@ def test_seven_billion_llama_counts():
     )
     assert table["total"] == 6_738_415_616
     assert table["total"] - table["embedding"] - table["head"] == 6_476_271_616
+
+
+def kept_bytes(n_layer: int, trainable: str, dtype: torch.dtype) -> int:
+    """What autograd keeps for backward beside the parameters, each storage once."""
+    net = Transformer(tiny_config(n_layer=n_layer, n_embd=128, block_size=128))
+    set_trainable(net, trainable, LoRAConfig(rank=1))
+    own = {t.untyped_storage().data_ptr() for t in (*net.parameters(), net.cos, net.sin)}
+    kept = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept.update({storage.data_ptr(): storage.nbytes()} if storage.data_ptr() not in own else {})
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            hidden = net.hidden(random_ids(net.cfg, 8, 128))
+    assert hidden.requires_grad  # the graph, and with it what it keeps, is alive
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora", "embed,lm_head,lora", "embed,lm_head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_the_memory_table_are_what_autograd_keeps(trainable, dtype):
+    """Per layer: the difference of models of 5 and of 2 layers."""
+    estimated = {}
+    for n_layer in (2, 5):
+        cfg = tiny_config(n_layer=n_layer, n_embd=128, block_size=128)
+        trained = trainable_table(cfg, trainable, LoRAConfig(rank=1))
+        table = memory_table(
+            cfg, 8, 128, dtype, "adamw", False, False, "cpu", False, trained["trainable"], trained["adapters"]
+        )
+        estimated[n_layer] = table["activations"]
+        assert table["weights"] == 4 * trained["total"] and table["optimizer"] == 2 * table["gradients"]
+        assert table["gradients"] == 4 * trained["trainable"]
+    counted = kept_bytes(5, trainable, dtype) - kept_bytes(2, trainable, dtype)
+    assert estimated[5] - estimated[2] == pytest.approx(counted, rel=0.06)
+
+
+def test_memory_of_frozen_parts():
+    cfg = tiny_config(n_layer=3, vocab_size=4096)
+    table, total = partial(memory_table, cfg, 8, 64, torch.float32, "muon", False, False, "cuda"), parameter_table(cfg)
+    assert table() == table(trainable=total["total"])
+    matrices = total["attention"] + total["mlp"]
+    head = table()["head"] - table(trainable=5000, adapters=5000)["head"]
+    assert head == 8 * 4096 * 64  # its gradient, and what is added to it
+    assert table()["optimizer"] == 8 * total["total"] - 4 * matrices
+    assert table(trainable=5000, adapters=5000)["optimizer"] == 8 * 5000  # optim.py gives adapters AdamW
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2, "head_dim": 24, "tie_embeddings": True}])
