@@ -11,6 +11,10 @@ AutoModelForCausalLM.from_pretrained("out/demo/latest") works with no export. Th
 Hugging Face directory of the two architectures that model.py builds: Llama, and Qwen3 where there is QK-norm. Opening a
 checkpoint never runs code: weights are safetensors, state is plain data (torch.load with weights_only=True).
 
+A model with adapters (lora.py) has adapter_config.json, adapter_model.safetensors and model_config.json in place of
+model.safetensors and config.json: what is trained, and the directory of the frozen weights. transformers and peft load
+that as it is; opened as a model, it is both, merged.
+
 A kill -9 at any moment of a save costs that save alone: nothing is removed before its successor stands.
 """
 
@@ -33,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ddp
+import lora
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
@@ -50,6 +55,9 @@ FIXED = {
 }
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # safetensors' names of what float32 holds exactly
+CONFIG_FILES = ("config.json", "model_config.json")  # beside an adapter transformers takes the first for a whole model
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # parameters with a row for each token
+SAMPLED_BLOCKS = 64  # of 4 KiB from each file of frozen weights: training moves every weight, so a few show it
 
 
 class CheckpointError(ValueError):
@@ -63,14 +71,15 @@ class CheckpointError(ValueError):
 
 def save(
     out_dir: str | Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, rank_state: dict,
-    world: ddp.World, *, val_loss: float | None, keep_last: int, keep_best: int,
+    world: ddp.World, *, val_loss: float | None, keep_last: int, keep_best: int, base: str | Path = "",
 ) -> Path:  # fmt: skip
     """Write out_dir/step_NNNNNN, point the links at it, remove what is not kept; return its path.
 
     Called by all ranks, on one file system: rank 0 writes model, tokenizer and `state`, every rank its `rank_state`.
     Both hold plain data and tensors only. Kept are the `keep_last` newest (0: all) and the `keep_best` (0 to 2) of the
     lowest `val_loss`; None and NaN do not compete, of equals the earlier is better. If one rank fails (disk full), all
-    raise CheckpointError and earlier checkpoints are intact.
+    raise CheckpointError and earlier checkpoints are intact. `base`, where the model has adapters: the directory that
+    its frozen weights were loaded from, and from which a resume will take them.
     """
     if keep_last < 0 or not 0 <= keep_best <= len(BEST):
         raise CheckpointError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
@@ -84,7 +93,7 @@ def save(
     with agreed(failure, world, temp):
         write_state(temp / rank_file(world.rank), rank_state)
         if world.is_main:
-            write_model(temp, model, tokenizer)
+            write_model(temp, model, tokenizer, base)
             write_state(temp / "train_state.pt", state)
             ranked = val_loss is not None and math.isfinite(val_loss)
             write_json(temp / "score.json", {"step": step, "val_loss": float(val_loss) if ranked else None})
@@ -129,19 +138,34 @@ def clean(out_dir: Path) -> None:
         shutil.rmtree(temp)
 
 
-def write_model(directory: Path, model: Transformer, tokenizer: Tokenizer) -> None:
-    """The Hugging Face part. Weights are the float32 ones in training, bit for bit; a tied head is stored once."""
-    weights = {
-        ("" if name == "lm_head.weight" else "model.") + name: p.detach().to("cpu", torch.float32).contiguous()
-        for name, p in model.named_parameters()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+def write_model(
+    directory: Path, model: Transformer, tokenizer: Tokenizer, base: str | Path = "", dtype: torch.dtype = torch.float32
+) -> None:
+    """The Hugging Face part. Weights are the float32 ones in training, bit for bit; a tied head is stored once. Of a
+    model with adapters, what is trained and where the rest is: `base`."""
+    plain = lora.lora_config_of(model) is None
+    if plain:
+        weights = {lora.hf_name(name): p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        write_adapter(directory, model, base)
     tokenizer.save(directory)
-    write_json(directory / "config.json", to_hf_config(model.cfg, tokenizer))
+    config = directory / CONFIG_FILES[0 if plain else 1]
+    write_json(config, to_hf_config(model.cfg, tokenizer, dtype))
     # safetensors 0.8 leaves a file that only its owner can read.
-    shutil.copymode(directory / "config.json", directory / "model.safetensors")
+    for path in directory.glob("*.safetensors"):
+        shutil.copymode(config, path)
     ends = [i for i in (tokenizer.eot_id, tokenizer.im_end_id) if i >= 0]  # of a text, of a turn
     write_json(directory / "generation_config.json", special_ids(tokenizer) | {"eos_token_id": ends})
+
+
+def write_adapter(directory: Path, model: Transformer, base: str | Path) -> None:
+    """Adapters and what else is trained; after a change of the vocabulary all its rows, for the base has others."""
+    if not base:
+        raise CheckpointError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
+    resized = load_config(base).vocab_size != model.cfg.vocab_size
+    path, note = str(Path(base).resolve()), {"base_weights": weights_key(Path(base))}
+    lora.save_adapter(directory, model, path, VOCABULARY if resized else (), note)
 
 
 def write_state(path: Path, state: dict) -> None:
@@ -292,13 +316,14 @@ def resolve(init_from: str | Path) -> Path:
         raise CheckpointError(f"checkpoint: init_from={str(init_from)!r}: {reason}")
     if (path / "checksums.json").exists():
         check_bytes(path)
-        return path
-    if (path / "config.json").exists():
+    if is_adapter(path):
+        resolve(base_of(path))  # the mistake of an adapter without its base should show now
+    if is_model(path):
         return path
     latest = find_latest(path)
     if latest is None:
         raise CheckpointError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
-    return latest
+    return resolve(latest)
 
 
 def newest_run(root: str | Path = "out") -> Path:
@@ -345,22 +370,119 @@ def load_model(directory: str | Path, device: str = "cpu", dropout: float = 0.0,
     return model.to(device)
 
 
-@torch.no_grad()
 def load_weights(model: Transformer, directory: str | Path) -> None:
     """Copy the weights of a directory into `model`, in place; half precision is widened.
 
     Names and shapes must be the model's, neither more nor fewer: CheckpointError says what is not, with nothing copied.
+    A directory with an adapter: a model with adapters gets its base's weights and the adapter's, to the bit as they
+    were saved (for a resume); a plain model gets their sum. A directory without: adapters stay as they are.
     """
-    params = dict(model.named_parameters())
+    if is_adapter(directory):
+        load_adapted(model, Path(directory))
+    else:
+        copy_weights(model, directory)
+
+
+@torch.no_grad()
+def copy_weights(model: Transformer, directory: str | Path, leave: tuple[str, ...] = ()) -> None:
+    """Copy model.safetensors into `model`, but for adapters and the parameters in `leave`. Raises CheckpointError."""
+    params = {name: p for name, p in model.named_parameters() if ".lora_" not in name and name not in leave}
     with ExitStack() as files:
         tensors = open_weights(Path(directory), files)
         if model.cfg.tie_embeddings:
             drop_tied_head(tensors, directory)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
         problems = list(misfits(params, tensors))
         if problems:
             raise CheckpointError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems)}")
         for name, p in params.items():
             p.copy_(tensors[name][:])
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def is_adapter(directory: str | Path) -> bool:
+    return (Path(directory) / lora.CONFIG_FILE).exists()
+
+
+def is_model(directory: str | Path) -> bool:
+    return is_adapter(directory) or (Path(directory) / "config.json").exists()
+
+
+def base_of(directory: str | Path) -> Path:
+    """The directory of the weights that an adapter goes with; it may hold an adapter itself. Raises CheckpointError."""
+    name = lora.read_peft_config(directory).get("base_model_name_or_path") or ""
+    path = Path(name)
+    if not name or not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint: {Path(directory) / lora.CONFIG_FILE} names base_model_name_or_path={name!r}, "
+            "which is no directory; write the one that its base is in"
+        )
+    return path if is_model(path) else resolve(path)
+
+
+def tokenizer_dir(directory: str | Path) -> Path:
+    """Where the tokenizer of a model directory is: there, or, of an adapter that has none, at its base."""
+    path = Path(directory)
+    while is_adapter(path) and not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        path = base_of(path)
+    return path
+
+
+def load_adapted(model: Transformer, directory: Path) -> None:
+    """Base and adapter into `model`; added up, if it is plain. Raises CheckpointError, LoRAError."""
+    base, shapes = base_of(directory), lora.stored_shapes(directory)
+    check_base(directory, base)
+    leave, rows = (), load_config(base).vocab_size
+    if rows != model.cfg.vocab_size:
+        leave = VOCABULARY
+        missing = [name for name, _ in model.named_parameters() if name in VOCABULARY and name not in shapes]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint: {directory} is of {model.cfg.vocab_size} tokens, its base {base} of {rows}, "
+                f"and {missing[0]} is not in {lora.WEIGHTS_FILE}"
+            )
+    plain = lora.lora_config_of(model) is None
+    if is_adapter(base):
+        copy_parameters(load_model(base), model, leave)
+    else:
+        copy_weights(model, base, leave)
+    lora.load_adapter(model, directory)
+    if plain:
+        lora.merge_(model)
+
+
+@torch.no_grad()
+def copy_parameters(source: Transformer, model: Transformer, leave: tuple[str, ...]) -> None:
+    params = dict(model.named_parameters())
+    for name, p in source.named_parameters():
+        if name not in leave:
+            params[name].copy_(p)
+
+
+def check_base(directory: Path, base: Path) -> None:
+    """Raise CheckpointError if the base is not what it was when the adapter was saved (where that is known)."""
+    with lora.open_adapter(directory) as file:
+        saved = (file.metadata() or {}).get("base_weights")
+    if saved and saved != weights_key(base):
+        raise CheckpointError(f"checkpoint: the weights in {base} are not those that {directory} was trained on")
+
+
+def weights_key(directory: Path) -> str:
+    """A fingerprint of a directory's weights from the sizes of their files and blocks spread over each."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as f:
+            for i in range(SAMPLED_BLOCKS):
+                f.seek(max(0, size - 4096) * i // (SAMPLED_BLOCKS - 1))
+                digest.update(f.read(4096))
+    return digest.hexdigest()
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
 
 
 def open_weights(directory: Path, files: ExitStack) -> dict[str, Any]:
@@ -420,7 +542,7 @@ def read_json(path: Path) -> dict:
 # ---- Hugging Face's config.json -------------------------------------------------------------------------------------
 
 
-def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer) -> dict:
+def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> dict:
     """config.json, with the rotary settings and the dtype under both names: transformers 5's and transformers 4's."""
     kind = "qwen3" if cfg.qk_norm else "llama"
     return special_ids(tokenizer) | {
@@ -444,8 +566,8 @@ def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer) -> dict:
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "dtype": "float32",
-        "torch_dtype": "float32",
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -456,8 +578,15 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Architecture in a config.json of transformers 4 or 5. Raises CheckpointError if model.py does not build it."""
-    path = Path(directory) / "config.json"
+    """Architecture in a config.json of transformers 4 or 5. Raises CheckpointError if model.py does not build it.
+
+    An adapter of peft's has none: its base's, with as many tokens as the embedding has that it may have stored."""
+    names = reversed(CONFIG_FILES) if is_adapter(directory) else CONFIG_FILES[:1]
+    paths = [Path(directory) / name for name in names]
+    path = next((path for path in paths if path.exists()), paths[-1])
+    if not path.exists() and is_adapter(directory):
+        cfg, shapes = load_config(base_of(directory)), lora.stored_shapes(directory)
+        return replace(cfg, vocab_size=shapes.get(VOCABULARY[0], (cfg.vocab_size,))[0])
     hf = read_json(path)
     check_supported(hf, path)
     rope_theta, rope_scaling = read_rope(hf, path)

@@ -595,15 +595,16 @@ class DDP:
     # -- forward: what was deferred
 
     def _watch_forward(self) -> None:
-        """Have every block refresh its bucket before it runs. Hooks on blocks, not on what is inside them: those would
-        become part of the block's compiled graph."""
+        """Have every block, and the embedding, refresh its bucket before it runs. Hooks on blocks, not on what is in
+        them: those would become part of the block's compiled graph."""
         modules = dict(self.model.named_modules())
         for bucket in self.buckets:
-            for unit in bucket.units:
+            owners = {name.rpartition(".")[0] for name in bucket.names if bucket.units == [BEFORE]}
+            for unit in owners or bucket.units:
+                module = modules.get(unit, self.model)
                 if unit == AFTER:
                     self.model.layers[-1].register_forward_hook(lambda *_, bucket=bucket: self._refresh(bucket))
                 else:
-                    module = modules.get(unit, self.model)
                     module = self.model if isinstance(module, nn.ModuleList | nn.ModuleDict) else module  # never called
                     module.register_forward_pre_hook(lambda *_, bucket=bucket: self._refresh(bucket))
 

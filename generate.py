@@ -28,6 +28,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from completion import Completion, Params, Request, Result, Sample, Text, Token, check, check_requests, check_streamable
+from lora import LoRALinear, plain_linear
 from model import CHUNK_ELEMENTS, CacheStep, KVCache, ModelConfig, Transformer, compute_dtype, project
 from sampling import Beams, RowParams, SampleError, SamplingParams, Seen, check_logits, choose, process, top_logprobs
 from tokenizer import Tokenizer
@@ -366,6 +367,7 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
     """The model in eval mode, its blocks as written, matrices in dtype; it shares with `model` all that stays equal.
 
     Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
+    Adapters are added to copies of their matrices: the model in training keeps its own, generation costs no more.
     packed: on a CPU matrices are copied into the layout of its library, if there is room."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
@@ -377,7 +379,12 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     packed = packed and n_bytes < free_bytes(device) / 2
     for parent in list(view.modules()):
+        if isinstance(parent, LoRALinear):
+            continue  # replaced already: a parent comes before its children
         for name, child in parent.named_children():
+            if isinstance(child, LoRALinear):
+                child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False))
+                setattr(parent, name, child)
             if type(child) is nn.Linear and child.bias is None and packed:
                 setattr(parent, name, PackedLinear(child.weight.detach().to(dtype)))
             elif isinstance(child, nn.Linear) and child.weight.dtype != dtype:

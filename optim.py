@@ -181,8 +181,9 @@ def gather_states(
 
 
 def stays_whole(kind: str, name: str) -> bool:
-    """True if the parameter must not be shared out among ranks: Muon's rule is one of whole matrices."""
-    return kind == "muon" and name.startswith("layers.")
+    """True if the parameter must not be shared out among ranks: Muon's rule is one of whole matrices. Adapters
+    are AdamW's: their factors are no maps of their own whose singular values should be alike."""
+    return kind == "muon" and name.startswith("layers.") and ".lora_" not in name
 
 
 def runs(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:

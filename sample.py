@@ -110,7 +110,8 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
 def is_tuned(directory: Path) -> bool:
     """Whether a model has learnt to answer. Every model of ours carries the chat template, so for one of ours its run's
     config.py tells, which names the script that made it; another's has been tuned if it has a ChatML template."""
-    config = directory.resolve().parent / "config.py"
+    own, config = directory / "config.py", directory.resolve().parent / "config.py"
+    config = own if own.exists() else config  # merge.py takes it along
     first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
     script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
     if script:
@@ -183,7 +184,7 @@ def deciding_settings(config: dict, talk: bool, directory: Path, device: torch.d
     sums = directory / "checksums.json"
     weights = sorted((file.name, file.stat().st_size) for file in directory.glob("*.safetensors"))
     content = sums.read_bytes() if sums.exists() else repr(weights).encode()
-    content += (directory / "config.json").read_bytes()
+    content += b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
     return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
         "chat": talk,
         "model": f"{directory.name} {hashlib.sha256(content).hexdigest()[:16]}",
@@ -213,7 +214,7 @@ if __name__ == "__main__":
     torch_device = train_utils.choose_device(device)
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
     cfg = checkpoint.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -35,7 +36,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import checkpoint
 import ddp
+import lora
 from checkpoint import CheckpointError
+from lora import LoRAConfig
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, train
 
@@ -407,6 +410,161 @@ def test_missing_and_damaged_weight_files_are_named(tmp_path: Path) -> None:
     assert shard.name in error_line(checkpoint.load_model, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
     assert "model.safetensors.index.json" in error_line(checkpoint.load_model, tmp_path)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+ADAPTERS = LoRAConfig(rank=4, alpha=6, modules=("q_proj", "v_proj", "down_proj"))
+LORA_FILES = ["adapter_config.json", "adapter_model.safetensors", "model_config.json"]
+
+
+def with_adapters(base: Path, trainable: str = "lora", vocab_size: int = 0) -> Transformer:
+    """The model of a directory with everything that is trained changed, as training would."""
+    model = checkpoint.load_model(base)
+    lora.resize_vocab(model, vocab_size or model.cfg.vocab_size)
+    lora.set_trainable(model, trainable, ADAPTERS)
+    with torch.no_grad():
+        for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.2)
+    return model
+
+
+def merged(model: Transformer) -> dict[str, torch.Tensor]:
+    lora.merge_(model)
+    return weights(model)
+
+
+def test_of_a_model_with_adapters_what_is_trained_is_saved(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", 1)
+    model = with_adapters(base)
+    path = save(tmp_path / "run", 3, model, base=base)
+    usual = set(names(base)) - {"model.safetensors", "config.json"}
+    assert set(names(path)) == usual | set(LORA_FILES)
+    assert (path / LORA_FILES[1]).stat().st_mode == (path / LORA_FILES[2]).stat().st_mode
+    stored = load_file(path / LORA_FILES[1])
+    assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert json.loads((path / LORA_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"] == str(base)
+    assert checkpoint.resolve(tmp_path / "run") == path and checkpoint.base_of(path) == base
+    resumed = checkpoint.load_model(base)
+    lora.set_trainable(resumed, "lora", ADAPTERS)
+    checkpoint.load_weights(resumed, path)
+    assert same(weights(resumed), weights(model))
+    assert checkpoint.load_train_state(path, 0)[0]["step"] == 3
+    plain = tiny(9)
+    checkpoint.load_weights(plain, path)
+    expected = merged(model)
+    assert same(weights(plain), expected) and same(weights(checkpoint.load_model(path)), expected)
+
+
+def test_peft_and_transformers_open_a_checkpoint_with_adapters(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", 1)
+    model = with_adapters(base, "embed,lora")
+    path = save(tmp_path / "run", 3, model, base=base)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
+    torch.testing.assert_close(logits_of(theirs), logits_of(model), rtol=0, atol=2e-5)
+    auto = AutoModelForCausalLM.from_pretrained(path)
+    torch.testing.assert_close(logits_of(auto), logits_of(model), rtol=0, atol=2e-5)
+    assert AutoTokenizer.from_pretrained(path)("你好")["input_ids"] == TOKENIZER.encode("你好")
+
+
+def test_trained_parts_without_adapters_are_a_plain_checkpoint(tmp_path: Path) -> None:
+    model = tiny(1)
+    lora.set_trainable(model, "embed,lm_head", ADAPTERS)
+    path = save(tmp_path, 1, model)
+    assert "model.safetensors" in names(path) and not set(LORA_FILES) & set(names(path))
+    assert same(weights(checkpoint.load_model(path)), weights(tiny(1)))
+
+
+def test_weights_of_a_plain_directory_leave_adapters_alone(tmp_path: Path) -> None:
+    base = save(tmp_path, 1, tiny(1))
+    model = tiny(2)
+    lora.add_lora(model, ADAPTERS)
+    before = weights(model)
+    checkpoint.load_weights(model, base)
+    after, plain = weights(model), weights(tiny(1))
+    assert all(torch.equal(after[name], before[name]) for name in before if ".lora_" in name)
+    assert all(torch.equal(after[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("trainable", ["lora", "embed,lm_head,lora"])
+def test_a_larger_vocabulary_is_saved_whether_it_is_trained_or_not(tmp_path: Path, tie: bool, trainable: str) -> None:
+    hf_llama(tie_word_embeddings=tie).save_pretrained(tmp_path / "base")
+    model = with_adapters(tmp_path / "base", trainable, vocab_size=V + 6)
+    path = save(tmp_path / "run", 1, model, base=tmp_path / "base")
+    assert checkpoint.load_config(path).vocab_size == V + 6
+    resumed = Transformer(checkpoint.load_config(path))
+    lora.set_trainable(resumed, trainable, ADAPTERS)
+    checkpoint.load_weights(resumed, path)
+    assert same(weights(resumed), weights(model))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs.resize_token_embeddings(V + 6)
+    theirs = PeftModel.from_pretrained(theirs, path)
+    torch.testing.assert_close(logits_of(theirs), logits_of(model), rtol=0, atol=2e-5)
+    assert same(weights(checkpoint.load_model(path)), merged(model))
+    file = path / LORA_FILES[1]
+    save_file({k: t for k, t in load_file(file).items() if "embed_tokens" not in k}, file)
+    text = error_line(checkpoint.load_model, path)
+    assert f"of {V + 6} tokens" in text and f"of {V}," in text and "embed_tokens.weight" in text
+
+
+def test_an_adapter_on_an_adapter(tmp_path: Path) -> None:
+    """A second run begins with the sum of the first; its base is the first's checkpoint."""
+    base = save(tmp_path / "base", 1)
+    first = save(tmp_path / "first", 2, with_adapters(base), base=base)
+    model = with_adapters(first, "norm,lora")
+    second = save(tmp_path / "second", 3, model, base=first)
+    resumed = checkpoint.load_model(first)
+    lora.set_trainable(resumed, "norm,lora", ADAPTERS)
+    checkpoint.load_weights(resumed, second)
+    assert same(weights(resumed), weights(model))
+    assert checkpoint.resolve(tmp_path / "second") == second
+    assert same(weights(checkpoint.load_model(second)), merged(model))
+
+
+def test_the_frozen_weights_must_be_there_and_the_same(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", 1)
+    path = save(tmp_path / "run", 2, with_adapters(base), base=base)
+    weights_file = base / "model.safetensors"
+    good = load_file(weights_file)
+    save_file({name: t + 1e-6 * (t.ndim == 2) for name, t in good.items()}, weights_file, {"format": "pt"})
+    assert f"{base} are not those that {path}" in error_line(checkpoint.load_model, path)
+    assert "damaged" in error_line(checkpoint.resolve, path)
+    base.rename(tmp_path / "elsewhere")
+    for call in (checkpoint.load_model, checkpoint.resolve):
+        text = error_line(call, path)
+        assert str(path / LORA_FILES[0]) in text and repr(str(base)) in text
+    assert "needs base" in error_line(lambda: save(tmp_path / "run", 3, with_adapters(tmp_path / "elsewhere")))
+    assert names(tmp_path / "run") == ["latest", "step_000002"]
+
+
+def test_a_damaged_adapter_is_passed_over(tmp_path: Path) -> None:
+    base = save(tmp_path / "base", 1)
+    for step in (2, 3):
+        save(tmp_path / "run", step, with_adapters(base), base=base)
+    flip_byte(tmp_path / "run" / "step_000003" / LORA_FILES[1])
+    lines = []
+    assert checkpoint.find_latest(tmp_path / "run", lines.append).name == "step_000002"
+    assert len(lines) == 1 and LORA_FILES[1] in lines[0]
+
+
+@pytest.mark.parametrize("grown", [0, 6])
+def test_a_directory_of_pefts(tmp_path: Path, grown: int) -> None:
+    """It has no config.json and no tokenizer; peft adds the embeddings to the file if their size was changed."""
+    base = save(tmp_path / "base", 1, tiny(tie_embeddings=False))
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    theirs.resize_token_embeddings(V + grown)
+    theirs = get_peft_model(theirs, LoraConfig(r=4, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0.0, 0.3)
+    theirs.save_pretrained(tmp_path / "adapter")
+    path = checkpoint.resolve(tmp_path / "adapter")
+    assert checkpoint.load_config(path).vocab_size == V + grown
+    assert checkpoint.tokenizer_dir(path) == checkpoint.base_of(path) == base
+    ours = checkpoint.load_model(path, block_size=16)
+    torch.testing.assert_close(logits_of(ours, 16), logits_of(theirs, 16), rtol=0, atol=2e-5)
 
 
 # ---- training state -------------------------------------------------------------------------------------------------
@@ -806,7 +964,7 @@ def test_no_room_noticed_when_it_goes_to_the_disk(tmp_path: Path, monkeypatch: p
 
 def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    with pytest.raises(AttributeError, match="named_parameters"):
+    with pytest.raises(AttributeError, match="named_modules"):
         save(tmp_path, 3, model="no model")
     assert names(tmp_path) == ["latest", "step_000002"]
 

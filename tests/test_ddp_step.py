@@ -186,9 +186,11 @@ def check_weights_used_too_early(world: ddp.World) -> None:
         assert_raises_on_all_ranks(model.layers[2].forward(h).sum().backward, "layers.2.", text)
         model = stepped(world, overlap_step="forward", zero1=zero1)[0].model
         assert_raises_on_all_ranks(model.lm_head.weight.sum().backward, "lm_head.weight", text, "flush() before")
-    if world.world_size > 1:  # the embedding's shards of the other ranks are awaited by the hook of the model
+    if world.world_size > 1:  # the embedding's shards of the other ranks are awaited by its own hook
         model = stepped(world, zero1=True)[0].model
-        assert_raises_on_all_ranks(mean_loss(world, model.forward, 0).backward, "embed_tokens.weight", text)
+        assert_raises_on_all_ranks(model.embed_tokens.weight.sum().backward, "embed_tokens.weight", text)
+        model = stepped(world, zero1=True)[0].model
+        mean_loss(world, model.forward, 0).backward()  # so a method of the model may be called instead of the model
 
 
 def check_updates_on_arrival(world: ddp.World) -> None:
