@@ -18,7 +18,8 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -602,12 +603,7 @@ class Corpus:
         ]
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)
-        if order.end is not None and order.end < max_steps * samples_per_step:
-            last = order.end // samples_per_step
-            lower = f"lower max_steps={max_steps} to that or " if last else ""
-            raise DataError(
-                f"data: with max_epochs={max_epochs!r} the data end after step {last}; {lower}raise max_epochs"
-            )
+        check_end(order, samples_per_step, max_steps, max_epochs)
         if competence < 1:
             self._check_sorted()
             n_samples = order.counts(competence_steps * samples_per_step).tolist()
@@ -642,8 +638,7 @@ class Corpus:
 
     def record(self) -> dict[str, list]:
         """What, besides options and seed, decides the order of samples, see `same_order`."""
-        stages = [[first_step, quotas(np.array(weights)).tolist()] for first_step, weights in self.stages]
-        return {"data": [data.fingerprint for data in self.train], "stages": stages}
+        return {"data": [data.fingerprint for data in self.train], "stages": stage_quotas(self.stages)}
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         """How often n_samples samples go through each source; lines that warn."""
@@ -653,12 +648,7 @@ class Corpus:
             for name, data, times in zip(self.names, self.train, epochs, strict=True)
         )
         lines = [f"warning     {error}; {name} is not evaluated" for name, error in self.no_val.items()]
-        for name, times, limit in zip(self.names, epochs, order.limits, strict=True):
-            if times > MANY_EPOCHS and limit == float("inf"):
-                lines.append(
-                    f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little "
-                    "(arXiv:2305.16264): prepare more text, lower its weight or set max_epochs"
-                )
+        lines += repeats(order, n_samples)
         return text, lines
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
@@ -669,9 +659,7 @@ class Corpus:
     def val_shares(self) -> list[float]:
         """The weight of each of `val` in the whole validation loss: that of its source in the last stage, which is what
         training ends with, whatever eval_steps is."""
-        weights = [self.stages[-1][1][self.names.index(name)] for name in self.val]
-        weights = weights if any(weights) else [1.0] * len(weights)
-        return [weight / sum(weights) for weight in weights]
+        return evaluation_weights(list(self.val), self.names, self.stages)
 
     def val_batches(
         self, batch_size: int, eval_steps: int, rank: int = 0, world_size: int = 1
@@ -680,10 +668,59 @@ class Corpus:
         `val_shares` says how their losses are put together."""
         found = {}
         for k, (name, data) in enumerate(self.val.items()):
-            steps = max(1, eval_steps // len(self.val) + (k < eval_steps % len(self.val))) if eval_steps else 0
-            first = (rank + k) % world_size  # the sources' last batches go to different ranks
+            steps, first = eval_windows(k, len(self.val), eval_steps, rank, world_size)
             found[name] = val_batches(data, self.block_size, batch_size, steps, first, world_size)
         return found
+
+
+# what other corpora of several sources do alike
+
+
+def check_end(order: Mixture, samples_per_step: int, max_steps: int, max_epochs: str) -> None:
+    """Raise DataError if max_epochs lets the data end before max_steps."""
+    if order.end is not None and order.end < max_steps * samples_per_step:
+        last = order.end // samples_per_step
+        lower = f"lower max_steps={max_steps} to that or " if last else ""
+        raise DataError(f"data: with max_epochs={max_epochs!r} the data end after step {last}; {lower}raise max_epochs")
+
+
+def stage_quotas(stages: Sequence[tuple[int, Sequence[float]]]) -> list:
+    """(first step, weights) of each stage as what decides the order: samples of each source in a block."""
+    return [[first_step, quotas(np.array(weights)).tolist()] for first_step, weights in stages]
+
+
+def repeats(order: Mixture, n_samples: int) -> list[str]:
+    """Lines that warn of sources that n_samples samples go through too often."""
+    return [
+        f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little "
+        "(arXiv:2305.16264): prepare more text, lower its weight or set max_epochs"
+        for name, times, limit in zip(order.names, order.epochs(n_samples).tolist(), order.limits, strict=True)
+        if times > MANY_EPOCHS and limit == float("inf")
+    ]
+
+
+def evaluation_weights(
+    evaluated: Sequence[str], names: Sequence[str], stages: Sequence[tuple[int, Sequence[float]]]
+) -> list[float]:
+    """The weights of the sources that are evaluated in the last stage, adding up to 1."""
+    weights = [stages[-1][1][names.index(name)] for name in evaluated]
+    weights = weights if any(weights) else [1.0] * len(weights)
+    return [weight / sum(weights) for weight in weights]
+
+
+def eval_windows(k: int, n_sources: int, eval_steps: int, rank: int, world_size: int) -> tuple[int, int]:
+    """(batches of source k, 0 = all, of eval_steps for all sources; which rank counts as 0): last batches, which may be
+    small, go to different ranks."""
+    steps = max(1, eval_steps // n_sources + (k < eval_steps % n_sources)) if eval_steps else 0
+    return steps, (rank + k) % world_size
+
+
+def spread(n_windows: int, batch_size: int, eval_steps: int, rank: int, world_size: int) -> Iterator[np.ndarray]:
+    """This rank's share of eval_steps batches of window numbers, spread evenly; 0, or more than there are: all."""
+    n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
+    chosen = np.arange(n) * n_windows // max(n, 1)
+    for first in range(rank * batch_size, n, world_size * batch_size):
+        yield chosen[first : first + batch_size]
 
 
 def same_order(saved: dict[str, list], now: dict[str, list], step: int) -> str:
@@ -702,9 +739,12 @@ def same_order(saved: dict[str, list], now: dict[str, list], step: int) -> str:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def load_windows(
-    data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int
-) -> tuple["torch.Tensor", "torch.Tensor"]:
+class Windows(NamedTuple):
+    x: "torch.Tensor"  # (B, T) int64
+    y: "torch.Tensor"  # (B, T) int64, IGNORE where nothing is learnt
+
+
+def load_windows(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> Windows:
     """Inputs and targets, each (len(starts), block_size) int64: targets are the inputs one token later, or IGNORE.
 
     Window i begins at starts[i] of data[sources[i]].
@@ -714,7 +754,7 @@ def load_windows(
     rows = np.stack([data[s].window(int(at), block_size + 1) for s, at in zip(sources, starts, strict=True)])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
     y[np.arange(block_size) >= valid_targets(data, sources, starts, block_size)[:, None]] = IGNORE
-    return torch.from_numpy(x), torch.from_numpy(y)
+    return Windows(torch.from_numpy(x), torch.from_numpy(y))
 
 
 def valid_targets(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> np.ndarray:
@@ -725,8 +765,20 @@ def valid_targets(data: Sequence[TokenData], sources: np.ndarray, starts: np.nda
     return found
 
 
+Load = Callable[[np.ndarray, np.ndarray], tuple]  # (sources, starts of windows in these) -> a NamedTuple of tensors
+Valid = Callable[[np.ndarray, np.ndarray], np.ndarray]  # likewise -> (n,) how much of each window is trained on
+
+
+def in_each(batch: tuple, do: "Callable[[torch.Tensor], torch.Tensor]") -> tuple:
+    """A NamedTuple of tensors with something done to each; None stays."""
+    return batch._make(None if tensor is None else do(tensor) for tensor in batch)
+
+
 class Batches:
     """This rank's micro-batches, from start_step on for ever, loaded ahead by a thread.
+
+    load(sources, starts) makes a micro-batch, a NamedTuple of tensors, and valid(sources, starts) tells how many
+    targets each of its windows has, or their weight. Without them: (x, y) of windows of `data`.
 
     A step of B = batch_size * accum_steps * world_size samples takes the samples step * B ... step * B + B - 1; rank r
     has the r-th part of them, cut into micro-batches in order. So the samples of a step, and their order, depend on
@@ -736,12 +788,16 @@ class Batches:
     def __init__(
         self, data: Sequence[TokenData], order: Mixture, block_size: int, batch_size: int, accum_steps: int,
         rank: int = 0, world_size: int = 1, device: "str | torch.device" = "cpu", start_step: int = 0, ahead: int = 4,
+        load: Load | None = None, valid: Valid | None = None,
     ) -> None:  # fmt: skip
         import torch
 
         assert 0 <= rank < world_size, f"{rank=} {world_size=}"
         assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
         self.data, self.order, self.block_size = data, order, block_size
+        self.load = load or partial(load_windows, data, block_size=block_size)
+        self.valid = valid or partial(valid_targets, data, block_size=block_size)
+        self.all_valid = valid is None and not any(isinstance(split, PackedData) for split in data)
         self.batch_size, self.accum_steps = batch_size, accum_steps
         self.rank, self.start_step, self.device = rank, start_step, torch.device(device)
         if self.device == torch.device("cuda"):
@@ -756,28 +812,28 @@ class Batches:
         """Number of the first sample of a step (the first step is 0), over all ranks."""
         return step * self.samples_per_step
 
-    def valid_tokens(self, step: int) -> int:
-        """Targets of a step (from 0) that are trained on, over all ranks, from the order alone."""
-        if not any(isinstance(data, PackedData) for data in self.data):
+    def valid_tokens(self, step: int) -> int | float:
+        """Targets of a step (from 0) that are trained on, or their weight, over all ranks, from the order alone."""
+        if self.all_valid:
             return self.samples_per_step * self.block_size
         samples = np.arange(self.position(step), self.position(step + 1))
-        return int(valid_targets(self.data, *self.order.start(samples), self.block_size).sum())
+        return self.valid(*self.order.start(samples)).sum().item()
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Sample numbers of this rank's micro-batch, (batch_size,) int64."""
         first = self.position(step) + (self.rank * self.accum_steps + micro_step) * self.batch_size
         return np.arange(first, first + self.batch_size)
 
-    def next(self) -> tuple["torch.Tensor", "torch.Tensor"]:
-        """The next micro-batch, x and y (batch_size, block_size) int64 on the device. Raises what the thread raised."""
+    def next(self) -> tuple:
+        """The next micro-batch on the device: x and y (batch_size, block_size) int64, or what `load` makes. Raises what
+        the thread raised."""
         if self.error is None:
             item = self.queue.get()
             self.error = item if isinstance(item, BaseException) else None
         if self.error is not None:
             raise self.error
-        x, y = item
         pinned = self.device.type == "cuda"
-        return x.to(self.device, non_blocking=pinned), y.to(self.device, non_blocking=pinned)
+        return in_each(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
 
     def close(self) -> None:
         """End the thread. May be called again."""
@@ -798,7 +854,7 @@ class Batches:
         except Exception as error:
             self.queue.put(error)  # raised by next(), in the thread that can act on it
 
-    def _load(self) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+    def _load(self) -> Iterator[tuple]:
         if self.device.type == "cuda":
             import torch
 
@@ -807,9 +863,9 @@ class Batches:
         for block in itertools.count(first, 32):  # many micro-batches' samples at once: numpy is slow on few numbers
             samples = [self.samples(*divmod(k, self.accum_steps)) for k in range(block, block + 32)]
             for sources, starts in zip(*self.order.start(np.stack(samples)), strict=True):
-                x, y = load_windows(self.data, sources, starts, self.block_size)
+                batch = self.load(sources, starts)
                 # from page-locked memory the copy to the device runs while the host goes on
-                yield (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+                yield in_each(batch, lambda tensor: tensor.pin_memory()) if self.device.type == "cuda" else batch
 
 
 def val_batches(
@@ -820,11 +876,8 @@ def val_batches(
     eval_steps batches of windows spread evenly over the split; 0, or more than there are: every window once, in order.
     """
     n_windows = val_window_count(data, block_size)
-    n = min(eval_steps * batch_size, n_windows) if eval_steps else n_windows
-    starts = np.arange(n) * n_windows // n * block_size
-    for first in range(rank * batch_size, n, world_size * batch_size):
-        now = starts[first : first + batch_size]
-        yield load_windows([data], np.zeros_like(now), now, block_size)
+    for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
+        yield load_windows([data], np.zeros_like(windows), windows * block_size, block_size)
 
 
 def val_window_count(data: TokenData, block_size: int) -> int:

@@ -33,34 +33,35 @@ class Stage(NamedTuple):
     weights: dict[str, float | None]  # by path; None = the user gave none
 
 
-def parse_data_dir(spec: str) -> list[Stage]:
-    """The stages that a data_dir string names, by their beginning. Raises DataError naming the part that is wrong."""
+def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
+    """The stages that a data_dir string names, by their beginning. Raises DataError naming the part that is wrong, and
+    the setting `key` that holds it."""
     stages = []
     for part in spec.split(";"):
         step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
         if not colon and ";" in spec:
-            raise DataError(f"data: {part.strip()!r} in data_dir={spec!r} has no first step; write '0: a=1; 8000: b=1'")
-        stages.append(Stage(int(step or 0), parse_weights(paths, spec)))
+            raise DataError(f"data: {part.strip()!r} in {key}={spec!r} has no first step; write '0: a=1; 8000: b=1'")
+        stages.append(Stage(int(step or 0), parse_weights(paths, spec, key)))
     steps = [stage.first_step for stage in stages]
     if steps[0] != 0 or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-        raise DataError(f"data: stages of data_dir={spec!r} begin at steps {steps}; begin at 0 and go up")
+        raise DataError(f"data: stages of {key}={spec!r} begin at steps {steps}; begin at 0 and go up")
     return stages
 
 
-def parse_weights(text: str, spec: str) -> dict[str, float | None]:
+def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
     """'data/a=0.7,data/b=0.3' -> {'data/a': 0.7, 'data/b': 0.3}."""
     weights: dict[str, float | None] = {}
     for part in text.split(","):
         path, equals, number = part.strip().rpartition("=")
         path, weight = (path.strip(), parse_number(number)) if equals else (number, None)
         if not path or (equals and weight is None):
-            raise DataError(f"data: {part.strip()!r} in data_dir={spec!r} is not 'path' or 'path=weight above 0'")
+            raise DataError(f"data: {part.strip()!r} in {key}={spec!r} is not 'path' or 'path=weight above 0'")
         if path in weights:
-            raise DataError(f"data: {path!r} comes twice in data_dir={spec!r}; add its weights up")
+            raise DataError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
         weights[path] = weight
     if len({weight is None for weight in weights.values()}) > 1:
         bare = next(path for path, weight in weights.items() if weight is None)
-        raise DataError(f"data: {bare!r} in data_dir={spec!r} has no weight but others have; weigh all or none")
+        raise DataError(f"data: {bare!r} in {key}={spec!r} has no weight but others have; weigh all or none")
     return weights
 
 

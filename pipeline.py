@@ -8,7 +8,8 @@ it again.
     units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
     units/000012.sigs      their signatures          .problems   what could not be read, a line each
     units/000012.json      written last: key, counts, samples of what was dropped
-    units/000012.tokens    ids end to end, and .lengths, ids per document; then .tokenized, written last
+    units/000012.tokens    ids end to end, and .lengths, ids per document; of conversations .mask, too; then
+                           .tokenized, written last
 """
 
 import hashlib
@@ -50,7 +51,7 @@ SPLIT_KEY = b"split-v1"
 # Why a document was dropped; of several rules that it breaks the first is told. A row of `ROW` holds the index.
 REASONS = (
     "kept", "question_length", "answer_missing", *filters.RULE_NAMES, "score", "contaminated", "exact_duplicate",
-    "near_duplicate",
+    "near_duplicate", *(problem.replace(" ", "_") for problem in shapes.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
 ROW = np.dtype([
@@ -263,7 +264,8 @@ class Item(NamedTuple):
     more: str = ""  # a pair: the rejected answer, to be compared with other rows together with the text
     row: str = ""  # kinds chat and preference: what is kept of it, as JSON
     question_chars: int = -1
-    has_answer: bool = True
+    problem: str = ""  # a conversation or pair: why it cannot be learnt from
+    trimmed: bool = False  # a conversation: it went on after the last answer
     scores: tuple[float, ...] = ()
 
     @property
@@ -309,10 +311,11 @@ def first_question(messages: list[dict]) -> str:
 
 def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> Item:
     cleaned = [message | {"content": clean(message["content"])} for message in messages]
-    answered = any(m["role"] == "assistant" and m["content"].strip() for m in cleaned)
-    row = json.dumps({"messages": cleaned}, ensure_ascii=False)
-    question = first_question(cleaned)
-    return Item(said(cleaned), len(said(messages).encode()), "", row, len(question), answered, scores)
+    problem = shapes.chat_problem(cleaned)
+    answered = cleaned if problem else shapes.trim_chat(cleaned)
+    row, question = json.dumps({"messages": answered}, ensure_ascii=False), first_question(answered)
+    trimmed = len(answered) < len(cleaned)
+    return Item(said(answered), len(said(messages).encode()), "", row, len(question), problem, trimmed, scores)
 
 
 def pair_item(pair: shapes.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
@@ -321,7 +324,8 @@ def pair_item(pair: shapes.Pair, scores: tuple[float, ...], clean: Clean) -> Ite
     before, text = (f"{said(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
     answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
     row, question = json.dumps(cleaned._asdict(), ensure_ascii=False), first_question(prompt)
-    return Item(text, len(before.encode()), cleaned.rejected, row, len(question), answered, scores)
+    problem = "" if answered else "answer missing"
+    return Item(text, len(before.encode()), cleaned.rejected, row, len(question), problem, scores=scores)
 
 
 def split_position(raw: bytes) -> int:
@@ -420,8 +424,8 @@ class Judge:
         if self.recipe.kind != "text":
             if item.question_chars < least or (most and item.question_chars > most):
                 return "question_length", f"{item.question_chars} characters"
-            if not item.has_answer:
-                return "answer_missing", ""
+            if item.problem:
+                return item.problem.replace(" ", "_"), ""
         rule, detail = self.rules.check(item.text)
         if rule:
             return rule, detail
@@ -555,6 +559,7 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
             counts.lost["empty"] += 1
             problems_file.write(f"{part.name}\t\t{row.offset}\tempty\tno text, or none after cleaning\n")
             continue
+        counts.mended["unanswered_turns_cut"] += row.value.trimmed
         pieces = pieces_of(text) if recipe.kind == "text" else [text]
         counts.split_huge += len(pieces) - 1
         for piece in pieces:
@@ -562,7 +567,7 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
             inspector.add(row.value._replace(text=piece), number, row.offset)
     counts.records += problems.problems.total()
     counts.lost += problems.problems
-    counts.mended += problems.mended
+    counts.mended += problems.mended  # which leaves out counts of 0
     counts.shown = (counts.shown + problems.shown)[:SHOWN]
     counts.passed[part.name] += passed
     if problems.problems:
@@ -605,7 +610,7 @@ def load_tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path) -> int:
+def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> int:
     """Write the ids of what is left of a unit, work/fates.npy decides; their number. Done before: only read back."""
     done = unit.file(work, "tokenized")
     fates = unit_fates(unit, work)
@@ -616,11 +621,12 @@ def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path) -> int:
         return unit.file(work, "tokens").stat().st_size // np.dtype(dtype).itemsize
     done.unlink(missing_ok=True)
     lengths = []
-    with open(unit.file(work, "tokens"), "wb") as tokens:
+    with open(unit.file(work, "tokens"), "wb") as tokens, open(unit.file(work, "mask"), "wb") as masks:
         for _, text in read_kept(unit, work, fates):
-            ids = tokenizer.encode_array(text)
+            ids, mask = tokenizer.render(json.loads(text)["messages"]) if chat else (tokenizer.encode_array(text), ())
             lengths.append(len(ids))
-            tokens.write(ids.astype(dtype).data)
+            tokens.write(np.asarray(ids).astype(dtype).data)
+            masks.write(np.array(mask, np.uint8).data)
     np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
     with open(f"{done}.tmp", "w", encoding="utf-8") as f:
         f.write(key)

@@ -4,6 +4,7 @@
     python prepare.py --input=more/,x.txt.gz --out_dir=data/y --tokenizer_dir=data/x   # uses that of data/x
     python prepare.py --input='wiki: wiki/*.json, weight=0.6; web: web/, weight=0.4, quality=web' --out_dir=data/mix
     python prepare.py --input=chat.jsonl --kind=chat --show=5                          # what is understood of 5 rows
+    python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/x --out_dir=data/chat    # for sft.py
     python prepare.py --verify=data/x                                                  # reads every byte again
 
 In order: read -> clean -> quality rules -> evaluation text -> exact copies -> near copies -> split -> tokenize. What
@@ -41,8 +42,9 @@ import data
 import dedup
 import readers
 from bpe import PATTERNS
+from chat_files import ROWS_FORMAT, ConversationWriter, map_tokens
 from configurator import ConfigError, configure, write_config
-from corpus import debug_texts, python_docs
+from corpus import debug_texts, docs_rows
 from decontaminate import Evals
 from difficulty import NgramModel
 from pipeline import (
@@ -63,6 +65,7 @@ from pipeline import (
     read_kept,
     run,
     tokenize_unit,
+    unit_fates,
 )
 from selection import (
     SPLITS,
@@ -84,7 +87,7 @@ from tokenizer import FILES, SMALLEST, Tokenizer, mix_texts, train
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
-tokenizer_dir = ""  # tokenizer to use; "" = train one; a directory without one gets the one that is trained
+tokenizer_dir = ""  # tokenizer to use; "" = train one; a directory without one gets that. kind=chat: "" = no tokens
 vocab_size = 32_768  # of a tokenizer that is trained
 backend = "bpe"  # of a tokenizer that is trained: bpe | sentencepiece
 pattern = "gpt4"  # how such a bpe tokenizer cuts text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
@@ -125,10 +128,9 @@ max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot 
 verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
-VERSION = 3  # of what is made of an input; a directory made by another version is made anew
+VERSION = 4  # of what is made of an input; a directory made by another version is made anew
 TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
-ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 
 
 # ---- inputs ----------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> So
     return Source(name, paths, **settings)
 
 
-def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path) -> list[Input]:
+def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
     """The files of all sources, less those of `out_dir`, each once. What is not a file becomes one in `work`. Raises
     DataError if nothing matches."""
     found: dict[str, Input] = {}
@@ -188,7 +190,7 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path) -> list[
         n_before = len(found)
         for name in filter(None, (part.strip() for part in source.input.split(","))):
             if name == "python-docs":
-                files = [made_file(write_documents(python_docs(), work / "python-docs.jsonl"), name, number)]
+                files = [made_file(write_documents(docs_rows(kind), work / "python-docs.jsonl"), name, number)]
             elif name == "-":
                 files = [made_file(spool_stdin(work), name, number)]
             else:
@@ -221,7 +223,7 @@ def made_file(path: Path, name: str, source: int) -> Input:
     return look(path, name, source)._replace(stamp=data.file_sha256(path))
 
 
-def write_documents(texts: Iterable[str], path: Path) -> Path:
+def write_documents(texts: Iterable[str | dict], path: Path) -> Path:
     with open(path, "w", encoding="utf-8") as f:
         for text in texts:
             f.write(json.dumps(text, ensure_ascii=False) + "\n")
@@ -351,17 +353,13 @@ def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) ->
 def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
     """Conversations or pairs as train.jsonl, val.jsonl, test.jsonl; {split: what the manifest says of it}."""
     splits = {}
-    fate = np.full(len(chosen.rows), len(SPLITS), np.uint8)
     names = [part.source.name for part in parts]
-    for part in parts:
-        fate[part.rows] = part.splits
     for number, split in enumerate(SPLITS):
         path, n_rows = work / "out" / f"{split}.jsonl", 0
         with open(path, "w", encoding="utf-8") as f:
-            for unit in (unit for part in parts for unit in part.units):
-                own = fate[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+            for unit, own in units_of_split(number, parts, chosen):
                 name = names[unit.source]
-                for _, row in read_kept(unit, work, np.where(own == number, KEPT, EXACT)):
+                for _, row in read_kept(unit, work, np.where(own, KEPT, EXACT)):
                     f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
                     n_rows += 1
         if n_rows:
@@ -370,6 +368,33 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
         else:
             path.unlink()
     return splits
+
+
+def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
+    """The units in order, each with (n,) bool: which of its documents are in that split."""
+    inside = np.zeros(len(chosen.rows), bool)
+    for part in parts:
+        inside[part.rows] = part.splits == number
+    for unit in (unit for part in parts for unit in part.units):
+        yield unit, inside[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
+
+
+def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
+    """The ids and masks of the rows of write_jsonl, in their order; the manifest's entries of `splits` learn of it."""
+    dtype = data.token_dtype(tokenizer.vocab_size)
+    for number, split in enumerate(SPLITS):
+        if split not in splits:
+            continue
+        writer = ConversationWriter(work / "out", split, dtype)
+        for unit, own in units_of_split(number, parts, chosen):
+            kept = unit_fates(unit, work) == KEPT
+            ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
+            tokens = np.fromfile(unit.file(work, "tokens"), dtype)
+            mask = np.fromfile(unit.file(work, "mask"), np.uint8)
+            for i in np.flatnonzero(own[kept]).tolist():
+                place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+                writer.add(tokens[place], mask[place])
+        splits[split]["tokens"] = writer.close()
 
 
 # ---- the directory ---------------------------------------------------------------------------
@@ -424,7 +449,8 @@ def complete_manifest(out_dir: Path) -> dict:
         manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] == ROWS_FORMAT:
             files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
-            return manifest if all((out_dir / name).stat().st_size == n for name, n in files.items()) else {}
+            complete = all((out_dir / name).stat().st_size == n for name, n in files.items())
+            return manifest if complete and chat_tokens_fit(out_dir, manifest) else {}
         for split in data.read_manifest(out_dir)["splits"]:
             data.TokenData(out_dir, split)  # compares the sizes
         if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
@@ -434,6 +460,15 @@ def complete_manifest(out_dir: Path) -> dict:
     except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
         return {}
     return manifest if same_tokenizer else {}
+
+
+def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
+    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raises DataError."""
+    if "tokenizer_fingerprint" not in manifest:
+        return True
+    for entry in manifest["splits"].values():
+        map_tokens(out_dir, entry["tokens"], manifest["dtype"])
+    return Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
 
 
 def check_replaceable(out_dir: Path, overwrite: bool) -> None:
@@ -496,20 +531,24 @@ def build(
             if config["tokenizer_dir"]:
                 tokenizer.save(config["tokenizer_dir"])
                 info["tokenizer"] = tokenizer.fingerprint()
-        tokenizer.save(out)  # the workers read it there
         if single is None:
-            dtype = data.token_dtype(tokenizer.vocab_size).str
-            tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.fingerprint(), work=work)
-            run(tokenize, units, workers, "tokenize")
+            tokenize(units, recipe, tokenizer, workers, work)
             shards = write_splits(parts, chosen, recipe, tokenizer, work)
         else:
+            tokenizer.save(out)
             shards = write_single(single, recipe, tokenizer, work)
+    elif tokenizer:
+        tokenize(units, recipe, tokenizer, workers, work)
     check_unchanged([file for file in inputs if not file.problem and not Path(file.path).is_relative_to(work)])
     write_dropped(chosen, units, out)
     write_report(info, chosen, units, work)
     if recipe.kind != "text":
         splits = write_jsonl(parts, chosen, work)
         manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": splits, "info": info}
+        if tokenizer:
+            write_conversations(splits, parts, chosen, tokenizer, work)
+            manifest |= {"tokenizer_fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
+            manifest |= {"dtype": data.token_dtype(tokenizer.vocab_size).name}
         data.write_json(out / "manifest.json", manifest)
         return manifest
     weights = {source.name: source.weight for source in recipe.sources if source.weight}
@@ -518,6 +557,14 @@ def build(
     if config["pack"]:
         data.pack(out, config["pack"])
     return manifest
+
+
+def tokenize(units: list[Unit], recipe: Recipe, tokenizer: Tokenizer, workers: int, work: Path) -> None:
+    """The ids of all units, into their files."""
+    tokenizer.save(work / "out")  # the workers read it there
+    dtype, fingerprint = data.token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
+    function = partial(tokenize_unit, dtype=dtype, fingerprint=fingerprint, work=work, chat=recipe.kind == "chat")
+    run(function, units, workers, "tokenize")
 
 
 def load_evals(recipe: Recipe, work: Path) -> Evals | None:
@@ -603,6 +650,8 @@ def check_config(config: dict) -> Recipe:
         what = f"vocab_size={config['vocab_size']}"
         raise ConfigError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
     check_kind(config)
+    if config["kind"] != "text" and any(source.weight for source in sources):
+        raise ConfigError(f"config: input: weight has no effect with kind={config['kind']}; weigh when you train")
     if config["order"] == "score" and not config["score"]:
         raise ConfigError("config: order='score' needs score, which names the number, such as score='bpb=..'")
     return make_recipe(config, sources)
@@ -639,13 +688,15 @@ def aids(config: dict) -> str:
         raise ConfigError(f"config: cannot read {error.filename}: {error.strerror}") from None
 
 
-def existing_tokenizer(directory: str) -> Tokenizer | None:
-    """The tokenizer of tokenizer_dir, None if one has to be trained."""
+def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
+    """The tokenizer of tokenizer_dir; None if one has to be trained, or is not wanted. Raises PrepareError."""
     exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    if not directory or not exists:
+    if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory)
-    if tokenizer.eot_id < 0:
+    if kind == "chat" and min(tokenizer.im_start_id, tokenizer.im_end_id) < 0:
+        raise PrepareError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
+    if tokenizer.eot_id < 0 and kind == "text":
         raise PrepareError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
     return tokenizer
 
@@ -692,11 +743,11 @@ def main(config: dict) -> int:
             recipe = replace(recipe, sources=tuple(spooled(source, Path(folder)) for source in recipe.sources))
             return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder))
     with work_dir(out_dir) as work:
-        inputs, manifest = find_inputs(recipe.sources, out_dir, work), complete_manifest(out_dir)
+        inputs, manifest = find_inputs(recipe.sources, out_dir, work, recipe.kind), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
-        tokenizer = existing_tokenizer(config["tokenizer_dir"]) if recipe.kind == "text" else None
+        tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         to_train = to_train if recipe.kind == "text" else "none"
         before = manifest.get("info", {})
@@ -759,9 +810,10 @@ def is_rows(directory: Path) -> bool:
 def verify_rows(directory: Path) -> int:
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     for entry in manifest["splits"].values():
-        path = directory / entry["file"]
-        if not path.exists() or data.file_sha256(path) != entry["sha256"]:
-            raise PrepareError(f"prepare: {path} is missing or changed since it was written (sha256); rerun prepare.py")
+        for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
+            data.verify_sha256(directory / name, sha256)
+    if not chat_tokens_fit(directory, manifest):
+        raise PrepareError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     print_splits(manifest)
     print(f"prepare: {directory} is as it was written")
     return 0
@@ -791,7 +843,8 @@ def report(manifest: dict, seconds: float) -> None:
 def print_splits(manifest: dict) -> None:
     if manifest["format"] == ROWS_FORMAT:
         for split, entry in manifest["splits"].items():
-            print(f"{split:<6}{entry['rows']:>14,} rows{entry['bytes']:>18,} bytes")
+            tokens = f"{entry['tokens']['ids']:>18,} tokens" if "tokens" in entry else ""
+            print(f"{split:<6}{entry['rows']:>14,} rows{entry['bytes']:>18,} bytes{tokens}")
         return
     print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
     for split, entry in manifest["splits"].items():

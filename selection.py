@@ -139,7 +139,16 @@ def split_ends(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
-    """Index in SPLITS of documents, from their positions (n,) uint64. If val would be empty it takes the next one."""
+    """As `assign`, with a word to the user if val takes a document that it would not."""
+    splits, moved = assign(positions, recipe)
+    if moved:
+        of, share = f" of source {name}" if name else "", recipe.fold or recipe.val_fraction
+        print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
+    return splits
+
+
+def assign(positions: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, bool]:
+    """Index in SPLITS of documents, from their positions (n,) uint64; whether val, else empty, took the next one."""
     val_begin, val_end, test_end = split_ends(recipe)
     last = np.uint64(val_end - 1) if val_end else np.uint64(0)
     splits = np.zeros(len(positions), np.uint8)
@@ -148,13 +157,12 @@ def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
     if test_end:
         splits[positions <= np.uint64(test_end - 1)] = 2
     if len(positions) == 1:
-        return np.zeros(1, np.uint8)  # a source's only document is to be learnt
-    if val_end > val_begin and len(positions) and not (splits == 1).any():
-        of, share = f" of source {name}" if name else "", recipe.fold or recipe.val_fraction
-        print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
+        return np.zeros(1, np.uint8), False  # a source's only document is to be learnt
+    moved = val_end > val_begin and len(positions) > 0 and not (splits == 1).any()
+    if moved:
         others = positions[splits == 0] if (splits == 0).any() else positions
         splits[positions == others.min()] = 1  # with its copies: no text is in two splits
-    return splits
+    return splits, moved
 
 
 def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:

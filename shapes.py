@@ -7,6 +7,7 @@ row: a row that cannot be used comes back with one line that says why, for the c
 """
 
 import ast
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -63,6 +64,44 @@ def messages_of(row: object) -> tuple[list[dict], str]:
         return [], str(problem)
 
 
+def chat_problem(messages: list[dict]) -> str:
+    """Why a conversation cannot be trained on, one of CHAT_PROBLEMS, or "" if it can.
+
+    The assistant may speak first. A last turn that is not the assistant's is no problem: see `trim_chat`.
+    """
+    roles = [message["role"] for message in messages]
+    if any(role not in FOLLOWERS for role in roles):
+        return "unknown role"
+    if "system" in roles[1:]:
+        return "system message not first"
+    if "assistant" not in roles:
+        return "answer missing"
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        return "empty answer"
+    for role, following in itertools.pairwise(["system", *roles]):
+        if following not in FOLLOWERS[role]:
+            return f"two {role} turns in a row" if role == following else "tool turn out of place"
+    return ""
+
+
+FOLLOWERS = {  # which turns may come after one; at the beginning, those after a system message
+    "system": ("system", "user", "assistant"),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+CHAT_PROBLEMS = (
+    "unknown role", "system message not first", "answer missing", "empty answer", "two user turns in a row",
+    "two assistant turns in a row", "tool turn out of place",
+)  # fmt: skip
+
+
+def trim_chat(messages: list[dict]) -> list[dict]:
+    """The messages up to the assistant's last one: what comes after is never answered, so there is nothing to learn."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]
+
+
 def pair_of(row: object) -> tuple[Pair | None, str]:
     """(Pair, "") or (None, what is wrong): also an empty answer, two equal answers, answers to different prompts."""
     try:
@@ -113,7 +152,7 @@ def recognise(row: dict, kind: str) -> Shape | None:
     nulls); if there is none, the first whose keys are there, so that a null is reported as such."""
     row = rename(row)
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
-        return None
+        return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
     for shape in SHAPES[kind]:
         if all(row.get(key) is not None for key in shape.keys.split(",")):
             return shape
@@ -276,6 +315,20 @@ def read_turns(value: object) -> list[dict]:
     return with_tools([read_turn(turn) for turn in turns], tools)
 
 
+def question_answer_turns(row: dict) -> list[dict]:
+    """From [{"human": ..., "assistant": ...}, ...]; a last question may lack its answer."""
+    turns = unpacked(row["conversation"])
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) and "human" in t for t in turns):
+        raise BadRow("conversation is not a list of {human, assistant}")
+    said = [(role, turn.get(key)) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
+    open_end = said[-1][1] is None
+    return with_system([message(role, text) for role, text in said[: len(said) - open_end]], row)
+
+
+def dialogue_at(key: str, row: dict) -> list[dict]:
+    return with_system(dialogue(row[key]), row)
+
+
 def read_turn(turn: dict) -> dict:
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name) if isinstance(name, str) else None
@@ -423,6 +476,10 @@ def two_dialogues(row: dict) -> Pair:
     return Pair(prompt, chosen["content"], rejected["content"])
 
 
+def is_dialogue(value: object) -> bool:
+    return isinstance(value, str) and HH_TURN.match(value) is not None
+
+
 def dialogue(value: object) -> list[dict]:
     if not isinstance(value, str):
         return read_turns(value)
@@ -480,6 +537,7 @@ DOCUMENTS = (
 CHATS = (
     Shape("messages (OpenAI)", "messages", partial(turns_at, "messages")),
     Shape("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
+    Shape("conversation (Firefly)", "conversation", question_answer_turns),
     Shape("instructions (Alpaca)", "instruction,output", partial(one_turn, "instruction,input?", "output")),
     Shape("seed tasks (Alpaca)", "instruction,instances", seed_task),
     Shape("tasks (Firefly)", "kind,input,target", partial(one_turn, "input", "target")),
@@ -492,6 +550,8 @@ CHATS = (
     Shape("questions (webtext2019zh)", "title,desc,content", partial(one_turn, "title,desc?", "content")),
     Shape("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(one_turn, "INSTRUCTION", "RESPONSE")),
 )
+
+HH_CHAT = Shape("the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen"))
 
 PAIRS = (
     Shape("conversations with two answers", "conversations,chosen,rejected", partial(turns_then_two, "conversations")),

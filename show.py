@@ -13,7 +13,7 @@ import data
 import dedup
 import readers
 import shapes
-from corpus import python_docs
+from corpus import docs_rows
 from pipeline import Item, Judge, Recipe, Source
 from tokenizer import Tokenizer, TokenizerError
 
@@ -54,9 +54,9 @@ class Shown:
     def file(self, path: str, source: Source, n: int) -> None:
         if path == "python-docs":
             print("\n==== python-docs: the documentation and sources of the running Python")
-            for k, text in enumerate(islice(python_docs(), n), 1):
-                judge = Judge(source, self.recipe, self.work)
-                self.understood(judge.understand(text)[0], judge, f"python-docs, document {k}", "text")
+            for k, row in enumerate(islice(docs_rows(self.recipe.kind), n), 1):
+                judge, shape = Judge(source, self.recipe, self.work), shapes.shape_name(row, self.recipe.kind)
+                self.understood(judge.understand(row)[0], judge, f"python-docs, document {k}", shape)
             return
         with readers.open_stream(path) as stream:
             container = readers.container(path, stream.peek(), source.txt_split)

@@ -615,6 +615,30 @@ def extended_bpe(tokenizer: "Tokenizer", texts: Iterable[str], size: int) -> dic
     return {"tokenizer.json": to_json(description)}
 
 
+def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
+    """`tokenizer` with what conversations take: <|im_start|>, <|im_end|> and <|pad|> behind all other ids where it has
+    none, and our chat template in place of its own. Every old id stays."""
+    files, special_tokens = tokenizer.files, tokenizer.special_tokens
+    names = [name for name in ("<|im_start|>", "<|im_end|>") if name not in special_tokens]
+    names += ["<|pad|>"] if tokenizer.pad_id < 0 else []
+    first = tokenizer.vocab_size
+    names += reserved(-(first + len(names)) % SIZE_STEP, special_tokens) if names else []
+    config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"chat_template": CHAT_TEMPLATE}
+    config |= {"pad_token": "<|pad|>"} if tokenizer.pad_id < 0 else {}
+    files = {name: content for name, content in files.items() if name != "chat_template.jinja"}
+    if tokenizer.backend == "sentencepiece":
+        decoder = config.setdefault("added_tokens_decoder", {})
+        decoder |= {str(i): added_token(name) for i, name in enumerate(names, start=first)}
+    elif names:
+        description = json.loads(files["tokenizer.json"])
+        description["model"]["vocab"] |= {token["content"]: token["id"] for token in description["added_tokens"]}
+        for i, name in enumerate(names, start=first):
+            description["model"]["vocab"][name] = i
+            description["added_tokens"].append({"id": i} | added_token(name))
+        files["tokenizer.json"] = to_json(description)
+    return Tokenizer(files | {"tokenizer_config.json": to_json(config)}, tokenizer.generation_config)
+
+
 def append_merges(model: dict, merges: list[tuple[int, int]], words: dict[int, str], first: int) -> int:
     """Add what was learnt to the "model" of a tokenizer.json; return the id after the last new one.
 
@@ -689,7 +713,7 @@ class Tokenizer:
 
     def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
         """From the files of a directory in Hugging Face's layout, {name: content}; `save` writes them as they are."""
-        self.files = files
+        self.files, self.generation_config = files, generation_config
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         self.engine: ByteLevelBPE | SentencePieceBPE
         if "tokenizer.model" in files:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -306,6 +307,29 @@ def test_batches_hold_the_samples_of_the_sampler(tmp_path: Path) -> None:
         for row_x, row_y, start in zip(x, y, starts[3 * k : 3 * k + 3], strict=True):
             assert row_x.tolist() == expected[start : start + 16].tolist()
             assert row_y.tolist() == expected[start + 1 : start + 17].tolist()
+    batches.close()
+
+
+class Found(NamedTuple):
+    sources: torch.Tensor
+    nothing: None
+    starts: torch.Tensor
+
+
+def test_batches_of_another_kind_and_what_they_weigh(tmp_path: Path) -> None:
+    split = row(tmp_path, 2000)
+    order = Mixture([Sampler(split.n_tokens, 16, 5)], 5)
+    batches = Batches(
+        [split], order, 16, 3, 2, start_step=1,
+        load=lambda sources, starts: Found(torch.from_numpy(sources), None, torch.from_numpy(starts)),
+        valid=lambda sources, starts: starts / 4 + sources,
+    )  # fmt: skip
+    _, starts = order.start(np.arange(6, 12))
+    assert batches.valid_tokens(1) == (starts / 4).sum() and isinstance(batches.valid_tokens(1), float)
+    for k in range(2):
+        found = batches.next()
+        assert type(found) is Found and found.nothing is None and found.sources.tolist() == [0] * 3
+        assert found.starts.tolist() == starts[3 * k : 3 * k + 3].tolist()
     batches.close()
 
 

@@ -339,7 +339,7 @@ def test_conversations_are_filtered_by_question_and_answer(tmp_path):
     path = write_rows(tmp_path / "x.jsonl", rows)
     run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2)
     manifest = manifest_of(tmp_path / "out")
-    dropped = {"bad_field": 1, "exact_duplicate": 1, "question_length": 1, "answer_missing": 1, "near_duplicate": 1}
+    dropped = {"bad_field": 1, "exact_duplicate": 1, "question_length": 1, "empty_answer": 1, "near_duplicate": 1}
     assert manifest["info"]["documents"]["dropped"] == dropped
     found = [json.loads(line) for split in ("train", "val") for line in
              (tmp_path / "out" / f"{split}.jsonl").read_text("utf-8").splitlines()]  # fmt: skip
@@ -554,6 +554,7 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
         ({"kind": "chat", "text_key": "a"}, "text_key=a has no effect with kind=chat"),
         ({"kind": "preference", "order": "length"}, "order=length has no effect"),
         ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
+        ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
         ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),
         ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a must be 0 or more"),
         ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a must be 0 or more"),

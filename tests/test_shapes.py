@@ -211,6 +211,10 @@ TOOLS = (
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "北京"}}\n</tool_call>'
 
 CHATS = {
+    "firefly, conversation": (
+        {"conversation_id": 1, "category": "qa", "conversation": [{"human": "问", "assistant": "答"}, {"human": "再"}]},
+        [user("问"), assistant("答"), user("再")],
+    ),
     "alpaca": (
         {"instruction": "翻译", "input": "早上好", "output": "Good morning"},
         [user("翻译\n早上好"), assistant("Good morning")],
@@ -485,6 +489,44 @@ def test_pairs(name: str) -> None:
 def test_pairs_that_cannot_be_read(row: object, problem: str) -> None:
     pair, detail = pair_of(row)
     assert pair is None and problem in detail and "\n" not in detail
+
+
+def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
+    row = {"chosen": HH + "没有。", "rejected": HH + "有"}
+    turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
+    assert messages_of(row) == (turns, "") and shape_name(row, "chat")
+    assert messages_of(row | {"chosen": "没有。"})[1].endswith("messages | " + " | ".join(
+        shape.keys for shape in shapes.CHATS[1:]))  # fmt: skip
+
+
+S, U, A, E, T = (
+    {"role": role, "content": content}
+    for role, content in (("system", "规"), ("user", "问"), ("assistant", "答"), ("assistant", " \n"), ("tool", "42"))
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([U, A], ""), ([S, U, A, U, A], ""), ([U, A, T, A], ""), ([U, A, T, T, A, U, A], ""), ([A, U, A], ""),
+        ([S, A], ""), ([U, A, U], ""), ([U, A, T], ""),
+        ([{"role": "robot", "content": "x"}, U, A], "unknown role"),
+        ([U, S, A], "system message not first"), ([S, S, U, A], "system message not first"),
+        ([], "answer missing"), ([S, U], "answer missing"), ([U, U], "answer missing"),
+        ([U, E], "empty answer"), ([U, E, U, A], "empty answer"),
+        ([U, U, A], "two user turns in a row"), ([U, A, U, U], "two user turns in a row"),
+        ([U, A, A], "two assistant turns in a row"), ([U, A, T, A, A], "two assistant turns in a row"),
+        ([T, A], "tool turn out of place"), ([U, T, A], "tool turn out of place"),
+        ([U, A, T, U, A], "tool turn out of place"),
+    ],
+)  # fmt: skip
+def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: str) -> None:
+    assert shapes.chat_problem(messages) == problem
+    assert not problem or problem in shapes.CHAT_PROBLEMS
+    if not problem:
+        trimmed = shapes.trim_chat(messages)
+        assert trimmed[-1]["role"] == "assistant" and messages[: len(trimmed)] == trimmed
+        assert all(message["role"] != "assistant" for message in messages[len(trimmed) :])
 
 
 def test_every_shape_has_a_golden_row() -> None:
