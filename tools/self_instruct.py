@@ -1,0 +1,324 @@
+"""Instruction data from a few seed tasks and a model behind an OpenAI-compatible endpoint (Self-Instruct, Alpaca).
+
+    python tools/self_instruct.py --seeds=seed_tasks.jsonl --out=data/grown.jsonl --model=Qwen3-8B --n_tasks=1000
+    python tools/self_instruct.py ... --base_url=https://api.example.com/v1 --api_key_env=EXAMPLE_KEY --language=zh
+
+Every answer is kept in <out>.journal first, and `out`, lines of {"messages": [user, assistant], "request": i}, is made
+from that: after a kill at any moment the same command goes on. Request i shows tasks of answers LAG before it or more,
+and answers count in the order of requests: where equal prompts get equal answers, `out` is the same bytes for any
+number of threads, kills and retries. Wang et al., Self-Instruct (arXiv:2212.10560); Taori et al., Alpaca (2023).
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import sys
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from chat_client import Answer, Journal, ask, json_line
+
+import dedup
+import readers
+import shapes
+from configurator import ConfigError, configure
+
+# ---- config: override with a config file or --key=value; see --help --------------------------
+seeds = ""  # files, directories, globs, comma-separated, of any chat shape; of a conversation its first turn
+out = ""  # the jsonl file to make or to go on with; <out>.journal beside it keeps the answers
+n_tasks = 1000  # to make; raise it to go on
+base_url = "http://localhost:8000/v1"  # /chat/completions is added; vLLM, llama.cpp, Ollama and others serve it
+model = ""  # as the endpoint calls it
+api_key_env = ""  # name of the environment variable with the key; "" = none is sent
+fields = '{"temperature": 1.0, "max_tokens": 4096}'  # what else a request holds, a JSON object
+language = "en"  # of the new tasks: en | zh | both (requests take turns)
+tasks_per_request = 10  # asked for
+demos = 4  # tasks shown in a request
+own_demos = 1  # of these, made by earlier requests
+rouge = 0.7  # ROUGE-L from which on an instruction is too similar to a seed or an earlier one
+blocked = "image,picture,pictures,photo,video,audio,draw,attached,图片,图像,照片,视频,音频,附件"  # in an instruction
+refusals = "as an ai,i'm sorry,i am sorry,i cannot,作为一个ai,作为人工智能,抱歉,我无法"  # beginnings of an output
+parallel = 8  # requests at once, at most LAG = 32
+timeout = 300.0  # seconds without a byte of an answer
+max_retries = 8  # of a request, after HTTP 429, 5xx, a timeout, a broken connection
+retry_wait = 1.0  # seconds before the first retry, then twice as many each time; Retry-After counts if it is longer
+patience = 20  # stop after so many requests in a row that gave no new task
+seed = 1337  # decides which tasks are shown
+
+LAG = 32  # requests
+MIN_UNITS, MAX_UNITS = 3, 150  # words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
+DEMO_CHARS = 1500  # longer tasks are not shown
+FORM = {"en": ("Instruction: ", "Input: ", "Output: ", "<noinput>"), "zh": ("指令：", "输入：", "输出：", "<无>")}
+PROMPT = {
+    "en": """You write tasks to train a language model with. It reads and writes text and can do nothing else.
+Below are {shown} tasks. Write {asked} new ones, numbered {first} to {last}, in exactly this form, in English.
+- Vary verb, subject, length and kind: questions, rewriting, classes, extraction, summaries, plans, letters, arithmetic,
+  explanations, code, role play. No task says another, or one below, in other words.
+- Instruction: an order or a question, one or two sentences, that can be carried out with text alone.
+- Input: the very material that it is about, at most 100 words, no placeholder; <noinput> if none is needed.
+- Output: the right and complete answer, at most 150 words.
+- Each of the three marks carries the number of its task; after each task comes a line ###. Write nothing else.\n\n""",
+    "zh": """你为训练语言模型编写任务。这个模型只能读写文字，别的都不能做。
+下面有{shown}个任务。请另写{asked}个新任务，编号从{first}到{last}，格式完全照此，全部用中文。
+- 动词、题材、长短和类型要多样：问答、改写、分类、信息抽取、摘要、计划、书信、讲解、计算、代码、角色扮演等。
+  不得换个说法重复别的任务或下面的任务。
+- 指令：一两句话的要求或问题，只用文字就能完成。
+- 输入：指令所针对的具体材料，不超过150字，不得用占位符；不需要时写<无>。
+- 输出：正确完整的回答，不超过250字。
+- 三个标记都带任务的编号；每个任务之后单独一行###。不要写其他内容。\n\n""",
+}
+MARK = r"^[ \t#>*]*{}[ \t]*[.)、．][ \t]*(?:{})\**[ \t]*[:：]\**[ \t]*"
+BEGIN = MARK.format(r"\d+", "instruction|指令")
+PARTS = ((r"(?P<n>\d+)", "instruction|指令"), ("(?P=n)", "input|输入"), ("(?P=n)", "output|输出"))
+TASK = re.compile(
+    "(.*?)".join(MARK.format(*part) for part in PARTS) + rf"(.*?)(?P<end>^[ \t]*###[ \t]*$|(?={BEGIN})|\Z)",
+    re.IGNORECASE | re.MULTILINE | re.DOTALL,
+)
+BEGIN = re.compile(BEGIN, re.IGNORECASE | re.MULTILINE)
+NO_INPUT = {"", "noinput", "no input", "none", "n/a", "无", "无输入"}
+HAN = re.compile("[\u3400-\u9fff]")
+
+
+class Task(NamedTuple):
+    instruction: str
+    input: str  # "" = none
+    output: str
+
+
+# ---- tasks as text --------------------------------------------------------------------------------------------------
+
+
+def read_seeds(paths: str) -> list[Task]:
+    """The first question and answer of every conversation; what is left out is printed. Raises ConfigError."""
+    report, tasks = readers.Report(), []
+    for file in readers.find_files(paths):
+        tasks += [row.value for row in readers.read_rows(file, seed_of, "line", report=report)]
+    for path, line, _, detail in report.places[:3]:
+        print(f"left out: {path}:{line}: {detail}")
+    print(f"{len(tasks):,} seed tasks, {report.problems.total():,} left out")
+    if not tasks:
+        raise ConfigError(f"self_instruct: no seed task in {paths!r}; give files of any chat shape")
+    return tasks
+
+
+def seed_of(row: object) -> tuple[Task | None, str]:
+    """(Task, "") or (None, what is wrong). Where a row has an instruction, what follows it in the question is input."""
+    turns, problem = shapes.messages_of(row)
+    turns = [turn for turn in turns if turn["role"] != "system"][:2]
+    if problem or [turn["role"] for turn in turns] != ["user", "assistant"]:
+        return None, problem or "it does not begin with a question and its answer"
+    question, output = (turn["content"].strip() for turn in turns)
+    head = str(row.get("instruction") or "").strip()
+    head = head if head and question.startswith(head) else question
+    problem = "" if question and output else "empty question or answer"
+    return Task(head, question[len(head) :].strip(), output), problem
+
+
+def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
+    """What is asked for, then the tasks to show, numbered from 1; the new ones go on from there."""
+    instruction, input, output, none = FORM[language]
+    head = PROMPT[language].format(shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked)
+    rows = [
+        f"{n}. {instruction}{task.instruction}\n{n}. {input}{task.input or none}\n{n}. {output}{task.output}\n###\n"
+        for n, task in enumerate(tasks, 1)
+    ]
+    return head + "".join(rows)
+
+
+def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
+    """The tasks of an answer, and by reason the number of those that cannot be used; no_task = there is none in it.
+
+    is_cut: the answer was ended from outside, so its last task is whole only if the line ### follows.
+    """
+    text = re.sub(r"\A\s*<think>.*?</think>", "", text, flags=re.DOTALL)
+    begins = [begin.start() for begin in BEGIN.finditer(text)]
+    found = {match.start(): match for match in TASK.finditer(text)}
+    tasks, dropped = [], Counter({} if begins else {"no_task": 1})
+    for begin in begins:
+        match = found.get(begin)
+        parts = [re.sub(r"\A(\s*\n)+", "", part).rstrip() for part in match.group(2, 3, 4)] if match else [""] * 3
+        if is_cut and begin == begins[-1] and not (match and match["end"]):
+            dropped["truncated"] += 1
+        elif not parts[0] or not parts[2] or BEGIN.search(parts[0]) or BEGIN.search(parts[1]):
+            dropped["malformed"] += 1
+        else:
+            has_input = parts[1].strip("<>()[]（）.。 ").lower() not in NO_INPUT
+            tasks.append(Task(parts[0], parts[1] if has_input else "", parts[2]))
+    return tasks, dropped
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def common_length(a: list[int], b: list[int]) -> int:
+    """Length of the longest common subsequence. Hyyro, Bit-parallel LCS-length computation revisited (2004)."""
+    places: dict[int, int] = {}
+    for i, unit in enumerate(a):
+        places[unit] = places.get(unit, 0) | 1 << i
+    every = row = (1 << len(a)) - 1
+    for unit in b:
+        same = row & places.get(unit, 0)
+        row = ((row + same) | (row - same)) & every
+    return len(a) - row.bit_count()
+
+
+class Growth:
+    """The tasks so far: a function of the seeds, the settings and the answers in the order of their requests."""
+
+    def __init__(self, c: SimpleNamespace, given: list[Task]) -> None:
+        self.c, self.given = c, given
+        self.known = [units_of(task) for task in given]
+        words = [re.escape(word.strip()) for word in c.blocked.split(",") if word.strip()]
+        edged = [rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])" if word.isascii() else word for word in words]
+        self.blocked = re.compile("|".join(edged) or "(?!)", re.IGNORECASE)
+        self.refusals = tuple(word.strip().lower() for word in c.refusals.split(",") if word.strip())
+        self.tasks: list[Task] = []
+        self.requests: list[int] = []  # that each task came from
+        self.dropped: Counter[str] = Counter()
+        self.n_requests = self.n_tokens = self.n_barren = 0
+
+    def is_done(self) -> bool:
+        return len(self.tasks) >= self.c.n_tasks or self.n_barren >= self.c.patience
+
+    def prompt(self, request: int) -> str:
+        """What to ask: the same text whatever of the LAG requests before has been answered."""
+        c, rng = self.c, random.Random(f"{self.c.seed}:{request}")
+        language = ("en", "zh")[request % 2] if c.language == "both" else c.language
+        own = choose(rng, self.tasks[: bisect_right(self.requests, request - LAG)], language, c.own_demos)
+        shown = own + choose(rng, self.given, language, c.demos - len(own))
+        rng.shuffle(shown)
+        return prompt_text(shown, language, c.tasks_per_request)
+
+    def take(self, answer: Answer) -> bytes:
+        """New lines for `out`, from the next request's answer. Tasks past n_tasks are not looked at."""
+        is_refused, rows = answer.finish == "refused", []
+        tasks, dropped = parse_tasks("" if is_refused else answer.text, answer.finish not in ("stop", ""))
+        self.dropped += Counter({"refused_request": 1}) if is_refused else dropped
+        for task in tasks:
+            if len(self.tasks) == self.c.n_tasks:
+                break
+            if problem := self.problem(task):
+                self.dropped[problem] += 1
+                continue
+            self.known.append(units_of(task))
+            self.tasks.append(task)
+            self.requests.append(self.n_requests)
+            rows.append({"messages": shapes.messages_of(task._asdict())[0], "request": self.n_requests})
+        self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + answer.tokens
+        self.n_barren = 0 if rows else self.n_barren + 1
+        return b"".join(map(json_line, rows))
+
+    def problem(self, task: Task) -> str:
+        """Why a task is left out, or ""."""
+        units, in_it = units_of(task)
+        if not MIN_UNITS <= len(units) <= MAX_UNITS:
+            return "too_short" if len(units) < MIN_UNITS else "too_long"
+        if self.blocked.search(task.instruction):
+            return "blocked_word"
+        if task.output.lower().startswith(self.refusals) or task.output in (task.instruction, task.input):
+            return "no_answer"
+        for other, in_other in self.known:
+            n, length = len(units) - len(in_it - in_other), len(units) + len(other)  # lcs <= n: most end here
+            if 2 * n / length >= self.c.rouge and 2 * common_length(units, other) / length >= self.c.rouge:
+                return "duplicate" if units == other else "similar"
+        return ""
+
+    def report(self) -> str:
+        dropped = ", ".join(f"{reason} {n:,}" for reason, n in sorted(self.dropped.items())) or "nothing"
+        return f"{len(self.tasks):,} tasks, {self.n_requests:,} requests, {self.n_tokens:,} tokens; left out: {dropped}"
+
+
+def units_of(task: Task) -> tuple[list[int], set[int]]:
+    """Hashes of the instruction's words and single Chinese characters, in order and as a set."""
+    units = dedup.units([task.instruction]).hashes.tolist()
+    return units, set(units)
+
+
+def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) -> list[Task]:
+    """Some tasks that are short enough to be shown; of the language, if there are as many."""
+    short = [task for task in tasks if sum(map(len, task)) <= DEMO_CHARS]
+    same = [task for task in short if bool(HAN.search(task.instruction)) == (language == "zh")]
+    pool = same if len(same) >= wanted else short
+    return rng.sample(pool, min(wanted, len(pool)))
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------------
+
+
+def check(c: SimpleNamespace) -> None:
+    """Raises ConfigError."""
+    least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
+    if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
+        raise ConfigError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
+    if not 1 <= c.parallel <= LAG or not 0 < c.rouge <= 1 or not 0 <= c.own_demos <= c.demos:
+        raise ConfigError(f"config: parallel is 1 to {LAG}, rouge above 0 to 1, own_demos 0 to demos")
+    if least < 1 or c.timeout <= 0 or c.retry_wait < 0 or c.language not in ("en", "zh", "both"):
+        raise ConfigError("config: counts and timeout must be above 0, language en, zh or both")
+    if not isinstance(shapes.unpacked(c.fields), dict):
+        raise ConfigError(f"config: fields must be a JSON object, got {c.fields!r}")
+    if c.api_key_env and not os.environ.get(c.api_key_env):
+        raise ConfigError(f"config: there is no environment variable {c.api_key_env!r}, as api_key_env says")
+
+
+def run(c: SimpleNamespace) -> None:
+    """Go on until there are n_tasks. Raises ConfigError, DataError, ChatError."""
+    check(c)
+    given = read_seeds(c.seeds)
+    names = ("model", "fields", "language", "tasks_per_request", "demos", "own_demos", "rouge", "blocked", "refusals")
+    settings = {name: getattr(c, name) for name in (*names, "seed")}
+    settings["seeds"] = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+    path = c.out + ".journal"
+    if os.path.exists(c.out) and not os.path.exists(path):
+        raise ConfigError(f"self_instruct: {c.out} exists, but not {path}; use another out")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    journal, growth = Journal(path, settings), Growth(c, given)
+    lines = [growth.take(answer) for answer in journal.answers if not growth.is_done()]
+    Path(c.out + ".tmp").write_bytes(b"".join(lines))
+    os.replace(c.out + ".tmp", c.out)
+    bar = tqdm(total=c.n_tasks, initial=len(growth.tasks), unit="task", disable=None)
+    with journal.file, open(c.out, "ab") as file, bar:
+        for answer in answers(c, growth):
+            journal.add(answer._asdict())
+            file.write(growth.take(answer))
+            file.flush()
+            bar.set_postfix(requests=growth.n_requests, left_out=growth.dropped.total(), refresh=False)
+            bar.update(len(growth.tasks) - bar.n)
+    print(growth.report())
+    if len(growth.tasks) < c.n_tasks:
+        raise ConfigError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
+
+
+def answers(c: SimpleNamespace, growth: Growth) -> Iterator[Answer]:
+    """Answers in the order of their requests, until the growth is done.
+
+    Up to 2 * parallel requests are on the way, so that a slow one does not hold the others up; a kill loses these.
+    """
+    key = os.environ[c.api_key_env].strip() if c.api_key_env else ""
+    pool, waiting = ThreadPoolExecutor(c.parallel), deque()
+    try:
+        while not growth.is_done():
+            while len(waiting) < min(2 * c.parallel, LAG):
+                request = growth.n_requests + len(waiting)
+                message = {"role": "user", "content": growth.prompt(request)}
+                body = {"model": c.model, "messages": [message], **json.loads(c.fields)}
+                how = (c.timeout, c.max_retries, c.retry_wait, f"request {request}")
+                waiting.append(pool.submit(ask, c.base_url, key, body, *how))
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    run(SimpleNamespace(**config))
