@@ -9,8 +9,6 @@ import dataclasses
 import gc
 import math
 import os
-import re
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -23,14 +21,16 @@ import torch.nn.functional as F
 import checkpoint
 import ddp as dist
 import prepare
+import runs
 import train_utils
-from configurator import ConfigError, configure, write_config
-from data import Batches, Corpus, same_order
+from configurator import ConfigError, configure
+from data import Batches, Corpus
 from generate import begin_prompt, generate, never_sampled
+from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
 from mixture import parse_data_dir
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
-from optim import SCHEDULES, Optimizer, learning_rate_at, stays_whole
+from optim import Optimizer, learning_rate_at, stays_whole
 from sampling import SamplingParams
 from tokenizer import Tokenizer
 
@@ -56,9 +56,16 @@ qk_norm = False  # RMSNorm on queries and keys (Qwen3)
 tie_embeddings = True
 dropout = 0.0
 doc_mask = False  # attention stays within a document
+# what is trained; all but 'all' needs init_from
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
+lora_rank = 16  # of the matrices that are added
+lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
+lora_dropout = 0.0  # on what the adapters read
+lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
 # data
 pack = False  # rows that begin with a document, packed by prepare.py --pack=block_size, instead of windows
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+domain = ""  # sources that are the new field in continued pretraining: a warning if they pass 15 % of the tokens
 competence = 1.0  # share of the windows seen at first, the easiest; needs prepare.py --order
 competence_steps = 0  # steps until all windows are seen
 competence_schedule = "sqrt"  # how the share grows: sqrt | linear
@@ -112,23 +119,20 @@ DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
 ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
+MOST_DOMAIN = 0.15  # of the tokens in continued pretraining
 DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}
-# What a run leaves in its directory: overwrite=True deletes nothing else.
-OWN_FILES = re.compile(r"(config\.py|log\.jsonl|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
-
-
-class TrainingError(RuntimeError):
-    one_line = True
 
 
 def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """From the checkpoint `source`, else from the keys. Raises ConfigError where they or the tokenizer disagree."""
+    """From the checkpoint `source`, with rows for all token ids, else from the keys. Raises ConfigError where they or
+    the tokenizer disagree."""
     asked = {key: config[key] for key in ARCHITECTURE}
     if source is None:
         asked["vocab_size"] = asked["vocab_size"] or token_vocab
         cfg = ModelConfig(**asked)
     else:
         cfg = checkpoint.load_config(source)
+        cfg = dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, token_vocab))
         for key in set(ARCHITECTURE) - {"block_size", "dropout"}:
             if asked[key] != DEFAULTS[key] and asked[key] != getattr(cfg, key):
                 raise ConfigError(f"config: {key}={asked[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
@@ -140,114 +144,12 @@ def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> 
 
 def check_config(config: dict, world_size: int) -> int:
     """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
-    at_least = dict.fromkeys(("batch_size", "block_size", "max_steps", "log_every", "eval_every", "save_every"), 1)
-    at_least |= {"max_skipped": 1, "total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0}
-    at_least |= {"compress_rank": 1, "compress_start_step": -1, "competence_steps": int(config["competence"] < 1)}
-    at_least |= dict.fromkeys(("keep_last", "keep_best", "grad_clip", "weight_decay", "learning_rate", "bucket_mb"), 0)
-    for key, least in at_least.items():
-        if config[key] < least:
-            raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
-    for key in ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum", "competence"):
-        if not 0 <= config[key] <= 1:
-            raise ConfigError(f"config: {key} must be from 0 to 1, got {config[key]}")
-    if config["keep_best"] > 2:
-        raise ConfigError(f"config: keep_best must be 0, 1 or 2, got {config['keep_best']}")
-    tokens_per_micro = config["batch_size"] * config["block_size"] * world_size
-    total = config["total_batch_tokens"] or tokens_per_micro
-    if total % tokens_per_micro:
-        raise ConfigError(
-            f"config: total_batch_tokens={total} must be a multiple of batch_size*block_size*world_size = "
-            f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
-        )
-    choices = {"schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must")}
-    choices |= {"compress": dist.COMPRESS, "competence_schedule": COMPETENCE_SCHEDULES}
-    for key, allowed in choices.items():
-        if config[key] not in allowed:
-            raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
-    if config["overwrite"] and config["resume"] != "never":
-        raise ConfigError("config: overwrite=True deletes the run that resume would continue; add resume='never'")
-    if config["schedule"] == "wcsd" and not config["stable_lr"]:
-        raise ConfigError("config: schedule='wcsd' needs stable_lr, the learning rate of its plateau")
-    return total // tokens_per_micro
-
-
-def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
-    """Checkpoint of out_dir to continue from, or None to start. Raises ConfigError where `resume` forbids it."""
-    out = Path(config["out_dir"])
-    if not config["out_dir"] or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"config: out_dir={config['out_dir']!r} is not a directory")
-    used = out.exists() and any(out.iterdir())
-    if config["resume"] == "never":
-        if used:
-            check_overwrite(config, out)
-        return None
-    path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
-    if path is None:
-        if config["resume"] == "must":
-            raise ConfigError(f"config: resume='must' but {out} has no checkpoint")
-        return None
-    saved = checkpoint.load_config(path)
-    differ = [f.name for f in dataclasses.fields(cfg) if getattr(saved, f.name) != getattr(cfg, f.name)]
-    differ = [key for key in differ if key != "dropout"]
-    if differ:
-        detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
-        raise ConfigError(f"config: {path} has another architecture: {detail}; use another out_dir, or init_from")
-    return path
-
-
-def check_overwrite(config: dict, out: Path) -> None:
-    """Raise ConfigError unless all of `out` may be deleted: the user said so, and it is a run and nothing else."""
-    if not config["overwrite"]:
-        raise ConfigError(f"config: resume='never' but {out} is not empty; use another out_dir or overwrite=True")
-    foreign = [path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name)]
-    if foreign:
-        raise ConfigError(f"config: {out} holds {foreign[0]!r}, which no run made; use another out_dir")
-    if config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"config: init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
-
-
-def check_tokenizer(path: Path, tokenizer: Tokenizer, data_dir: str) -> None:
-    """Raise ConfigError if the weights in `path` were trained on other token ids than the data's."""
-    if any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        if Tokenizer.load(path).fingerprint() != tokenizer.fingerprint():
-            raise ConfigError(
-                f"config: {data_dir} was not tokenized with the tokenizer of {path}; "
-                f"rerun prepare.py with --tokenizer_dir={path}"
-            )
-
-
-def check_ranks_agree(mine: dict) -> None:
-    """Raise on all ranks if one of them has another setting or would continue from another step."""
-    everyone = dist.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        differ = [key for key in mine if theirs[key] != everyone[0][key]]
-        if differ:
-            key = differ[0]
-            raise TrainingError(
-                f"pretrain: rank {rank} has {key}={theirs[key]}, rank 0 has {everyone[0][key]}; "
-                f"all ranks need the same command, data and out_dir"
-            )
-
-
-def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
-    """What a resumed run says: from where, with which other settings, and that it has come to its end if it has."""
-    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in saved.keys() & config if saved[key] != config[key]]
-    text = f"continuing {path} after step {step}" + (f"; changed: {', '.join(sorted(changed))}" if changed else "")
-    if step >= config["max_steps"]:
-        text += f"; max_steps={config['max_steps']} is reached, raise it to go on"
-    return text
-
-
-def check_data_order(saved: dict, now: dict, path: Path, step: int) -> None:
-    """A resumed run goes on with the very next sample only if all that ordered the samples so far is unchanged."""
-    differ = [key for key in saved | now if saved.get(key) != now.get(key)]
-    if set(differ) <= {"data", "stages"} and "competence" not in now:  # a curriculum looks ahead
-        differ = list(filter(None, [same_order(saved, now, step)]))
-    if differ:
-        was, asked = DATA_DEFAULTS | saved, DATA_DEFAULTS | now
-        detail = {key: f"{key}={was.get(key)} (asked {asked.get(key)})" for key in differ}
-        detail = ", ".join((detail | {"data": "another corpus"} if "data" in detail else detail).values())
-        raise ConfigError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
+    runs.check_config(config)
+    runs.check_least(config, "max_steps", 1)
+    runs.check_least(config, "competence_steps", int(config["competence"] < 1))
+    runs.check_share(config, "competence")
+    runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+    return runs.count_micro_steps(config, world_size)
 
 
 def plan(
@@ -261,9 +163,12 @@ def plan(
     accum_steps = tokens_per_step // (config["batch_size"] * config["block_size"] * world_size)
     tokens = tokens_per_step * config["max_steps"]
     flops = flops_per_token(cfg, config["block_size"])
+    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
+    trained = trainable_table(cfg, config["trainable"], adapters)
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, config["doc_mask"],
+        trained["trainable"], trained["adapters"],
     )  # fmt: skip
     memory["process"] = train_utils.process_bytes(device)
     if config["zero1"]:
@@ -275,6 +180,7 @@ def plan(
     seconds = tokens * flops / (peak * world_size)
     lines = [
         f"parameters  {total:,}: {shares}",
+        *([f"trained     {trained['trainable']:,}"] if config["trainable"] != "all" else []),
         f"batch       {tokens_per_step:,} tokens per step = {config['batch_size']} sequences x {config['block_size']} "
         f"tokens x {accum_steps} micro-steps x {world_size} ranks",
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
@@ -336,16 +242,20 @@ def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: i
     return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
 
-def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches, world_size: int) -> None:
-    """Raise on every rank, naming the ranks whose loss of this step was not finite and where their data lies."""
-    bad = [rank for rank, finite in enumerate(dist.gather_objects(bool(loss_sum.isfinite()))) if not finite]
-    where = f"loss not finite on rank {', '.join(map(str, bad))}" if bad else "loss finite, gradient not"
-    share = batches.samples_per_step // world_size
-    first = batches.position(step - 1) + (bad[0] if bad else 0) * share
-    raise TrainingError(
-        f"pretrain: step {step}: {skipped} steps in a row without a finite gradient; {where}; samples {first} to "
-        f"{first + share - 1}; lower learning_rate or continue from an earlier checkpoint"
-    )
+def check_domain(domain: str, corpus: Corpus) -> list[str]:
+    """Lines that warn of too much of a new field at once: what the model knew fades. Raises ConfigError."""
+    names = [name.strip() for name in domain.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in corpus.names]:
+        raise ConfigError(f"config: domain names {unknown[0]!r}, the sources are {', '.join(corpus.names)}")
+    lines = []
+    for first_step, weights in corpus.stages if names else []:
+        share = sum(weights[corpus.names.index(name)] for name in names) / sum(weights)
+        if share > MOST_DOMAIN:
+            lines.append(
+                f"warning     {100 * share:.0f} % of the tokens from step {first_step} on are of a new domain; beyond "
+                f"{100 * MOST_DOMAIN:.0f} % general ability suffers: give general text more weight in data_dir"
+            )
+    return lines
 
 
 if __name__ == "__main__":
@@ -354,16 +264,7 @@ if __name__ == "__main__":
     accum_steps = check_config(config, world_size)
     tokens_per_step = accum_steps * batch_size * block_size * world_size
     config["total_batch_tokens"] = tokens_per_step
-    if plan_only and device == "cuda" and peak_tflops and dtype != "auto":
-        torch_device = torch.device("cuda")  # a plan for another machine
-    else:
-        torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    compilers = map(shutil.which, ("g++", "clang++", "c++"))
-    if compile and torch_device.type == "cpu" and not plan_only and not any(compilers):
-        raise ConfigError("config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
-    if reason := dist.conflict(compress, overlap_step, zero1, grad_clip, torch_dtype == torch.float16):
-        raise ConfigError(f"config: {reason}")
+    torch_device, torch_dtype = runs.choose_device(config)
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
@@ -381,35 +282,41 @@ if __name__ == "__main__":
     mixture = corpus.order(
         seed, tokens_per_step // block_size, max_steps, max_epochs, competence, competence_steps, competence_schedule
     )
+    n_known = runs.count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
+    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
+    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
-    if source:
-        check_tokenizer(source, tokenizer, data_dir)
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * tokens_per_step // block_size)
         text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs)
-        print("\n".join([text, *warnings]), flush=True)
+        print("\n".join([text, *warnings, *check_domain(domain, corpus)]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = find_resume(config, cfg, verbose=rank == 0)
+    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        check_data_order(state["order"], order, resume_from, start_step)
+        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        runs.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
-            print(describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
     train_utils.seed_everything(seed)
     raw_model = Transformer(cfg)
-    if resume_from or source:
-        checkpoint.load_weights(raw_model, resume_from or source)
+    if source and not resume_from:
+        runs.load_start(raw_model, source, n_known)
+    set_trainable(raw_model, trainable, adapters)
+    if resume_from:
+        checkpoint.load_weights(raw_model, resume_from)
+    base = runs.frozen_base(resume_from, source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     raw_model.document_id = tokenizer.eot_id if doc_mask else None
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
@@ -428,23 +335,12 @@ if __name__ == "__main__":
     # ---- state: fresh, or exactly as it was
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
     if resume_from:
-        ddp.n_steps = start_step
-        opt.load_state_dict(state["optimizer"])
-        if state["scaler"]:  # empty unless that run was in float16
-            scaler.load_state_dict(state["scaler"])
-        if rank_state:  # absent for a rank that the saved run did not have
-            train_utils.set_rng_state(rank_state["rng"], torch_device)
-        if compress == "powersgd":
-            rank_states = checkpoint.load_rank_states(resume_from, world.rank, world_size)
-            hook.load_state_dict([saved.get("powersgd", {}) for saved in rank_states])
-    state = rank_state = rank_states = None  # as large as the optimizer's
+        runs.restore(parts, resume_from, state, rank_state, compress)
+    state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        if resume == "never" and Path(out_dir).exists():
-            shutil.rmtree(out_dir)  # check_overwrite has looked at it
-        os.makedirs(out_dir, exist_ok=True)
-        again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
-        write_config(again, f"{out_dir}/config.py", command=f"python pretrain.py {out_dir}/config.py")
+        runs.prepare_out_dir(config, "pretrain")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step
     )
@@ -500,7 +396,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(mixture, step * batches.samples_per_step)
             log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
-                stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
+                runs.stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
             mark_time, mark_step = time.perf_counter(), step
         pause, val_loss = time.perf_counter(), None
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
@@ -510,24 +406,7 @@ if __name__ == "__main__":
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
         if step % save_every == 0 or last or stopping:
-            state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
-            opt_state = opt.state_dict(ddp.gather if zero1 else None, keep=world.is_main)
-            state |= {"optimizer": opt_state, "scaler": scaler.state_dict()}
-            rank_state = {"rng": train_utils.rng_state(torch_device)}
-            if compress == "powersgd":
-                rank_state["powersgd"] = hook.state_dict()
-            try:
-                path = checkpoint.save(
-                    out_dir, step, raw_model, tokenizer, state, rank_state, world,
-                    val_loss=val_loss, keep_last=keep_last, keep_best=keep_best,
-                )  # fmt: skip
-                log.write("save", step, {"path": str(path)})
-            except checkpoint.CheckpointError as error:
-                log.print(str(error))  # go on: the disk may have room again at the next save
-                save_failed = True
-            else:
-                save_failed = False
-            state = opt_state = rank_state = None  # with ZeRO-1 a copy, as large as what all ranks hold
+            save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             how = "not saved" if save_failed else "the same command continues"

@@ -76,8 +76,8 @@ SAME = {  # to the bit
 # ---- many runs in one start ---------------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[tuple[list[str], bool]]) -> None:
-    """On each rank: pretrain.py with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
+def run_jobs(jobs: list[tuple[list[str], bool]], script: str = "pretrain.py") -> None:
+    """On each rank: the script with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
     n_steps, stops = 0, False
     advance = train_utils.RunLog.advance
 
@@ -91,11 +91,11 @@ def run_jobs(jobs: list[tuple[list[str], bool]]) -> None:
     train_utils.RunLog.advance = count
     for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
         n_steps = 0
-        sys.argv = ["pretrain.py", *flags]
+        sys.argv = [script, *flags]
         if "--compile=True" in flags:
             torch.compiler.reset()
         try:
-            runpy.run_path(str(tp.ROOT / "pretrain.py"), run_name="__main__")
+            runpy.run_path(str(tp.ROOT / script), run_name="__main__")
         except SystemExit as end:
             assert end.code == (128 + signal.SIGTERM if stops else 0), (flags, end.code)
 

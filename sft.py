@@ -1,0 +1,411 @@
+"""Instruction tuning: conversations, of which the model learns the assistant's part.
+
+python sft.py config/debug_sft.py                                                  # CPU, seconds, needs nothing
+python sft.py config/sft.py --init_from=out/demo --data=chat.jsonl                 # all weights
+torchrun --standalone --nproc_per_node=4 sft.py config/lora.py --init_from=DIR --data='a.jsonl=0.5,b.jsonl=0.5'
+
+It begins with a checkpoint of pretrain.py or any Hugging Face Llama or Qwen3 directory. A row is block_size tokens of
+one or more whole conversations, which do not see each other; the loss is that of the assistants' words and of the
+<|im_end|> behind them, over their number in the whole step.
+"""
+
+import gc
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import ddp as dist
+import prepare
+import runs
+import train_utils
+from configurator import ConfigError, configure
+from conversations import Batch, ChatCorpus
+from corpus import docs_conversations
+from data import Batches
+from generate import generate, never_sampled
+from lora import LoRAConfig, set_trainable, trainable_table
+from model import ModelConfig, Transformer, cross_entropy, flops_per_token, memory_table, parameter_table, token_scores
+from optim import Optimizer, learning_rate_at, stays_whole
+from sampling import SamplingParams
+from tokenizer import Tokenizer, chat_ready
+
+# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
+init_from = "out/pretrain"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+data = "data/chat"  # conversations: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the conversations
+val_fraction = 0.02  # of the conversations, by their content; for data that have no validation of their own
+resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # order of the data, dropout, adapters
+# what is trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
+lora_rank = 16  # of the matrices that are added
+lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
+lora_dropout = 0.0  # on what the adapters read
+lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
+dropout = 0.0
+neftune_alpha = 0.0  # noise on the embeddings in training, 5 is usual (arXiv:2310.05914)
+# data
+block_size = 1024  # tokens per row; a longer conversation is cut after its last answer that fits
+pack = True  # several conversations per row; False = one, padded to the longest of the micro-batch
+loss_weights = ""  # what a label of a source counts, 'a.jsonl=0.5,data/b=1'; "" = 1
+epochs = 3.0  # passes over the rows of all sources
+max_steps = 0  # 0 = as many as epochs takes
+max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+# batch
+batch_size = 8  # rows per rank and micro-step
+total_batch_tokens = 0  # batch_size x block_size x micro-steps x ranks; 0 = one micro-step on each rank
+# optimizer
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
+learning_rate = 2e-5  # peak; adapters take ten times as much
+min_lr = 0.0  # at the end of the schedule
+schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
+warmup_steps = 0  # steps of rising learning rate
+warmup_fraction = 0.03  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
+decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
+decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
+stable_lr = 0.0  # wcsd: the plateau
+weight_decay = 0.0  # on matrices only
+beta1 = 0.9
+beta2 = 0.95
+momentum = 0.95  # Muon's
+grad_clip = 1.0  # global norm; 0.0 = off
+max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
+# system
+device = "auto"  # auto | cpu | cuda | mps
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
+compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
+compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
+compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
+compress_embedding = False  # powersgd: the embedding and the head too
+overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
+zero1 = False  # share the optimizer's state and work out among the ranks
+ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
+timeout_s = 300.0  # give up on a collective after this long
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop
+# evaluation, log, checkpoints
+eval_every = 100  # steps; also before the first and after the last step
+eval_steps = 50  # batches of batch_size rows, over all ranks; 0 = all of the validation conversations
+eval_answers = 16  # validation questions that are answered greedily, for the share of answers that end by themselves
+eval_new_tokens = 128  # most tokens of such an answer
+sample_prompts = ""  # questions whose answers are printed at each evaluation; several separated by |
+log_every = 10  # steps
+save_every = 500  # steps; also after the last step
+keep_last = 2  # newest checkpoints kept; 0 = all
+keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
+
+# These decide which conversations a step sees; a resumed run must not change them.
+DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction")
+DATA_DEFAULTS = {"max_epochs": max_epochs}
+# A model to try the script with, if there is none to begin with.
+TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
+
+
+def check_config(config: dict, world_size: int) -> int:
+    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config)
+    for key in ("max_steps", "neftune_alpha", "eval_answers", "val_fraction"):
+        runs.check_least(config, key, 0)
+    runs.check_least(config, "eval_new_tokens", 1)
+    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
+        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    return runs.count_micro_steps(config, world_size)
+
+
+def make_debug_data(path: Path) -> None:
+    """Some questions and answers about Python, and the tokenizer of the debug corpus beside them."""
+    if not path.parent.exists():
+        prepare.make_debug_data(str(path.parent))
+    if not path.exists():
+        conversations = itertools.islice(docs_conversations(), 0, 4000, 20)
+        prepare.write_documents(({"messages": messages} for messages in conversations), path)
+
+
+def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
+    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked."""
+    if source is None:
+        return ModelConfig(token_vocab, block_size=config["block_size"], dropout=config["dropout"], **TINY)
+    cfg = checkpoint.load_config(source)
+    return replace(
+        cfg, vocab_size=max(cfg.vocab_size, token_vocab), block_size=max(cfg.block_size, config["block_size"]),
+        dropout=config["dropout"],
+    )  # fmt: skip
+
+
+def plan(
+    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
+    peak: float,
+) -> str:  # fmt: skip
+    """What this run will take, as text: parameters, steps, FLOPs, memory by part, time."""
+    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
+    memory = memory_table(
+        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
+        config["activation_checkpointing"], config["compile"], device.type, config["pack"],
+        trained["trainable"], trained["adapters"],
+    )  # fmt: skip
+    memory["process"] = train_utils.process_bytes(device)
+    if config["zero1"]:
+        memory["optimizer"] /= world_size
+    tokens = config["total_batch_tokens"] * config["max_steps"]
+    seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
+    rows = config["total_batch_tokens"] // config["block_size"]
+    return "\n".join([
+        f"parameters  {params['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
+        f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps",
+        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
+        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+    ])  # fmt: skip
+
+
+def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What the head reads at the positions that have a label, (n, C): the others need no logits."""
+    with train_utils.autocast(device, dtype):
+        return model(batch.x, documents=batch.documents, index=batch.index)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer, batches: Mapping[str, Iterable[Batch]], shares: list[float], token_bytes: torch.Tensor,
+    device: torch.device, dtype: torch.dtype,
+) -> dict[str, float]:  # fmt: skip
+    """Over validation conversations that the ranks share out: loss in nats per label, the share of labels that are the
+    likeliest token, bits per byte of the answers; if there are several sources, of each, and of such a mixture."""
+    model.eval()
+    sums = torch.zeros(len(batches), 4, dtype=torch.float64)  # nats, labels, right ones, bytes
+    for source, of_source in enumerate(batches.values()):
+        for batch in of_source:
+            n_bytes = token_bytes[batch.targets].sum().item()
+            batch = batch.to(device)
+            hidden = label_states(model, batch, device, dtype)
+            nats, right = token_scores(hidden, model.lm_head.weight, batch.targets)
+            counts = [nats.double().sum().item(), len(nats), right.sum().item(), n_bytes]
+            sums[source] += torch.tensor(counts, dtype=torch.float64)
+    dist.all_reduce_sum(sums)
+    model.train()
+    mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * sums / sums[:, 1:2].clamp(min=1)).sum(0)
+    of = {"": mixed} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
+    scores = {f"val_loss{name}": (nats / labels).item() for name, (nats, labels, _, _) in of.items()}
+    scores |= {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, _, n_bytes) in of.items()}
+    return scores | {f"mean_token_accuracy{name}": (right / n).item() for name, (_, n, right, _) in of.items()}
+
+
+def answer(
+    model: Transformer, tokenizer: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
+) -> list[tuple[str, bool]]:
+    """The greedy answer to each conversation, and whether it ends by itself."""
+    prompts = [tokenizer.render(messages, add_generation_prompt=True)[0] for messages in conversations]
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids,
+        banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
+    )  # fmt: skip
+    results = generate(model, tokenizer, prompts, params, batch_size=16) if prompts else []
+    return [(result.completions[0].text, result.completions[0].finish_reason == "stop") for result in results]
+
+
+def answer_questions(
+    model: Transformer, tokenizer: Tokenizer, questions: list[list[dict]], max_new_tokens: int, world: dist.World
+) -> float:
+    """Share of the questions, which the ranks share out, whose greedy answer ends by itself; nan if there are none."""
+    mine = answer(model, tokenizer, questions[world.rank :: world.world_size], max_new_tokens)
+    ended = dist.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
+    return (ended[0] / ended[1]).item()
+
+
+def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples: list[tuple[str, str]]) -> None:
+    log.write("eval", step, scores)
+    parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
+    parts += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
+    parts += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []
+    names = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
+    parts += [f"{name} {scores[f'val_loss/{name}']:.4f}" for name in names]
+    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
+    for question, text in samples:
+        log.print(f"    {question!r} -> {text!r}")
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    accum_steps = check_config(config, world_size)
+    config["total_batch_tokens"] = accum_steps * batch_size * block_size * world_size
+    rows_per_step = accum_steps * batch_size * world_size
+    torch_device, torch_dtype = runs.choose_device(config)
+    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+
+    # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
+    source = checkpoint.resolve(init_from) if init_from else None
+    if Path(data).parent.name == "debug":
+        make_debug_data(Path(data))
+    if source is None and Path(data).parent.name != "debug":
+        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
+    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = choose_architecture(config, source, tokenizer.vocab_size)
+    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
+    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
+    if not corpus.val:
+        raise ConfigError("config: no conversation is held out for validation; raise val_fraction or give val_data")
+    n_rows = sum(rows.n_rows for rows in corpus.train)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
+    mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
+    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
+    order |= {"max_epochs": max_epochs} if max_epochs else {}
+    if rank == 0:
+        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak)
+        print("\n".join([*corpus.report(), text]), flush=True)
+    if plan_only:
+        sys.exit(0)
+    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
+    start_step = state.get("step", 0)
+    if resume_from:
+        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        runs.check_same_parts(resume_from, state["config"], config)
+        if rank == 0:
+            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+
+    # ---- processes
+    stop_signal = train_utils.StopSignal()
+    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+
+    # ---- model, optimizer
+    train_utils.seed_everything(seed)
+    raw_model = Transformer(cfg)
+    if source and not resume_from:
+        runs.load_start(raw_model, source, n_known)
+    set_trainable(raw_model, trainable, adapters)
+    if resume_from:
+        checkpoint.load_weights(raw_model, resume_from)
+    base = runs.frozen_base(resume_from, source)
+    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    raw_model.neftune_alpha = neftune_alpha
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
+    compress_from = warmup if compress_start_step < 0 else compress_start_step
+    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
+    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
+    opt = Optimizer(
+        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
+        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+    )  # fmt: skip
+    if compile:
+        raw_model.compile_blocks(partial(torch.compile, dynamic=False))
+    model = raw_model  # compiled block by block, so it is the same object
+
+    # ---- state: fresh, or exactly as it was
+    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout and noise differ by rank
+    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    if resume_from:
+        runs.restore(parts, resume_from, state, rank_state, compress)
+    state = rank_state = None  # as large as the optimizer's
+    if world.is_main:
+        runs.prepare_out_dir(config, "sft")
+    batches = Batches(
+        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
+        load=corpus.load, valid=corpus.label_weight,
+    )  # fmt: skip
+    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
+    shares = corpus.val_shares()
+    questions = [messages for messages, _ in corpus.prompts(eval_answers)]
+    asked = [text for text in sample_prompts.split("|") if text]
+    token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    save_failed, stopping = False, False
+
+    def evaluate_now(step: int) -> float:
+        """The validation loss; all scores go to the log."""
+        scores = evaluate(model, val(), shares, token_bytes, torch_device, torch_dtype)
+        scores["self_stop"] = answer_questions(model, tokenizer, questions, eval_new_tokens, world)
+        answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in asked], eval_new_tokens)
+        report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(asked, answers, strict=True)])
+        return scores["val_loss"]
+
+    # ---- the loop
+    gc.collect()
+    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
+    if start_step == 0:
+        evaluate_now(0)
+    mark_time, mark_step = time.perf_counter(), start_step
+    seen = torch.zeros(2, dtype=torch.float64)  # positions and labels of this rank since the last log line
+    for step in range(start_step + 1, max_steps + 1):
+        lr = learning_rate_at(
+            step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
+        )
+        n_targets = batches.valid_tokens(step - 1)  # labels by their weights, over all micro-steps and ranks
+        loss_sum = torch.zeros((), device=torch_device)
+        by_source = torch.zeros(len(corpus.names), 2, device=torch_device)  # nats, labels
+        ddp.expect_step(opt, lr)
+        for micro_step in range(accum_steps):
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            batch = batches.next()
+            hidden = label_states(model, batch, torch_device, torch_dtype)
+            with train_utils.autocast(torch_device, torch_dtype):
+                loss, nats = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
+            loss = loss * (world_size / max(n_targets, 1e-6))  # the loss is a sum; ddp averages over ranks
+            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
+            loss_sum += loss.detach()
+            by_source.index_add_(0, batch.sources, torch.stack((nats, torch.ones_like(nats)), dim=1))
+            seen += torch.tensor([batch.x.numel(), len(batch.targets)])
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
+        # <<< optimizer step
+        log.advance()
+
+        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        if step % log_every == 0 or last or stopping:
+            mean_loss = dist.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
+            seconds = time.perf_counter() - mark_time  # this clock is true
+            dist.all_reduce_sum(by_source)
+            tokens_per_s, labels_per_s = (dist.all_reduce_sum(seen) / seconds).tolist()
+            values = {
+                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
+                "tokens": step * config["total_batch_tokens"], "tokens_per_s": tokens_per_s,
+                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
+                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "epoch": float(mixture.epochs(step * rows_per_step).max()), "labels_per_s": labels_per_s,
+            }  # fmt: skip
+            if len(corpus.names) > 1:
+                of_sources = zip(corpus.names, by_source.tolist(), strict=True)
+                values |= {f"loss/{name}": nats / n for name, (nats, n) in of_sources if n}
+            values |= corpus.tokens_seen(mixture, step * rows_per_step)
+            log.train(step, values, seconds / (step - mark_step))
+            if skipped[1] >= max_skipped:
+                runs.stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
+            mark_time, mark_step = time.perf_counter(), step
+            seen.zero_()
+        pause, val_loss = time.perf_counter(), None
+        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+            ddp.flush()  # updates that wait for the next forward
+        if step % eval_every == 0 or last:
+            val_loss = evaluate_now(step)
+        if step % save_every == 0 or last or stopping:
+            save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+        if stopping:
+            how = "not saved" if save_failed else "the same command continues"
+            log.print(f"stopped by a signal after step {step}; {how}")
+            break
+
+    batches.close()
+    log.close()
+    dist.close()
+    sys.exit(stop_signal.exit_code if stopping else int(save_failed))

@@ -1,0 +1,399 @@
+"""sft.py as users run it: the loss of transformers, the same on any ranks, exact resume, answers learnt by heart."""
+
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_pretrain as tp
+import test_pretrain_ranks as tpr
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import prepare
+import sft
+from conversations import Batch, ChatCorpus
+from generate import generate
+from model import ModelConfig, Transformer, cross_entropy
+from sampling import SamplingParams
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=2", "--eval_answers=2"]
+FLAGS += ["--eval_new_tokens=4", "--block_size=128", "--batch_size=2", "--learning_rate=1e-2", "--peak_tflops=1"]
+FLAGS += ["--val_fraction=0.2"]
+
+
+def talk(i: int) -> dict:
+    question, answer = f"What is {i} plus {i}?", f"It is {2 * i}."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if i % 3 == 0:
+        messages += [{"role": "user", "content": "用中文说"}, {"role": "assistant", "content": f"是{2 * i}。"}]
+    return {"messages": ([{"role": "system", "content": "Add."}] if i % 4 == 0 else []) + messages}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A small model of pretraining's kind: base/model, its tokenizer, and talks.jsonl."""
+    folder = tmp_path_factory.mktemp("base")
+    prepare.make_debug_data(folder / "data")
+    tokenizer = Tokenizer.load(folder / "data")
+    (folder / "model").mkdir()
+    torch.manual_seed(0)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    checkpoint.write_model(folder / "model", Transformer(cfg), tokenizer)
+    rows = [json.dumps(talk(i), ensure_ascii=False) for i in range(120)]
+    (folder / "talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
+    common = [f"--init_from={base / 'model'}", f"--data={base / 'talks.jsonl'}", f"--out_dir={out}", *FLAGS]
+    return tp.flags_with_defaults(flags, common)
+
+
+@pytest.fixture
+def run(base, tmp_path, monkeypatch):
+    """run(*flags) -> exit status of sft.py in this process; out_dir is tmp_path/out unless a flag says other."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["sft.py", *flags_of(base, tmp_path / "out", *flags)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "sft.py"), run_name="__main__")
+        return caught.value.code or 0
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def corpus_of(base: Path, pack: bool, block_size: int = 128) -> ChatCorpus:
+    return ChatCorpus(str(base / "talks.jsonl"), Tokenizer.load(base / "model"), block_size, pack, seed=1)
+
+
+def all_batches(corpus: ChatCorpus, batch_size: int) -> list[Batch]:
+    """Every training row once."""
+    rows = corpus.train[0]
+    numbers = torch.arange(rows.n_rows).split(batch_size)
+    stride = rows.block_size + 1
+    return [corpus.load([0] * len(part), [int(i) * stride for i in part]) for part in numbers]
+
+
+def gradients(model: Transformer, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss of all labels and its gradients, summed up over micro-batches as the loop does it."""
+    model.zero_grad()
+    n, total = sum(len(batch.targets) for batch in batches), 0.0
+    for batch in batches:
+        hidden = sft.label_states(model, batch, torch.device("cpu"), torch.float32)
+        loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
+        (loss / n).backward()
+        total += loss.item() / n
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def test_packed_padded_and_any_split_have_the_loss_and_gradients_of_transformers(base):
+    """All rows in one batch, in parts, packed, padded, against LlamaForCausalLM on one conversation at a time."""
+    from transformers import LlamaForCausalLM
+
+    hf = LlamaForCausalLM.from_pretrained(base / "model")
+    model = checkpoint.load_model(base / "model")
+    corpus = corpus_of(base, pack=False)
+    rows, nats, n = corpus.train[0], 0.0, 0
+    for i in range(rows.n_rows):
+        ((ids, mask),) = rows.row(i * (rows.block_size + 1))
+        ids, mask = torch.tensor(ids.astype(int)), torch.tensor(mask.astype(bool))
+        labels = ids.masked_fill(~mask, -100)
+        loss = hf(ids[None], labels=labels[None]).loss * mask[1:].sum()  # theirs is the mean of shifted labels
+        loss.backward()
+        nats, n = nats + loss.item(), n + int(mask[1:].sum())
+    oracle = {name.removeprefix("model."): p.grad / n for name, p in hf.named_parameters()}
+    for pack, batch_size in ((False, 200), (False, 7), (True, 200), (True, 3), (True, 1)):
+        loss, grads = gradients(model, all_batches(corpus_of(base, pack), batch_size))
+        assert loss == pytest.approx(nats / n, abs=1e-6)
+        assert grads.keys() == oracle.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, oracle[name], atol=1e-6, rtol=1e-4)
+
+
+def test_packed_rows_without_isolation_would_be_seen(base):
+    """The comparison above can fail: without document numbers the losses differ."""
+    model = checkpoint.load_model(base / "model")
+    batches = all_batches(corpus_of(base, pack=True), 4)
+    assert batches[0].documents.max() >= 1
+    apart = gradients(model, batches)[0]
+    joined = gradients(model, [batch._replace(documents=None) for batch in batches])[0]
+    assert abs(apart - joined) > 1e-4
+
+
+def test_each_turn_has_the_loss_it_has_when_the_conversation_ends_there(base):
+    model, tokenizer = checkpoint.load_model(base / "model"), Tokenizer.load(base / "model")
+    messages = talk(12)["messages"]
+
+    def nats(upto: int) -> torch.Tensor:
+        ids, mask = (torch.tensor(part) for part in tokenizer.render(messages[:upto]))
+        hidden = model.hidden(ids[None, :-1])[0]
+        return cross_entropy(hidden, model.lm_head.weight, ids[1:].masked_fill(mask[1:] == 0, -100))[1]
+
+    first, both = nats(3), nats(5)
+    torch.testing.assert_close(both[: len(first)], first, atol=1e-6, rtol=0)
+
+
+def test_a_micro_batch_without_labels_gives_zero_and_finite_gradients(base):
+    model = checkpoint.load_model(base / "model")
+    batch = all_batches(corpus_of(base, pack=True), 2)[0]
+    empty = batch._replace(**{name: getattr(batch, name)[:0] for name in ("index", "targets", "weights", "sources")})
+    hidden = sft.label_states(model, empty, torch.device("cpu"), torch.float32)
+    loss, nats = cross_entropy(hidden, model.lm_head.weight, empty.targets, empty.weights)
+    loss.backward()
+    assert loss.item() == 0 and nats.shape == (0,)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_evaluation_equals_a_count_by_hand(base):
+    model, corpus = checkpoint.load_model(base / "model").eval(), corpus_of(base, pack=True)
+    tokenizer = corpus.tokenizer
+    token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
+    scores = sft.evaluate(model, corpus.val_batches(3, 0), [1.0], token_bytes, torch.device("cpu"), torch.float32)
+    nats = labels = right = n_bytes = 0
+    with torch.no_grad():
+        (rows,) = corpus.val.values()
+        for start in range(0, rows.n_rows * 129, 129):
+            for ids, mask in rows.row(start):
+                logp = model(torch.tensor(ids[None, :-1].astype(int)))[0].log_softmax(-1)
+                for t in range(1, len(ids)):
+                    if mask[t]:
+                        labels, nats = labels + 1, nats - logp[t - 1, int(ids[t])].item()
+                        right += int(logp[t - 1].argmax() == int(ids[t]))
+                        n_bytes += len(tokenizer.token_bytes(int(ids[t])))
+    assert scores["val_loss"] == pytest.approx(nats / labels, rel=1e-5)
+    assert scores["mean_token_accuracy"] == pytest.approx(right / labels)
+    assert scores["val_bpb"] == pytest.approx(nats / 0.6931471805599453 / n_bytes, rel=1e-5)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def answers(directory: Path, conversations: list[dict], new_tokens: int = 24) -> list[tuple[str, str]]:
+    model, tokenizer = checkpoint.load_model(directory), Tokenizer.load(directory)
+    prompts = [tokenizer.render(talk["messages"][:-1], add_generation_prompt=True)[0] for talk in conversations]
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids)
+    results = [result.completions[0] for result in generate(model, tokenizer, prompts, params)]
+    return [(completion.text, completion.finish_reason) for completion in results]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--trainable=embed,lm_head,lora", "--lora_rank=8"]], ids=["all", "lora"])
+def test_conversations_are_learnt_by_heart_and_answers_end_by_themselves(run, tmp_path, base, flags):
+    talks = [talk(i) for i in range(10)]
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(json.dumps(t, ensure_ascii=False) for t in talks), encoding="utf-8")
+    assert run(f"--data={path}", f"--val_data={path}", "--max_steps=300", "--log_every=50", "--eval_answers=10",
+               "--eval_new_tokens=24", "--schedule=linear", "--eval_every=300", *flags) == 0  # fmt: skip
+    said = answers(tmp_path / "out" / "latest", talks)
+    assert said == [(t["messages"][-1]["content"], "stop") for t in talks]
+    last = tp.events(tmp_path / "out", "eval")[-1]
+    assert last["self_stop"] == 1.0 and last["mean_token_accuracy"] > 0.95 and last["val_loss"] < 0.1
+
+
+def test_a_run_is_complete_and_opens_in_transformers(run, tmp_path, base):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert run("--max_steps=6", "--eval_every=3", "--save_every=3", "--sample_prompts=你好|Hi") == 0
+    out = tmp_path / "out"
+    evals = tp.events(out, "eval")
+    assert [e["step"] for e in evals] == [0, 3, 6] and evals[-1]["val_loss"] < evals[0]["val_loss"]
+    tokenizer = AutoTokenizer.from_pretrained(out / "latest")
+    messages = talk(3)["messages"]
+    ids = Tokenizer.load(out / "latest").render(messages)[0]
+    assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
+    ids = torch.tensor([ids])
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(out / "latest")(ids).logits
+        torch.testing.assert_close(checkpoint.load_model(out / "latest").eval()(ids), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_sources_are_logged_apart_and_loss_weights_count(run, tmp_path, base):
+    lines = (base / "talks.jsonl").read_text(encoding="utf-8").splitlines()
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, part in zip(paths, (lines[:60], lines[60:]), strict=True):
+        path.write_text("\n".join(part), encoding="utf-8")
+    spec = f"--data={paths[0]}=0.5,{paths[1]}=0.5"
+    assert run(spec, "--max_steps=2", f"--loss_weights={paths[1]}=0.25") == 0
+    first = tp.events(tmp_path / "out", "train")[0]
+    names = [key.partition("/")[2] for key in first if key.startswith("loss/")]
+    assert len(names) == 2
+    evals = tp.events(tmp_path / "out", "eval")[0]
+    assert evals["val_loss"] == pytest.approx(sum(evals[f"val_loss/{name}"] for name in names) / 2, rel=1e-6)
+    assert min(first[f"loss/{n}"] for n in names) <= first["loss"] <= max(first[f"loss/{n}"] for n in names)
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for key in ("loss", "grad_norm", "lr"):
+        assert [e[key] for e in tp.events(a, "train")] == [e[key] for e in tp.events(b, "train")], key
+    for key in ("val_loss", "self_stop", "mean_token_accuracy"):
+        assert [e[key] for e in tp.events(a, "eval")] == [e[key] for e in tp.events(b, "eval")], key
+    name = "adapter_model.safetensors" if (a / "latest" / "adapter_model.safetensors").exists() else "model.safetensors"
+    weights, others = (load_file(out / "latest" / name) for out in (a, b))
+    assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+    mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
+    for name, state in mine[0]["optimizer"].items():
+        assert all(torch.equal(state[key], theirs[0]["optimizer"][name][key]) for key in state), name
+    assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
+
+
+@pytest.mark.parametrize(
+    "flags", [["--neftune_alpha=5", "--dropout=0.1"], ["--trainable=embed,lm_head,lora", "--lora_dropout=0.1"],
+              ["--pack=False", "--trainable=lora"]], ids=["noise", "lora", "padded"],
+)  # fmt: skip
+def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
+    """kill -9 at a random moment after the first save, as often as it takes."""
+    common = [*flags, "--max_steps=24", "--save_every=4", "--eval_every=8"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(out: Path) -> subprocess.Popen:
+        command = [sys.executable, str(ROOT / "sft.py"), *flags_of(base, out, *common)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    tp.finish(start(straight))
+    process = start(killed)
+    while process.poll() is None and not (killed / "latest").exists():
+        time.sleep(0.01)
+    time.sleep(random.Random(0).random() * 0.2)
+    process.kill()
+    process.communicate()
+    output = tp.finish(start(killed))
+    assert "continuing" in output
+    assert_same_run(straight, killed)
+
+
+def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, run):
+    """prepare.py --kind=chat, with token files and without."""
+    common = [sys.executable, str(ROOT / "prepare.py"), f"--input={base / 'talks.jsonl'}", "--kind=chat", "--near=0"]
+    for name, more in (("rows", []), ("tokens", [f"--tokenizer_dir={base / 'model'}"])):
+        subprocess.run([*common, f"--out_dir={tmp_path / name}", "--val_fraction=0.2", *more], check=True, cwd=ROOT)
+        assert run(f"--data={tmp_path / name}", f"--out_dir={tmp_path / 'out'}{name}", "--max_steps=5") == 0
+    assert list((tmp_path / "tokens").glob("train_*.mask.npy")) and not list((tmp_path / "rows").glob("*.npy"))
+    a, b = (tp.events(tmp_path / f"out{name}", "train") for name in ("rows", "tokens"))
+    assert [e["loss"] for e in a] == [e["loss"] for e in b]
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+ONE_STEP = ["--total_batch_tokens=512", "--batch_size=1", "--max_steps=4", "--save_every=2", "--eval_every=2"]
+RANK_CASES = {
+    "all": [],
+    "lora": ["--trainable=lora"],
+    "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
+    "lora forward": ["--trainable=lora", "--overlap_step=forward"],
+    "lora backward": ["--trainable=lora", "--overlap_step=backward", "--grad_clip=0"],
+    "padded": ["--pack=False", "--total_batch_tokens=1024"],
+    "few labels": ["--data=FEW", "--val_data=FEW"],
+}
+POWERSGD = ["--trainable=lora", "--compress=powersgd", "--compress_start_step=1"]
+
+
+@pytest.fixture(scope="session")
+def two_ranks(base, tmp_path_factory) -> Path:
+    """All cases on 2 ranks in one start, then those that were stopped, to their end."""
+    folder = tmp_path_factory.mktemp("ranks")
+    few = "\n".join(json.dumps(talk(i), ensure_ascii=False) for i in (1, 2))
+    (folder / "few.jsonl").write_text(few, encoding="utf-8")
+
+    def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
+        flags = [flag.replace("FEW", str(folder / "few.jsonl")) for flag in flags]
+        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
+
+    jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
+    jobs += [job("powersgd", POWERSGD + ["--max_steps=8"], False)]
+    jobs += [job("stopped", POWERSGD + ["--max_steps=8"], True)]
+    again = [job("stopped", POWERSGD + ["--max_steps=8"], False)]
+    for part in (jobs, again):
+        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        done = subprocess.run(
+            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+    """Rows of unequal numbers of labels, even none, on one rank and two."""
+    flags = [flag.replace("FEW", str(two_ranks / "few.jsonl")) for flag in RANK_CASES[name]]
+    flags = [flag for flag in flags if not flag.startswith(("--zero1", "--overlap"))]
+    assert run(*tp.flags_with_defaults(tuple(flags), ONE_STEP)) == 0
+    mine, theirs = tp.events(tmp_path / "out", "train"), tp.events(two_ranks / name, "train")
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [e[key] for e in theirs] == pytest.approx([e[key] for e in mine], rel=tolerance), key
+    mine, theirs = tp.events(tmp_path / "out", "eval")[0], tp.events(two_ranks / name, "eval")[0]
+    assert theirs["val_loss"] == pytest.approx(mine["val_loss"], rel=1e-5)
+    assert theirs["self_stop"] == pytest.approx(mine["self_stop"])
+
+
+@pytest.mark.dist
+def test_adapters_with_powersgd_on_two_ranks_resume_to_the_bit(two_ranks):
+    tpr_state = [checkpoint.load_train_state(two_ranks / name / "latest", 1)[1] for name in ("powersgd", "stopped")]
+    assert tpr_state[0]["powersgd"].keys() == tpr_state[1]["powersgd"].keys()
+    assert_same_run(two_ranks / "powersgd", two_ranks / "stopped")
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--init_from="], "init_from"),
+        (["--init_from=nowhere"], "nowhere"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--epochs=0"], "epochs must be above 0"),
+        (["--trainable=lora,nonsense"], "nonsense"),
+        (["--lora_modules=q_proj,x", "--trainable=lora"], "x"),
+        (["--block_size=4"], "block_size"),
+        (["--total_batch_tokens=100"], "multiple of"),
+        (["--loss_weights=other.jsonl=2"], "other.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(base, tmp_path, flags, says):
+    command = [sys.executable, str(ROOT / "sft.py"), *flags_of(base, tmp_path / "out", *flags)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
+    assert run("--trainable=lora", "--max_steps=2") == 0
+    for flag in ("--lora_alpha=8", "--lora_rank=4", "--trainable=all", "--pack=False", "--val_fraction=0.3"):
+        with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
+            run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
+        assert caught.value.one_line
+
+
+def test_every_shipped_config_trains(run, tmp_path):
+    for path in sorted(ROOT.glob("config/*.py")):
+        if " sft.py " in path.read_text(encoding="utf-8"):
+            small = ["--max_steps=2", "--total_batch_tokens=0", "--warmup_steps=1", "--sample_prompts=Hi"]
+            assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
+            assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
+
+
+if __name__ == "__main__":
+    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "sft.py")
