@@ -33,7 +33,16 @@ from corpus import docs_conversations
 from data import Batches
 from generate import generate, never_sampled
 from lora import LoRAConfig, set_trainable, trainable_table
-from model import ModelConfig, Transformer, cross_entropy, flops_per_token, memory_table, parameter_table, token_scores
+from model import (
+    IGNORE,
+    ModelConfig,
+    Transformer,
+    cross_entropy,
+    flops_per_token,
+    memory_table,
+    parameter_table,
+    token_scores,
+)  # fmt: skip
 from optim import Optimizer, learning_rate_at, stays_whole
 from sampling import SamplingParams
 from tokenizer import Tokenizer, chat_ready
@@ -189,11 +198,11 @@ def evaluate(
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)  # nats, labels, right ones, bytes
     for source, of_source in enumerate(batches.values()):
         for batch in of_source:
-            n_bytes = token_bytes[batch.targets].sum().item()
-            batch = batch.to(device)
+            n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
+            batch = batch.to(device).even()
             hidden = label_states(model, batch, device, dtype)
             nats, right = token_scores(hidden, model.lm_head.weight, batch.targets)
-            counts = [nats.double().sum().item(), len(nats), right.sum().item(), n_bytes]
+            counts = [nats.double().sum().item(), n_labels, right.sum().item(), n_bytes]
             sums[source] += torch.tensor(counts, dtype=torch.float64)
     dist.all_reduce_sum(sums)
     model.train()
@@ -356,14 +365,15 @@ if __name__ == "__main__":
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             batch = batches.next()
+            n_labels, batch = len(batch.targets), batch.even()
             hidden = label_states(model, batch, torch_device, torch_dtype)
             with train_utils.autocast(torch_device, torch_dtype):
                 loss, nats = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
             loss = loss * (world_size / max(n_targets, 1e-6))  # the loss is a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
-            by_source.index_add_(0, batch.sources, torch.stack((nats, torch.ones_like(nats)), dim=1))
-            seen += torch.tensor([batch.x.numel(), len(batch.targets)])
+            by_source.index_add_(0, batch.sources, torch.stack((nats, (batch.targets != IGNORE).float()), dim=1))
+            seen += torch.tensor([batch.x.numel(), n_labels])
         # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))

@@ -256,6 +256,7 @@ def test_gradients_of_documents_are_as_if_alone(way, monkeypatch):
             return model.plain_causal_attention(q, k, v, dropout_p, attn_mask)
 
         monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+        net.varlen = False
     got = gradients(net, net(rows, targets))
     for name in want:
         assert relative_error(got[name], want[name]) < 1e-5, name
@@ -315,11 +316,11 @@ def test_positions_lengths_and_borders_of_documents():
     assert torch.equal(model.document_lengths(starts), lengths)
     assert len(borders) == 7 > 2 * 2  # more than 16 tokens in each would allow
     with pytest.raises(RuntimeError, match="over 4 documents in 64 tokens: set varlen = False"):
-        model.document_borders(starts)
+        model.document_borders(starts, 4)
     few = starts.clone()
     few[0, 9], few[1, 20:] = False, False
     few[0, 24] = False
-    got = model.document_borders(few)
+    got = model.document_borders(few, 4)
     assert got.dtype == torch.int32 and got.tolist() == [0, 10, 32, 64, 64]  # one more could begin
 
 
@@ -380,10 +381,11 @@ def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, monkeypa
     net = random_model(tiny_config(**SHAPES[shape]))
     net.activation_checkpointing = checkpointing
     documents, x, y = packed(), random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
+    net.varlen = False
     masked = net(x, y, documents=documents)
     want = gradients(net, masked)
-    monkeypatch.setattr(model, "MEAN_DOCUMENT_TOKENS", 4)
-    monkeypatch.setattr(model, "can_border", lambda *_: True)
+    net.varlen = True
+    monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
     calls = []
     monkeypatch.setattr(
         torch.nn.attention.varlen, "varlen_attn", lambda *a, **options: calls.append(1) or plain_varlen(*a, **options)
@@ -396,19 +398,13 @@ def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, monkeypa
         assert relative_error(got[name], want[name]) < 1e-5, name
     net.varlen = False
     assert torch.equal(net(x, y, documents=documents), masked)
-    net.varlen, net.cfg.dropout = True, 0.1  # no kernel has both; evaluation drops nothing
-    calls.clear()
-    net(x, y, documents=documents)
-    assert not calls
-    net.eval()(x, y, documents=documents)
-    assert len(calls) == 2
 
 
 def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch):
     """varlen_attn itself, whose kernel is a GPU's: traced, not run."""
     import torch.nn.attention.varlen  # noqa: F401
 
-    monkeypatch.setattr(model, "can_border", lambda *_: True)
+    monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
     net, graphs = random_model(tiny_config(n_kv_head=2)), []
 
     def backend(graph, _inputs):
