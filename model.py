@@ -621,11 +621,12 @@ def memory_table(
     copies = size * matrices if size < 4 else 0
     kept = cfg.n_layer * N * 4 * C if activation_checkpointing else cfg.n_layer * block + copies
     activations = kept + block * (3 if activation_checkpointing else 1)  # backward of a block takes as much again
-    activations += N * T * (size + 1) if doc_mask else 0
+    activations += N * T * (size + 1) if doc_mask and device_type != "cpu" else 0
     chunk = min(N, max(1, CHUNK_ELEMENTS // V)) * V
     # glibc's heap keeps holes between what is freed: of the short-lived part 0.15 to 0.5 in float32, 0.3 to 0.8 in half
-    # precision or where adapters keep small tensors between large ones, measured on 20 shapes.
-    holes = 0.6 if adapters else 0.45 if size < 4 else 0.3
+    # precision or where adapters keep small tensors between large ones, measured on 20 shapes; blocks that are computed
+    # again go where the ones before them were.
+    holes = 0.6 if adapters else 0.1 if activation_checkpointing else 0.45 if size < 4 else 0.3
     head = chunk * (4 + 2 * size) + (8 * V * C if whole >= V * C else 0) + N * C * (8 + 3 * size)
     return {
         "weights": 4 * total,

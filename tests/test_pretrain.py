@@ -334,7 +334,7 @@ def document_losses(model: Transformer, x: torch.Tensor, y: torch.Tensor, eot_id
 
 def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
     for flag in ("True", "False"):
-        flags = [f"--data_dir={mixed}/odd", "--max_steps=4", "--eval_steps=3", f"--doc_mask={flag}"]
+        flags = [f"--data_dir={mixed}/odd", "--max_steps=20", "--eval_steps=3", f"--doc_mask={flag}"]
         assert run(*flags, f"--out_dir={tmp_path / flag}") == 0
     model, eot_id = checkpoint.load_model(tmp_path / "True" / "latest").eval(), Tokenizer.load(mixed).eot_id
     batches = list(val_batches(TokenData(mixed / "odd", "val"), 32, 2, 3))
