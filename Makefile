@@ -1,4 +1,5 @@
-# make demo    raw text -> tokenizer -> token files -> a small trained model -> samples; no download, two CPU cores
+# make demo    raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
+#              download, two CPU cores
 # make test    every test         make lint    ruff         make clean    remove what the others made, but .venv
 PYTHON ?= python3
 VENV := .venv
@@ -23,6 +24,9 @@ demo: $(VENV)/core
 		--out_dir=data/demo --vocab_size=4096
 	$(PY) pretrain.py config/demo.py
 	$(PY) sample.py --init_from=out/demo --prompt=The --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
+	$(PY) prepare.py --input=python-docs --kind=chat --out_dir=data/demo_chat --tokenizer_dir=data/demo
+	$(PY) sft.py config/demo_sft.py
+	$(PY) sample.py --init_from=out/demo_sft --prompt='What does the method list.append do?' --temperature=0
 
 test: lint
 	$(PY) -m pytest -q
@@ -31,5 +35,5 @@ lint: $(VENV)/tests
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf data/demo data/debug out/demo out/debug .pytest_cache .ruff_cache .hypothesis
+	rm -rf data/demo data/demo_chat data/debug out/demo out/demo_sft out/debug out/debug_sft .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +
