@@ -364,7 +364,8 @@ class Transformer(nn.Module):
         x = self.embed(idx, starts)
         if starts is not None:
             dtype, dropped = compute_dtype(x), self.training and self.cfg.dropout > 0
-            if self.varlen and (x.is_cpu or not dropped and can_border(x.device, dtype, self.cfg.head_dim)):
+            one_by_one = x.is_cpu and T > PLAIN_ATTENTION_LENGTH  # shorter rows gain nothing by it
+            if self.varlen and (one_by_one or not dropped and can_border(x.device, dtype, self.cfg.head_dim)):
                 borders = document_borders(starts, len(x) * (T if x.is_cpu else math.ceil(T / MEAN_DOCUMENT_TOKENS)))
             else:
                 mask = document_mask(starts, dtype)
@@ -621,7 +622,8 @@ def memory_table(
     copies = size * matrices if size < 4 else 0
     kept = cfg.n_layer * N * 4 * C if activation_checkpointing else cfg.n_layer * block + copies
     activations = kept + block * (3 if activation_checkpointing else 1)  # backward of a block takes as much again
-    activations += N * T * (size + 1) if doc_mask and device_type != "cpu" else 0
+    masked = doc_mask and (device_type != "cpu" or T <= PLAIN_ATTENTION_LENGTH)
+    activations += N * T * (size + 1) if masked else 0
     chunk = min(N, max(1, CHUNK_ELEMENTS // V)) * V
     # glibc's heap keeps holes between what is freed: of the short-lived part 0.15 to 0.5 in float32, 0.3 to 0.8 in half
     # precision or where adapters keep small tensors between large ones, measured on 20 shapes; blocks that are computed

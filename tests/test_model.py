@@ -324,9 +324,11 @@ def test_positions_lengths_and_borders_of_documents():
     assert got.dtype == torch.int32 and got.tolist() == [0, 10, 32, 64, 64]  # one more could begin
 
 
+@pytest.mark.parametrize("longest", [0, 512], ids=["one by one", "masked"])
 @pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
-def test_packed_conversations_are_as_if_alone(shape):
+def test_packed_conversations_are_as_if_alone(shape, longest, monkeypatch):
     """Losses and gradients of the documents given by number, each against a call of its own."""
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", longest)
     net = random_model(tiny_config(**SHAPES[shape]))
     documents, x, y = packed(), random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
     y[documents == -1] = IGNORE
@@ -385,6 +387,7 @@ def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, monkeypa
     masked = net(x, y, documents=documents)
     want = gradients(net, masked)
     net.varlen = True
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
     monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
     calls = []
     monkeypatch.setattr(
@@ -404,6 +407,7 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
     """varlen_attn itself, whose kernel is a GPU's: traced, not run."""
     import torch.nn.attention.varlen  # noqa: F401
 
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
     monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
     net, graphs = random_model(tiny_config(n_kv_head=2)), []
 

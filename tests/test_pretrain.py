@@ -29,6 +29,7 @@ import prepare
 from data import Batches, ShardWriter, TokenData, val_batches
 from model import ModelConfig, Transformer, parameter_table
 from tokenizer import Tokenizer
+from tokenizer import extended as extend_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2"]
@@ -691,6 +692,7 @@ CONFIGS = [str(path) for path in sorted(ROOT.glob("config/*.py")) if " pretrain.
 SHRUNK = ["--n_layer=1", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--head_dim=0", "--ffn_dim=0", "--vocab_size=0"]
 SHRUNK += ["--block_size=32", "--batch_size=2", "--total_batch_tokens=0", "--max_steps=3", "--eval_steps=2"]
 SHRUNK += ["--device=cpu", "--dtype=float32", "--compile=False", "--warmup_steps=1"]
+SHRUNK += ["--trainable=all", "--domain="]  # config/continue.py begins with a model
 
 
 @pytest.mark.parametrize("config", ["", *CONFIGS], ids=os.path.basename)
@@ -716,6 +718,82 @@ def test_peak_memory_is_the_printed_estimate(tmp_path, data_dir, flags):
     )  # fmt: skip
     estimate = float(re.search(r"memory +([\d.]+) GiB", output)[1])
     assert events(tmp_path / "out", "train")[-1]["memory_gib"] == pytest.approx(estimate, rel=0.15)
+
+
+# ---- continued pretraining ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def extended(tmp_path_factory, data_dir) -> Path:
+    """base: a model of the debug tokenizer; data: Chinese and English with 128 tokens more."""
+    folder = tmp_path_factory.mktemp("extended")
+    tokenizer = Tokenizer.load(data_dir)
+    (folder / "base").mkdir()
+    torch.manual_seed(3)
+    base = Transformer(ModelConfig(tokenizer.vocab_size, 32, 2, 4, 2, 32, tie_embeddings=False))
+    checkpoint.write_model(folder / "base", base, tokenizer)
+    more = extend_tokenizer(tokenizer, ["春天的花园里有一只猫。" * 20, "夏天的雨下得很大。" * 20], 100)
+    more.save(folder / "data")
+    shards = []
+    for split in ("train", "val"):
+        for source, text in (("field", "春天的雨。" * 300), ("general", "It is an example of text. " * 200)):
+            writer = ShardWriter(folder / "data", split, more.vocab_size, more.eot_id, source=source)
+            for _ in range(4):
+                writer.add(np.array(more.encode(text)), len(text.encode()))
+            shards += writer.close()
+    weights = {"field": 0.5, "general": 0.5}
+    token_files.write_manifest(folder / "data", more.vocab_size, more.eot_id, more.fingerprint(), shards, {}, weights)
+    return folder
+
+
+PARTS = ["--trainable=embed,lm_head,lora", "--lora_rank=4", "--optimizer=adamw"]
+
+
+def test_new_tokens_begin_as_the_mean_and_only_the_named_parts_learn(run, tmp_path, extended, capsys):
+    flags = [f"--init_from={extended / 'base'}", f"--data_dir={extended / 'data'}", "--domain=field", *PARTS]
+    assert run(*flags, "--max_steps=12", "--eval_every=12", "--weight_decay=0") == 0
+    assert "50 % of the tokens from step 0 on are of a new domain" in capsys.readouterr().out
+    old, new = checkpoint.load_model(extended / "base"), checkpoint.load_model(tmp_path / "out" / "latest")
+    n_old, n_new = old.cfg.vocab_size, new.cfg.vocab_size
+    assert n_new == n_old + 128
+    evals = events(tmp_path / "out", "eval")
+    assert evals[-1]["val_loss/field"] < evals[0]["val_loss/field"]
+    assert run(*flags, "--max_steps=1", "--learning_rate=0", "--min_lr=0", f"--out_dir={tmp_path / 'still'}") == 0
+    still = checkpoint.load_model(tmp_path / "still" / "latest")
+    for weights in ("embed_tokens.weight", "lm_head.weight"):
+        before, rows = dict(old.named_parameters())[weights], dict(still.named_parameters())[weights]
+        assert torch.equal(rows[:n_old], before)
+        torch.testing.assert_close(rows[n_old:], before.mean(0).expand(128, -1))
+    frozen = load_file(tmp_path / "out" / "latest" / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in frozen} == {"embed_tokens", "lm_head", "lora_A", "lora_B"}
+    assert torch.equal(new.norm.weight, old.norm.weight)
+    assert not torch.equal(new.layers[0].mlp.up_proj.weight, old.layers[0].mlp.up_proj.weight)
+
+
+def test_a_stopped_run_with_adapters_continues_to_the_bit(run, tmp_path, extended):
+    flags = [f"--init_from={extended / 'base'}", f"--data_dir={extended / 'data'}", *PARTS, "--lora_dropout=0.1"]
+    flags += ["--save_every=3", "--max_steps=6"]
+    assert run(*flags, f"--out_dir={tmp_path / 'a'}") == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    shutil.rmtree(tmp_path / "b" / "step_000006")
+    assert run(*flags, f"--out_dir={tmp_path / 'b'}") == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    mine, theirs = (load_file(tmp_path / out / "latest" / "adapter_model.safetensors") for out in "ab")
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine.keys() | theirs.keys())
+
+
+def test_what_cannot_be_continued_is_refused(run, tmp_path, extended, data_dir):
+    new = [f"--init_from={extended / 'base'}", f"--data_dir={extended / 'data'}"]
+    for flags, says in (
+        (["--trainable=lora"], "init_from"),
+        ([*new, "--trainable=lora"], "use trainable='embed,lm_head,lora'"),
+        ([*new, "--trainable=embed,nothing"], "'nothing'"),
+        ([*new, "--domain=field,other"], "'other'"),
+        ([f"--init_from={extended / 'base'}", f"--data_dir={data_dir}", "--trainable=lora", "--lora_rank=0"], "rank"),
+    ):
+        with pytest.raises(Exception, match=re.escape(says)) as caught:
+            run(*flags)
+        assert caught.value.one_line and not (tmp_path / "out").exists()
 
 
 # ---- gradients against torch ----------------------------------------------------------------------------------------
