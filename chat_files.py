@@ -181,6 +181,8 @@ class Reader:
         """Raise DataError if there is nothing to train on."""
         if n_found:
             return
+        if not self.n_read:
+            raise DataError(f"data: {name} is empty: no row in it")
         if self.n_read == self.n_strange:
             tried = " | ".join(shape.keys for shape in shapes.SHAPES["chat"])
             first = f"; first: {self.places[0].split('; chat is known by')[0]}" if self.places else ""

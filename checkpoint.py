@@ -43,6 +43,7 @@ from tokenizer import Tokenizer
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
+KEEP = "keep"  # a step that holds a file of this name is never removed: adapters need it
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Settings of those architectures beside the sizes, with the only value that model.py computes. Absent or null means it.
 FIXED = {
@@ -185,7 +186,9 @@ def commit(temp: Path, final: Path) -> None:
     """Contents to the disk, then the name. A step that exists steps aside until the new one has its name."""
     for path in temp.iterdir():
         sync(path)
-    write_json(temp / "checksums.json", {path.name: sha256(path) for path in sorted(temp.iterdir())})
+    # Where an adapter's base is may change: its directory is moved. That file is to be edited then.
+    fixed = [path for path in sorted(temp.iterdir()) if path.name != lora.CONFIG_FILE]
+    write_json(temp / "checksums.json", {path.name: sha256(path) for path in fixed})
     sync(temp / "checksums.json")
     sync(temp)
     old = final.with_name(f".{final.name}.old")
@@ -208,7 +211,7 @@ def tidy(out_dir: Path, step: int, keep_last: int, keep_best: int) -> None:
     for name, path in zip_longest(BEST, best):
         point(out_dir / name, path)
     for path in steps[:-keep_last] if keep_last else []:
-        if path not in best:
+        if path not in best and not (path / KEEP).exists():
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))  # half removed, it must not look finished
 
 
@@ -417,7 +420,7 @@ def base_of(directory: str | Path) -> Path:
     if not name or not path.is_dir():
         raise CheckpointError(
             f"checkpoint: {Path(directory) / lora.CONFIG_FILE} names base_model_name_or_path={name!r}, "
-            "which is no directory; write the one that its base is in"
+            "which is no directory; if the base was moved, write there where it is now"
         )
     return path if is_model(path) else resolve(path)
 

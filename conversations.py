@@ -115,14 +115,18 @@ class Batch(NamedTuple):
     def to(self, device: "str | torch.device") -> "Batch":
         return data.in_each(self, lambda tensor: tensor.to(device, non_blocking=True))
 
-    def even(self) -> "Batch":
+    def even(self, n_rows: int = 0) -> "Batch":
         """The batch with labels that count nothing behind the others, up to one of 16 numbers: tensors of ever new
-        sizes leave holes in the memory, and it grows from step to step."""
+        sizes leave holes in the memory, and it grows from step to step. n_rows: filled up to so many rows of padding,
+        as another number of them would be compiled anew."""
         from torch.nn.functional import pad
 
-        n = -len(self.index) % max(1, self.x.numel() // 16)
+        missing = max(0, n_rows - len(self.x))
+        x = pad(self.x, (0, 0, 0, missing))
+        documents = None if self.documents is None else pad(self.documents, (0, 0, 0, missing), value=-1)
+        n = -len(self.index) % max(1, x.numel() // 16)
         index, targets = pad(self.index, (0, n)), pad(self.targets, (0, n), value=data.IGNORE)
-        return Batch(self.x, self.documents, index, targets, pad(self.weights, (0, n)), pad(self.sources, (0, n)))
+        return Batch(x, documents, index, targets, pad(self.weights, (0, n)), pad(self.sources, (0, n)))
 
 
 def load_rows(rows: Sequence[Rows], sources: np.ndarray, starts: np.ndarray) -> Batch:
@@ -279,10 +283,16 @@ class ChatCorpus:
         return found
 
     def prompts(self, n: int) -> list[tuple[list[dict], str]]:
-        """(messages, the answer that is there) of n validation conversations, from all sources in turn."""
-        of_each = [[(rows.of, i) for i in range(min(n, rows.of.n))] for rows in self.val.values()]
-        chosen = [place for turn in itertools.zip_longest(*of_each) for place in turn if place][:n]
-        talks = [untokenize(of.ids(i)[0], self.tokenizer) for of, i in chosen]
+        """(messages, the answer that is there) of n validation conversations, from all sources in turn; of those that
+        fit into a row, and in which not the assistant alone speaks."""
+
+        def of_one(rows: Rows) -> Iterator[list[dict]]:
+            fitting = (ids for ids, _ in map(rows.of.ids, range(rows.of.n)) if len(ids) <= self.block_size)
+            talks = (untokenize(ids, self.tokenizer) for ids in fitting)
+            return itertools.islice((talk for talk in talks if len(talk) > 1), n)
+
+        of_each = map(of_one, self.val.values())
+        talks = [talk for turn in itertools.zip_longest(*of_each) for talk in turn if talk][:n]
         return [(talk[:-1], talk[-1]["content"]) for talk in talks]
 
     def report(self) -> list[str]:
@@ -292,8 +302,9 @@ class ChatCorpus:
 
     def _report(self, rows: Rows, found: Source) -> Iterator[str]:
         padding = f", {rows.n_padding / (rows.n_rows * self.block_size):.1%} padding" if rows.pack else ""
+        n_used = rows.of.n - sum(rows.dropped.values())
         yield (
-            f"{rows.name}: {rows.of.n:,} conversations for training, {found.val.n:,} held out; {rows.n_rows:,} rows of "
+            f"{rows.name}: {n_used:,} conversations for training, {found.val.n:,} held out; {rows.n_rows:,} rows of "
             f"{self.block_size}{padding}, {rows.n_used.sum():,} tokens, {rows.n_labels.sum():,} of them learnt"
         )
         if rows.n_cut:
@@ -302,6 +313,9 @@ class ChatCorpus:
             yield f"{rows.name}: {found.trimmed:,} lost turns after the last answer"
         for reason, count in (found.dropped + Counter(rows.dropped)).items():
             yield f"{rows.name}: {count:,} left out: {reason}"
+        held_out = self.val.get(rows.name)
+        for reason, count in (held_out.dropped if held_out and held_out.of is found.val else {}).items():
+            yield f"{rows.name}: {count:,} left out of those held out: {reason}"
         yield from found.places
 
 

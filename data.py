@@ -196,6 +196,8 @@ def read_manifest(data_dir: str | Path) -> dict:
     except ValueError as error:
         raise DataError(f"data: {path} is damaged ({error}); {how}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        if isinstance(manifest, dict) and "rows" in str(manifest.get("format")):
+            raise DataError(f"data: {data_dir} was prepared with kind='chat' or 'preference', this needs kind='text'")
         raise DataError(f"data: {path} is not of the format {FORMAT!r}; {how}")
     return manifest
 

@@ -50,8 +50,8 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
     model = checkpoint.load_model(source)
     temp = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temp, ignore_errors=True)  # of a merge that was killed
-    temp.mkdir(parents=True)
     try:
+        temp.mkdir(parents=True)
         checkpoint.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
         settings = source.parent / "config.py"  # of the run, if it is one of ours: how the model came about
         if checkpoint.STEP_NAME.fullmatch(source.name) and settings.exists():

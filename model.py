@@ -33,7 +33,7 @@ CHUNK_ELEMENTS = 2**22
 # 256 tokens, forward and backward (its tiles are small); at 1024 they take 1.4 times.
 PLAIN_ATTENTION_LENGTH = 512
 # The least mean length of documents whose attention goes by borders: it sets aside 128 rows for each that might be.
-MEAN_DOCUMENT_TOKENS = 16
+MEAN_DOCUMENT_TOKENS = 8
 
 
 class ModelError(ValueError):
@@ -378,7 +378,7 @@ class Transformer(nn.Module):
 
     def embed(self, idx: Tensor, starts: Tensor | None) -> Tensor:
         """idx (B, T) int64 -> embeddings (B, T, C). In training with NEFTune's noise (arXiv:2310.05914), uniform up to
-        alpha / sqrt(L C): L is the length of a token's document, the sequence's that it would be by itself."""
+        alpha / sqrt(L C): L is the length of a token's document, where they are given, else of the row."""
         x = self.embed_tokens(idx)
         if self.training and self.neftune_alpha:
             L = idx.shape[1] if starts is None else document_lengths(starts).unsqueeze(-1)

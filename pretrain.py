@@ -246,7 +246,8 @@ def check_domain(domain: str, corpus: Corpus) -> list[str]:
     """Lines that warn of too much of a new field at once: what the model knew fades. Raises ConfigError."""
     names = [name.strip() for name in domain.split(",") if name.strip()]
     if unknown := [name for name in names if name not in corpus.names]:
-        raise ConfigError(f"config: domain names {unknown[0]!r}, the sources are {', '.join(corpus.names)}")
+        has = ", ".join(corpus.names)
+        raise ConfigError(f"config: domain names {unknown[0]!r}, the sources are {has}; name some, or domain=''")
     lines = []
     for first_step, weights in corpus.stages if names else []:
         share = sum(weights[corpus.names.index(name)] for name in names) / sum(weights)

@@ -4,6 +4,7 @@ brings back and holds, and what stops a run.
 The trainers share this file so that resuming is exact in all of them for the same reason; the loops are their own.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -110,6 +111,9 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     out = Path(config["out_dir"])
     if not config["out_dir"] or (out.exists() and not out.is_dir()):
         raise ConfigError(f"config: out_dir={config['out_dir']!r} is not a directory")
+    place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"config: out_dir={config['out_dir']!r}: {place} cannot be written to")
     used = out.exists() and any(out.iterdir())
     if config["resume"] == "never":
         if used:
@@ -164,7 +168,8 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
 
 def check_same_parts(path: Path, saved: dict, config: dict) -> None:
     """A resumed run trains what it trained before. Raises ConfigError."""
-    for key in ("trainable", "lora_rank", "lora_alpha", "lora_modules"):
+    keys = ("trainable", "lora_rank", "lora_alpha", "lora_modules")
+    for key in keys if "lora" in config["trainable"] else keys[:1]:
         if saved.get(key, config[key]) != config[key]:
             raise ConfigError(f"config: {path} was trained with {key}={saved[key]!r}, not {config[key]!r}")
 
@@ -187,7 +192,10 @@ def prepare_out_dir(config: dict, script: str) -> None:
     out = Path(config["out_dir"])
     if config["resume"] == "never" and out.exists():
         shutil.rmtree(out)  # check_overwrite has looked at it
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
     write_config(again, f"{out}/config.py", command=f"python {script}.py {out}/config.py")
 
@@ -242,10 +250,18 @@ def load_start(model: Transformer, source: Path, n_known: int) -> None:
 
 
 def frozen_base(resume_from: Path | None, source: Path | None) -> str:
-    """Directory of the weights that adapters are added to: a resumed run's own, whatever init_from has come to mean."""
+    """Directory of the weights that adapters are added to: a resumed run's own, whatever init_from has come to mean. If
+    it is a step of a run, that run will not remove it."""
     if resume_from and checkpoint.is_adapter(resume_from):
-        return str(checkpoint.base_of(resume_from))
-    return str(source.resolve()) if source else ""
+        base = checkpoint.base_of(resume_from)
+    elif source:
+        base = source.resolve()
+    else:
+        return ""
+    if checkpoint.STEP_NAME.fullmatch(base.name):
+        with contextlib.suppress(OSError):  # a directory of others, that cannot be written to
+            (base / checkpoint.KEEP).touch()
+    return str(base)
 
 
 # ---- what a checkpoint holds -----------------------------------------------------------------------------------------

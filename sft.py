@@ -40,9 +40,8 @@ from model import (
     cross_entropy,
     flops_per_token,
     memory_table,
-    parameter_table,
     token_scores,
-)  # fmt: skip
+)
 from optim import Optimizer, learning_rate_at, stays_whole
 from sampling import SamplingParams
 from tokenizer import Tokenizer, chat_ready
@@ -76,7 +75,7 @@ batch_size = 8  # rows per rank and micro-step
 total_batch_tokens = 0  # batch_size x block_size x micro-steps x ranks; 0 = one micro-step on each rank
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
-learning_rate = 2e-5  # peak; adapters take ten times as much
+learning_rate = 2e-5  # peak; give adapters ten times as much: 2e-4
 min_lr = 0.0  # at the end of the schedule
 schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
 warmup_steps = 0  # steps of rising learning rate
@@ -120,15 +119,18 @@ keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss 
 # These decide which conversations a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction")
 DATA_DEFAULTS = {"max_epochs": max_epochs}
-# A model to try the script with, if there is none to begin with.
+FEW_STEPS = 20  # the warm-up and the fall of the learning rate need some
+# To try the script with, if there is no model to begin with: these data, which it makes, and a model of this size.
+DEBUG_DATA = "data/debug/chat.jsonl"
 TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
 
 
 def check_config(config: dict, world_size: int) -> int:
     """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
     runs.check_config(config)
-    for key in ("max_steps", "neftune_alpha", "eval_answers", "val_fraction"):
+    for key in ("max_steps", "neftune_alpha", "eval_answers"):
         runs.check_least(config, key, 0)
+    runs.check_share(config, "val_fraction")
     runs.check_least(config, "eval_new_tokens", 1)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
@@ -141,7 +143,9 @@ def make_debug_data(path: Path) -> None:
         prepare.make_debug_data(str(path.parent))
     if not path.exists():
         conversations = itertools.islice(docs_conversations(), 0, 4000, 20)
-        prepare.write_documents(({"messages": messages} for messages in conversations), path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
+        prepare.write_documents(({"messages": messages} for messages in conversations), part)
+        os.replace(part, path)
 
 
 def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
@@ -157,10 +161,10 @@ def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> 
 
 def plan(
     cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
-    peak: float,
+    peak: float, epochs: str,
 ) -> str:  # fmt: skip
-    """What this run will take, as text: parameters, steps, FLOPs, memory by part, time."""
-    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
+    """What this run will take, as text: parameters, steps and `epochs` of the data, memory by part, time."""
+    trained = trainable_table(cfg, config["trainable"], adapters)
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, config["pack"],
@@ -173,8 +177,8 @@ def plan(
     seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
     rows = config["total_batch_tokens"] // config["block_size"]
     return "\n".join([
-        f"parameters  {params['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
-        f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps",
+        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
+        f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
         f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
         + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
@@ -189,8 +193,8 @@ def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: 
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Mapping[str, Iterable[Batch]], shares: list[float], token_bytes: torch.Tensor,
-    device: torch.device, dtype: torch.dtype,
+    model: Transformer, batches: Mapping[str, Iterable[Batch]], batch_size: int, shares: list[float],
+    token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
     """Over validation conversations that the ranks share out: loss in nats per label, the share of labels that are the
     likeliest token, bits per byte of the answers; if there are several sources, of each, and of such a mixture."""
@@ -199,7 +203,7 @@ def evaluate(
     for source, of_source in enumerate(batches.values()):
         for batch in of_source:
             n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
-            batch = batch.to(device).even()
+            batch = batch.to(device).even(batch_size)
             hidden = label_states(model, batch, device, dtype)
             nats, right = token_scores(hidden, model.lm_head.weight, batch.targets)
             counts = [nats.double().sum().item(), n_labels, right.sum().item(), n_bytes]
@@ -258,10 +262,10 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
-    if Path(data).parent.name == "debug":
-        make_debug_data(Path(data))
-    if source is None and Path(data).parent.name != "debug":
+    if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+    if data == DEBUG_DATA:
+        make_debug_data(Path(data))
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
@@ -271,13 +275,19 @@ if __name__ == "__main__":
     if not corpus.val:
         raise ConfigError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
+    asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
-        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak)
-        print("\n".join([*corpus.report(), text]), flush=True)
+        epochs_text, warnings = corpus.describe(mixture, max_steps * rows_per_step)
+        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs_text)
+        if source and block_size > (learnt := checkpoint.load_config(source).block_size):
+            warnings += [f"warning     {source} has learnt rows of {learnt} tokens, not of block_size={block_size}"]
+        if max_steps < FEW_STEPS:
+            warnings += [f"warning     only {max_steps} steps; lower total_batch_tokens, or raise epochs or max_steps"]
+        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
     resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
@@ -315,6 +325,7 @@ if __name__ == "__main__":
         muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
     )  # fmt: skip
     if compile:
+        torch._dynamo.config.recompile_limit = 64  # padded rows have 8 widths, in training and evaluation
         raw_model.compile_blocks(partial(torch.compile, dynamic=False))
     model = raw_model  # compiled block by block, so it is the same object
 
@@ -326,7 +337,7 @@ if __name__ == "__main__":
         runs.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        runs.prepare_out_dir(config, "sft")
+        runs.prepare_out_dir(asked, "sft")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
         load=corpus.load, valid=corpus.label_weight,
@@ -341,7 +352,7 @@ if __name__ == "__main__":
 
     def evaluate_now(step: int) -> float:
         """The validation loss; all scores go to the log."""
-        scores = evaluate(model, val(), shares, token_bytes, torch_device, torch_dtype)
+        scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         scores["self_stop"] = answer_questions(model, tokenizer, questions, eval_new_tokens, world)
         answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in asked], eval_new_tokens)
         report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(asked, answers, strict=True)])

@@ -371,7 +371,7 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     bad = message(write(tmp_path / "d.jsonl", [{"messages": [user("q"), user("q"), assistant("a")]}]))
     assert "no usable conversation (1 two user turns in a row); first:" in bad and "d.jsonl:1:" in bad
     assert "no file matches" in message(str(tmp_path / "nope.jsonl"))
-    assert "holds no conversations" in message(write(tmp_path / "e.jsonl", []))
+    assert "is empty" in message(write(tmp_path / "e.jsonl", []))
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
     assert "nothing to train on in f.jsonl: 1 no answer fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))

@@ -165,7 +165,7 @@ def test_evaluation_equals_a_count_by_hand(base):
     model, corpus = checkpoint.load_model(base / "model").eval(), corpus_of(base, pack=True)
     tokenizer = corpus.tokenizer
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    scores = sft.evaluate(model, corpus.val_batches(3, 0), [1.0], token_bytes, torch.device("cpu"), torch.float32)
+    scores = sft.evaluate(model, corpus.val_batches(3, 0), 3, [1.0], token_bytes, torch.device("cpu"), torch.float32)
     nats = labels = right = n_bytes = 0
     with torch.no_grad():
         (rows,) = corpus.val.values()
@@ -224,6 +224,35 @@ def test_a_run_is_complete_and_opens_in_transformers(run, tmp_path, base):
         torch.testing.assert_close(checkpoint.load_model(out / "latest").eval()(ids), theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_the_base_of_adapters_may_move_and_is_not_tidied_away(run, tmp_path, base):
+    """A step of a run stays when that run goes on; a moved base is found where adapter_config.json says."""
+    first, adapted = tmp_path / "first", tmp_path / "adapted"
+    keep = ["--keep_last=1", "--keep_best=0", "--save_every=1"]
+    assert run(f"--out_dir={first}", "--max_steps=1", *keep) == 0
+    assert run(f"--out_dir={adapted}", f"--init_from={first}", "--trainable=lora", "--max_steps=1") == 0
+    assert run(f"--out_dir={first}", "--max_steps=3", *keep) == 0
+    assert sorted(path.name for path in first.glob("step_*")) == ["step_000001", "step_000003"]
+    want = checkpoint.load_model(adapted / "latest").state_dict()
+    first.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="if the base was moved, write there where it is now"):
+        checkpoint.load_model(adapted / "latest")
+    path = adapted / "step_000001" / "adapter_config.json"
+    path.write_text(path.read_text("utf-8").replace(str(first), str(tmp_path / "moved")), encoding="utf-8")
+    found = checkpoint.load_model(checkpoint.resolve(adapted)).state_dict()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+def test_conversations_that_cannot_be_asked_do_not_end_the_evaluation(run, tmp_path):
+    """One too long for the block, one in which the assistant begins; the rest is answered."""
+    rows = [talk(i) for i in range(8)]
+    rows.insert(0, {"messages": [{"role": "user", "content": "long " * 200}, {"role": "assistant", "content": "x"}]})
+    rows.insert(1, {"messages": [{"role": "assistant", "content": "Hello."}]})
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    assert run(f"--data={path}", f"--val_data={path}", "--max_steps=1", "--eval_answers=10") == 0
+    assert tp.events(tmp_path / "out", "eval")[0]["self_stop"] is not None
+
+
 def test_sources_are_logged_apart_and_loss_weights_count(run, tmp_path, base):
     lines = (base / "talks.jsonl").read_text(encoding="utf-8").splitlines()
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
@@ -258,7 +287,7 @@ def assert_same_run(a: Path, b: Path) -> None:
               ["--pack=False", "--trainable=lora"]], ids=["noise", "lora", "padded"],
 )  # fmt: skip
 def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
-    """kill -9 at a random moment after the first save, as often as it takes."""
+    """kill -9 at a random moment after the first save."""
     common = [*flags, "--max_steps=24", "--save_every=4", "--eval_every=8"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -274,6 +303,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
     time.sleep(random.Random(0).random() * 0.2)
     process.kill()
     process.communicate()
+    assert process.returncode == -9
     output = tp.finish(start(killed))
     assert "continuing" in output
     assert_same_run(straight, killed)
@@ -299,6 +329,7 @@ RANK_CASES = {
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
     "lora forward": ["--trainable=lora", "--overlap_step=forward"],
     "lora backward": ["--trainable=lora", "--overlap_step=backward", "--grad_clip=0"],
+    "lora powersgd": ["--trainable=lora", "--compress=powersgd", "--compress_start_step=1"],
     "padded": ["--pack=False", "--total_batch_tokens=1024"],
     "few labels": ["--data=FEW", "--val_data=FEW"],
 }
@@ -317,6 +348,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
+    jobs += [job("no labels", [*RANK_CASES["lora forward"], "--zero1=True"], False)]
     jobs += [job("powersgd", POWERSGD + ["--max_steps=8"], False)]
     jobs += [job("stopped", POWERSGD + ["--max_steps=8"], True)]
     again = [job("stopped", POWERSGD + ["--max_steps=8"], False)]
@@ -354,6 +386,12 @@ def test_adapters_with_powersgd_on_two_ranks_resume_to_the_bit(two_ranks):
     assert_same_run(two_ranks / "powersgd", two_ranks / "stopped")
 
 
+@pytest.mark.dist
+def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
+    losses = [e["loss"] for e in tp.events(two_ranks / "no labels", "train")]
+    assert len(losses) == 4 and all(0 < loss < 7 for loss in losses)
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +402,7 @@ def test_adapters_with_powersgd_on_two_ranks_resume_to_the_bit(two_ranks):
         (["--init_from=nowhere"], "nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--epochs=0"], "epochs must be above 0"),
+        (["--val_fraction=1.5"], "val_fraction must be from 0 to 1"),
         (["--trainable=lora,nonsense"], "nonsense"),
         (["--lora_modules=q_proj,x", "--trainable=lora"], "x"),
         (["--block_size=4"], "block_size"),
@@ -395,5 +434,20 @@ def test_every_shipped_config_trains(run, tmp_path):
             assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
 
 
+def drop_labels_of_rank_1() -> None:
+    """In the run "no labels" rank 1 has none."""
+    load = ChatCorpus.load
+
+    def load_some(corpus: ChatCorpus, sources: list[int], starts: list[int]) -> Batch:
+        batch = load(corpus, sources, starts)
+        if os.environ["RANK"] == "0" or not any(flag.endswith("no labels") for flag in sys.argv):
+            return batch
+        labels = ("index", "targets", "weights", "sources")
+        return batch._replace(**{name: getattr(batch, name)[:0] for name in labels})
+
+    ChatCorpus.load = load_some
+
+
 if __name__ == "__main__":
+    drop_labels_of_rank_1()
     tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "sft.py")
