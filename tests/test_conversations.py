@@ -324,7 +324,9 @@ def test_val_data_and_prompts(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
     assert corpus.train[0].of.n == 80 and corpus.val["b.jsonl"].of.n == 30 and corpus.val_shares() == [1.0]
-    expected = [(talk[:-1], talk[-1]["content"]) for talk in talks(30, 2)]
+    fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
+    expected = [(talk[:-1], talk[-1]["content"]) for talk in fitting]
+    assert 5 < len(expected) < 30  # the others could not be asked
     assert corpus.prompts(5) == expected[:5] and corpus.prompts(100) == expected
     odd = [user("two\nlines\n"), assistant("<|im_end|> \n\n 🙂 ")]
     assert untokenize(tokenize(odd, tok)[0], tok) == odd
