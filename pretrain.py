@@ -29,7 +29,7 @@ from generate import begin_prompt, generate, never_sampled
 from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
 from mixture import parse_data_dir
-from model import IGNORE, ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
+from model import IGNORE, ModelConfig, Transformer, flops_per_token, parameter_table
 from optim import Optimizer, learning_rate_at, stays_whole
 from sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -165,17 +165,6 @@ def plan(
     flops = flops_per_token(cfg, config["block_size"])
     adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
     trained = trainable_table(cfg, config["trainable"], adapters)
-    memory = memory_table(
-        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, config["doc_mask"],
-        trained["trainable"], trained["adapters"],
-    )  # fmt: skip
-    memory["process"] = train_utils.process_bytes(device)
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
-    if config["compress"] == "powersgd":
-        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
-        memory["compression error"] = 4 * matrices
     shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
     seconds = tokens * flops / (peak * world_size)
     lines = [
@@ -186,8 +175,7 @@ def plan(
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
-        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
-        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        runs.describe_memory(cfg, config, trained, config["doc_mask"], world_size, device, dtype),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ]
     return "\n".join(lines)

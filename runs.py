@@ -20,7 +20,7 @@ import train_utils
 from configurator import ConfigError, write_config
 from data import Batches, same_order
 from lora import resize_vocab
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, memory_table, parameter_table
 from optim import SCHEDULES, Optimizer
 from tokenizer import Tokenizer
 
@@ -101,6 +101,27 @@ def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
     if reason := dist.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16):
         raise ConfigError(f"config: {reason}")
     return device, dtype
+
+
+def describe_memory(
+    cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
+    dtype: torch.dtype,
+) -> str:  # fmt: skip
+    """A line of what a rank will hold, by part. trained: of lora.trainable_table; masked: documents share rows."""
+    memory = memory_table(
+        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
+        config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
+        trained["adapters"],
+    )  # fmt: skip
+    memory["process"] = train_utils.process_bytes(device)
+    if config["zero1"]:
+        memory["optimizer"] /= world_size
+    if config["compress"] == "powersgd":
+        params = parameter_table(cfg)
+        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
+        memory["compression error"] = 4 * min(matrices, trained["trainable"])
+    parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
+    return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
 
 
 # ---- where a run begins ----------------------------------------------------------------------------------------------

@@ -33,15 +33,7 @@ from corpus import docs_conversations
 from data import Batches
 from generate import generate, never_sampled
 from lora import LoRAConfig, set_trainable, trainable_table
-from model import (
-    IGNORE,
-    ModelConfig,
-    Transformer,
-    cross_entropy,
-    flops_per_token,
-    memory_table,
-    token_scores,
-)
+from model import IGNORE, ModelConfig, Transformer, cross_entropy, flops_per_token, token_scores
 from optim import Optimizer, learning_rate_at, stays_whole
 from sampling import SamplingParams
 from tokenizer import Tokenizer, chat_ready
@@ -165,22 +157,13 @@ def plan(
 ) -> str:  # fmt: skip
     """What this run will take, as text: parameters, steps and `epochs` of the data, memory by part, time."""
     trained = trainable_table(cfg, config["trainable"], adapters)
-    memory = memory_table(
-        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, config["pack"],
-        trained["trainable"], trained["adapters"],
-    )  # fmt: skip
-    memory["process"] = train_utils.process_bytes(device)
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
     tokens = config["total_batch_tokens"] * config["max_steps"]
     seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
     rows = config["total_batch_tokens"] // config["block_size"]
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
-        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: "
-        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        runs.describe_memory(cfg, config, trained, config["pack"], world_size, device, dtype),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
