@@ -34,7 +34,7 @@ CHOICES = {
     "compress": dist.COMPRESS,
 }  # fmt: skip
 # What a run leaves in its directory: overwrite=True deletes nothing else.
-OWN_FILES = re.compile(r"(config\.py|log\.jsonl|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
+OWN_FILES = re.compile(r"(config\.py|log\.jsonl|reference\.safetensors|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
 
 
 class TrainingError(RuntimeError):

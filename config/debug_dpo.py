@@ -1,0 +1,26 @@
+"""Touches every line of dpo.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
+
+    python dpo.py config/debug_dpo.py
+    torchrun --standalone --nproc_per_node=2 dpo.py config/debug_dpo.py        # the same losses
+
+A laptop's CPU.
+"""
+
+out_dir = "out/debug_dpo"
+init_from = ""
+data = "data/debug/dpo.jsonl"
+val_fraction = 0.1
+device = "cpu"
+dtype = "float32"
+compile = False
+block_size = 256
+batch_size = 4
+total_batch_pairs = 8  # two micro-steps, or two ranks
+max_steps = 50
+warmup_steps = 5
+warmup_fraction = 0.0
+learning_rate = 1e-3
+eval_every = 25
+eval_steps = 4
+save_every = 25
+log_every = 5

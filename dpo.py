@@ -1,0 +1,434 @@
+"""Preference tuning: of two answers to a prompt the model learns to prefer the chosen one.
+
+python dpo.py config/debug_dpo.py                                                  # CPU, seconds, needs nothing
+python dpo.py config/dpo.py --init_from=out/sft --data=pairs.jsonl                 # all weights
+torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sft --data='a.jsonl=0.5,b=0.5'
+
+It begins with a checkpoint of sft.py or any Hugging Face Llama or Qwen3 directory, and compares the log-probability of
+an answer, its <|im_end|> included, with what it was at the beginning: the reference. These numbers are computed once,
+into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
+"""
+
+import copy
+import gc
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import checkpoint
+import ddp as dist
+import prepare
+import runs
+import train_utils
+from configurator import ConfigError, configure
+from corpus import docs_conversations
+from data import Batches
+from lora import LoRAConfig, set_trainable, trainable_table
+from mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from model import ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
+from optim import Optimizer, learning_rate_at, stays_whole
+from pairs import PairBatch, PairCorpus
+from preference import (
+    METRICS,
+    REFERENCE_FREE,
+    about_reference,
+    answer_logps,
+    check_losses,
+    compute_reference,
+    losses_and_metrics,
+    open_reference,
+    reference_logps,
+    save_reference,
+)  # fmt: skip
+from tokenizer import Tokenizer, chat_ready
+
+# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
+init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the pairs
+val_fraction = 0.02  # of the pairs, by their prompts; for data that have no validation of their own
+resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # order of the data, dropout, adapters
+# loss
+loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo (see pair_losses)
+beta = 0.1  # how much a log-ratio counts; sigmoid_norm and simpo, whose are means per token, want 2
+label_smoothing = 0.0  # cdpo, robust: the share of pairs that are thought to be the wrong way round, below 0.5
+gamma = 0.5  # simpo: the margin by which the chosen answer should win
+nll_weight = 0.0  # adds this times the chosen answer's loss per token, which keeps it likely; 0.1 to 1 is usual
+nll_prompt = False  # that loss, and orpo's, over the prompt too
+reference = "precomputed"  # precomputed | model (a second one, in memory) | adapter_off (trainable='lora')
+reference_file = ""  # precomputed log-probabilities of another run; "" = out_dir/reference.safetensors
+# what is trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
+lora_rank = 16  # of the matrices that are added
+lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
+lora_dropout = 0.0  # on what the adapters read
+lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
+dropout = 0.0  # above 0 the log-ratios are noise from the first step on
+# data
+block_size = 1024  # most tokens of a prompt and an answer; a pair that is longer is left out
+epochs = 1.0  # passes over the pairs of all sources
+max_steps = 0  # 0 = as many as epochs takes
+max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+competence = 1.0  # share of the pairs seen at first, the easiest; needs a 'difficulty' in each row
+competence_steps = 0  # steps until all pairs are seen
+competence_schedule = "sqrt"  # how the share grows: sqrt | linear
+# batch
+batch_size = 4  # pairs, so twice as many rows, per rank and micro-step
+total_batch_pairs = 0  # batch_size x micro-steps x ranks; 0 = one micro-step on each rank
+# optimizer
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
+learning_rate = 1e-6  # peak; adapters take ten times as much
+min_lr = 0.0  # at the end of the schedule
+schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
+warmup_steps = 0  # steps of rising learning rate
+warmup_fraction = 0.1  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
+decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
+decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
+stable_lr = 0.0  # wcsd: the plateau
+weight_decay = 0.0  # on matrices only
+beta1 = 0.9
+beta2 = 0.95
+momentum = 0.95  # Muon's
+grad_clip = 1.0  # global norm; 0.0 = off
+max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
+# system
+device = "auto"  # auto | cpu | cuda | mps
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
+compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
+compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
+compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
+compress_embedding = False  # powersgd: the embedding and the head too
+overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
+zero1 = False  # share the optimizer's state and work out among the ranks
+ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
+timeout_s = 300.0  # give up on a collective after this long
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop
+# evaluation, log, checkpoints
+eval_every = 100  # steps; also before the first and after the last step
+eval_steps = 50  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
+log_every = 10  # steps
+save_every = 500  # steps; also after the last step
+keep_last = 2  # newest checkpoints kept; 0 = all
+keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
+
+# These decide which pairs a step sees; a resumed run must not change them.
+DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
+ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
+DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}  # recorded only where they differ from these
+# To try the script with, if there is no model to begin with: these data, which it makes, and a model of this size.
+DEBUG_DATA = "data/debug/dpo.jsonl"
+TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
+
+
+def check_config(config: dict, world_size: int) -> int:
+    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config | {"total_batch_tokens": 0})
+    check_losses(config)
+    runs.check_choice(config, "reference", ("precomputed", "model", "adapter_off"))
+    for key in ("max_steps", "val_fraction", "total_batch_pairs"):
+        runs.check_least(config, key, 0)
+    runs.check_least(config, "competence_steps", int(config["competence"] < 1))
+    runs.check_share(config, "competence")
+    runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+    if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
+        raise ConfigError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
+    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
+        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    per_micro_step = config["batch_size"] * world_size
+    total = config["total_batch_pairs"] or per_micro_step
+    if total % per_micro_step:
+        raise ConfigError(
+            f"config: total_batch_pairs={total} must be a multiple of batch_size*world_size = "
+            f"{config['batch_size']}*{world_size} = {per_micro_step}"
+        )
+    return total // per_micro_step
+
+
+def make_debug_data(path: Path) -> None:
+    """Some questions about Python with their answer and its words in reverse, and a tokenizer beside them."""
+    if not path.parent.exists():
+        prepare.make_debug_data(str(path.parent))
+    if not path.exists():
+        talks = ((talk[:1], talk[1]["content"]) for talk in itertools.islice(docs_conversations(), 0, 4000, 20))
+        pairs = ({"prompt": asked, "chosen": said, "rejected": " ".join(said.split()[::-1])} for asked, said in talks)
+        part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
+        prepare.write_documents(pairs, part)
+        os.replace(part, path)
+
+
+def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
+    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked."""
+    if source is None:
+        return ModelConfig(token_vocab, block_size=config["block_size"], dropout=config["dropout"], **TINY)
+    cfg = checkpoint.load_config(source)
+    return replace(
+        cfg, vocab_size=max(cfg.vocab_size, token_vocab), block_size=max(cfg.block_size, config["block_size"]),
+        dropout=config["dropout"],
+    )  # fmt: skip
+
+
+def plan(
+    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
+    peak: float, epochs: str,
+) -> str:  # fmt: skip
+    """What this run will take at most, as text: parameters, steps and `epochs` of the data, memory by part, time."""
+    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
+    memory = memory_table(
+        cfg, 2 * config["batch_size"], config["block_size"], dtype, config["optimizer"],
+        config["activation_checkpointing"], config["compile"], device.type, False,
+        trained["trainable"], trained["adapters"],
+    )  # fmt: skip
+    memory["process"] = train_utils.process_bytes(device)
+    if config["reference"] == "model" and config["loss"] not in REFERENCE_FREE:
+        memory["reference"] = 4 * params["total"]
+    if config["zero1"]:
+        memory["optimizer"] /= world_size
+    tokens = 2 * config["total_batch_pairs"] * config["max_steps"] * config["block_size"]
+    seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
+    return "\n".join([
+        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
+        f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps, {epochs}",
+        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank with pairs of {config['block_size']} tokens: "
+        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        f"time        below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+    ])  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(
+    model: Transformer, batches: Mapping[str, Iterable[PairBatch]], shares: list[float], config: Mapping,
+    reference_of: Callable[[PairBatch], Tensor], device: torch.device, dtype: torch.dtype,
+) -> dict[str, float]:  # fmt: skip
+    """Loss and METRICS, means over validation pairs that the ranks share out; if there are several sources, the loss
+    and the accuracy of each, and the rest of such a mixture."""
+    model.eval()
+    sums = torch.zeros(len(batches), 2 + len(METRICS), dtype=torch.float64)  # pairs, loss, metrics
+    for source, of_source in enumerate(batches.values()):
+        for batch in of_source:
+            batch = batch.to(device)
+            logps, n_tokens = answer_logps(model, batch, device, dtype, config["nll_prompt"])
+            losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
+            found = torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1)
+            sums[source] += found.double().cpu()
+    dist.all_reduce_sum(sums)
+    model.train()
+    means = sums[:, 1:] / sums[:, :1].clamp(min=1)
+    mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * means).sum(0).tolist()
+    scores = dict(zip(("val_loss", *METRICS), mixed, strict=True))
+    if len(batches) > 1:
+        for name, of_source in zip(batches, means.tolist(), strict=True):
+            scores |= {f"val_loss/{name}": of_source[0], f"accuracy/{name}": of_source[4]}
+    return scores
+
+
+def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
+    log.write("eval", step, scores)
+    parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
+    parts += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
+    parts += [f"rejected {scores['logps/rejected']:.2f} nats"]
+    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    accum_steps = check_config(config, world_size)
+    pairs_per_step = config["total_batch_pairs"] = accum_steps * batch_size * world_size
+    torch_device, torch_dtype = runs.choose_device(config)
+    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+
+    # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
+    source = checkpoint.resolve(init_from) if init_from else None
+    if source is None and data != DEBUG_DATA:
+        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+    if data == DEBUG_DATA:
+        make_debug_data(Path(data))
+    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
+    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = choose_architecture(config, source, tokenizer.vocab_size)
+    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
+    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
+    if not corpus.val:
+        raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
+    n_train = sum(pairs.n_rows for pairs in corpus.train)
+    asked = dict(config)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
+    mixture = corpus.order(
+        seed, pairs_per_step, max_steps, max_epochs, competence, competence_steps, competence_schedule
+    )
+    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
+    order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
+    if rank == 0:
+        epochs_text, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
+        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs_text)
+        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
+    if plan_only:
+        sys.exit(0)
+    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
+    start_step = state.get("step", 0)
+    if resume_from:
+        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        runs.check_same_parts(resume_from, state["config"], config)
+        if rank == 0:
+            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+    kind = "none" if loss in REFERENCE_FREE else reference
+    reference_path = Path(reference_file or f"{out_dir}/reference.safetensors")
+    table, about = None, {}
+    if kind == "precomputed":
+        about = about_reference(source, config, cfg, corpus, str(torch_dtype))
+        if reference_file or resume != "never":  # else what is there is about to be deleted
+            table = open_reference(reference_path, about, corpus.n_pairs)
+
+    # ---- processes
+    stop_signal = train_utils.StopSignal()
+    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    runs.check_ranks_agree({**config, **order, **about, "step": start_step, "dtype": str(torch_dtype)})
+    must_compute = dist.any_rank(kind == "precomputed" and table is None)
+    if world.is_main:
+        runs.prepare_out_dir(asked, "dpo")
+
+    # ---- model, reference, optimizer
+    train_utils.seed_everything(seed)
+    raw_model = Transformer(cfg)
+    if source and (must_compute or kind == "model" or not resume_from):
+        runs.load_start(raw_model, source, n_known)
+    first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device) if kind == "model" else raw_model
+    set_trainable(raw_model, trainable, adapters)
+    base = runs.frozen_base(resume_from, source)
+    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    if compile:
+        torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
+        for one in {raw_model, first_model}:
+            one.compile_blocks(partial(torch.compile, dynamic=False))
+    model = raw_model  # compiled block by block, so it is the same object
+    if must_compute:
+        table = compute_reference(model, corpus, batch_size, world, torch_device, torch_dtype)
+        if world.is_main:
+            save_reference(reference_path, table, about)
+    table = None if table is None else table.to(torch_device)
+    if resume_from:
+        checkpoint.load_weights(raw_model, resume_from)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
+    compress_from = warmup if compress_start_step < 0 else compress_start_step
+    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
+    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
+    opt = Optimizer(
+        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
+        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+    )  # fmt: skip
+
+    # ---- state: fresh, or exactly as it was
+    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    if resume_from:
+        runs.restore(parts, resume_from, state, rank_state, compress)
+    state = rank_state = None  # as large as the optimizer's
+    batches = Batches(
+        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
+        load=corpus.load, valid=corpus.valid,
+    )  # fmt: skip
+    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
+    shares = corpus.val_shares()
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    save_failed, stopping = False, False
+
+    def reference_of(batch: PairBatch) -> Tensor:
+        """Log-probabilities of its answers by the reference, (2, B); 0 where the loss has none."""
+        if kind == "none":
+            return torch.zeros(2, len(batch.number), device=torch_device)
+        if kind == "precomputed":
+            return table[batch.number].T
+        return reference_logps(first_model, batch, torch_device, torch_dtype)
+
+    def evaluate_now(step: int) -> float:
+        """The validation loss; all scores go to the log."""
+        scores = evaluate(model, val(), shares, config, reference_of, torch_device, torch_dtype)
+        report_evaluation(log, step, scores)
+        return scores["val_loss"]
+
+    # ---- the loop
+    gc.collect()
+    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
+    if start_step == 0:
+        evaluate_now(0)
+    mark_time, mark_step = time.perf_counter(), start_step
+    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line, padding too
+    for step in range(start_step + 1, max_steps + 1):
+        lr = learning_rate_at(
+            step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
+        )
+        n_pairs = batches.valid_tokens(step - 1)  # over all micro-steps and ranks
+        sums = torch.zeros(1 + len(METRICS), device=torch_device)  # of the loss and the metrics of this step's pairs
+        ddp.expect_step(opt, lr)
+        for micro_step in range(accum_steps):
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            batch = batches.next()
+            logps, n_tokens = answer_logps(model, batch, torch_device, torch_dtype, nll_prompt)
+            losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
+            loss_of_micro = losses.sum() * (world_size / n_pairs)  # ddp averages over ranks
+            scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call
+            sums += torch.cat((losses.detach()[None], metrics)).sum(1) / n_pairs
+            n_tokens_seen += batch.x.numel()
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
+        # <<< optimizer step
+        log.advance()
+
+        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        if step % log_every == 0 or last or stopping:
+            mean_loss, *means = dist.all_reduce_sum(sums.clone()).tolist()  # waits for the device, so that
+            seconds = time.perf_counter() - mark_time  # this clock is true
+            tokens_per_s = dist.all_reduce_sum(n_tokens_seen).item() / seconds
+            metrics = dict(zip(METRICS, means, strict=True))
+            values = {
+                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
+                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
+                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "epoch": float(mixture.epochs(step * pairs_per_step).max()),
+                "pairs_per_s": (step - mark_step) * pairs_per_step / seconds,
+                "accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"],
+            }  # fmt: skip
+            log.train(step, values | metrics, seconds / (step - mark_step))
+            if skipped[1] >= max_skipped:
+                runs.stop_not_finite(step, int(skipped[1]), sums[0], batches, world_size)
+            mark_time, mark_step = time.perf_counter(), step
+            n_tokens_seen.zero_()
+        pause, val_loss = time.perf_counter(), None
+        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+            ddp.flush()  # updates that wait for the next forward
+        if step % eval_every == 0 or last:
+            val_loss = evaluate_now(step)
+        if step % save_every == 0 or last or stopping:
+            save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+        if stopping:
+            how = "not saved" if save_failed else "the same command continues"
+            log.print(f"stopped by a signal after step {step}; {how}")
+            break
+
+    batches.close()
+    log.close()
+    dist.close()
+    sys.exit(stop_signal.exit_code if stopping else int(save_failed))

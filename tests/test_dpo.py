@@ -1,0 +1,586 @@
+"""dpo.py as users run it: the losses of trl, log-probabilities by hand, the same on any ranks, exact resume."""
+
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import test_pretrain as tp
+import test_pretrain_ranks as tpr
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import checkpoint
+import prepare
+import token_logps
+from lora import LoRAConfig, set_trainable
+from model import IGNORE, ModelConfig, Transformer
+from pairs import PairBatch, PairCorpus, load_pairs
+from preference import LOSSES, REFERENCE_FREE, answer_logps, losses_and_metrics, pair_losses, reference_logps
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=2", "--block_size=128"]
+FLAGS += ["--batch_size=4", "--learning_rate=1e-2", "--peak_tflops=1", "--val_fraction=0.2"]
+CPU = torch.device("cpu"), torch.float32
+SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "nll_weight": 0.0, "nll_prompt": False}
+OF_SUMS = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")  # that trl computes from logits
+
+
+def settings(loss: str, **others: float) -> dict:
+    return SETTINGS | {"loss": loss} | others
+
+
+def pair(i: int) -> dict:
+    """The right answer of several lengths, and a wrong one of another length."""
+    right, wrong = f"It is {2 * i}." + " Yes." * (i % 3), f"No idea about {i}" + ", sorry" * (i % 5)
+    return {"prompt": [{"role": "user", "content": f"What is {i} plus {i}?"}], "chosen": right, "rejected": wrong}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A small model of random weights: base/model, its tokenizer, and pairs.jsonl."""
+    folder = tmp_path_factory.mktemp("base")
+    prepare.make_debug_data(folder / "data")
+    tokenizer = Tokenizer.load(folder / "data")
+    (folder / "model").mkdir()
+    torch.manual_seed(0)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    model = Transformer(cfg)
+    for p in model.parameters():
+        p.data.mul_(4)  # logits that differ
+    checkpoint.write_model(folder / "model", model, tokenizer)
+    (folder / "pairs.jsonl").write_text("\n".join(json.dumps(pair(i)) for i in range(60)), encoding="utf-8")
+    return folder
+
+
+def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
+    common = [f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}", f"--out_dir={out}", *FLAGS]
+    return tp.flags_with_defaults(flags, common)
+
+
+@pytest.fixture
+def run(base, tmp_path, monkeypatch):
+    """run(*flags) -> exit status of dpo.py in this process; out_dir is tmp_path/out unless a flag says other."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["dpo.py", *flags_of(base, tmp_path / "out", *flags)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "dpo.py"), run_name="__main__")
+        return caught.value.code or 0
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def corpus_of(base: Path, rows: list[dict], tmp_path: Path) -> PairCorpus:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return PairCorpus(str(path), Tokenizer.load(base / "model"), 128, seed=1, val_fraction=0.0)
+
+
+def batch_of(base: Path, rows: list[dict], tmp_path: Path) -> PairBatch:
+    """All the rows, in their order, in one batch."""
+    corpus = corpus_of(base, rows, tmp_path)
+    assert corpus.train[0].n_rows == len(rows)
+    return load_pairs(corpus.train, np.zeros(len(rows), int), np.arange(len(rows)))
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "hidden"])
+def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeypatch, frozen):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 8, requires_grad=frozen != "hidden"), torch.randn(11, 8)
+    weight.requires_grad_(frozen != "weight")
+    targets = torch.randint(11, (23,))
+    targets[::5] = IGNORE
+    factors = torch.randn(23)
+    expected = (hidden @ weight.T).log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
+    (expected.exp() * factors).sum().backward()  # a loss that is not linear
+    grads = [t.grad for t in (hidden, weight)]
+    for elements in (11, 40, 10**6):
+        monkeypatch.setattr(token_logps, "CHUNK_ELEMENTS", elements)
+        hidden.grad = weight.grad = None
+        found = token_logps.token_logps(hidden, weight, targets)
+        torch.testing.assert_close(found, expected)
+        (found.exp() * factors).sum().backward()
+        for t, grad in zip((hidden, weight), grads, strict=True):
+            assert (t.grad is None) == (grad is None)
+            assert grad is None or torch.allclose(t.grad, grad, atol=1e-6)
+
+
+def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):
+    """By hand from all the logits of each text alone: the prompt is not counted, the one <|im_end|> is, the newline
+    behind it is not, and neither is padding or another row."""
+    model, tokenizer = checkpoint.load_model(base / "model"), Tokenizer.load(base / "model")
+    rows = [pair(i) for i in (0, 4, 7, 14)] + [pair(3) | {"chosen": "a", "rejected": "b"}]
+    batch = batch_of(base, rows, tmp_path)
+    with torch.no_grad():
+        logps, n_tokens = answer_logps(model, batch, *CPU)
+        for side, key in enumerate(("chosen", "rejected")):
+            for i, row in enumerate(rows):
+                prompt, _ = tokenizer.render(row["prompt"], add_generation_prompt=True)
+                answer = [*tokenizer.encode(row[key]), tokenizer.im_end_id]
+                ids = torch.tensor([prompt + answer])
+                each = model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                assert logps[side, i].item() == pytest.approx(each[-len(answer) :].sum().item(), rel=1e-5)
+                assert n_tokens[side, i] == len(answer)
+                assert (batch.targets[batch.row == side * len(rows) + i] == tokenizer.im_end_id).sum() == 1
+            assert n_tokens[side, -1] == 2  # an answer of one token, and its end
+            alone = [answer_logps(model, batch_of(base, [row], tmp_path), *CPU)[0][side, 0] for row in rows]
+            torch.testing.assert_close(torch.stack(alone), logps[side])
+
+
+def test_equal_answers_have_equal_sums_whatever_is_beside_them(base, tmp_path):
+    """Both sides of the pair made equal after it was read: D = 0 to the bit, in every loss."""
+    model = checkpoint.load_model(base / "model")
+    batch = batch_of(base, [pair(2), pair(9)], tmp_path)
+    B, half = 2, batch.row < 2
+    twice = [torch.cat((t[half], t[half])) for t in (batch.targets, batch.index)]
+    index = torch.cat((twice[1][: half.sum()], twice[1][: half.sum()] + B * batch.x.shape[1]))
+    row = torch.cat((batch.row[half], batch.row[half] + B))
+    x = torch.cat((batch.x[:B], batch.x[:B]))
+    logps, n_tokens = answer_logps(model, batch._replace(x=x, targets=twice[0], index=index, row=row), *CPU)
+    assert torch.equal(logps[0], logps[1]) and torch.equal(n_tokens[0], n_tokens[1])
+    _, metrics = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, settings("sigmoid"))
+    assert not metrics[2].any() and not metrics[3].any()  # a tie is not right
+
+
+def test_forwards_in_training_are_equal_to_the_bit_and_to_the_reference(base, tmp_path):
+    model, batch = checkpoint.load_model(base / "model").train(), batch_of(base, [pair(i) for i in range(5)], tmp_path)
+    first, second = (answer_logps(model, batch, *CPU)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(first, reference_logps(model, batch, *CPU)) and model.training
+    noisy = checkpoint.load_model(base / "model", dropout=0.1).train()
+    assert not torch.equal(answer_logps(noisy, batch, *CPU)[0], first)  # so the comparison can fail
+    assert torch.equal(reference_logps(noisy, batch, *CPU), first)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+LOGPS, REFERENCE, N_TOKENS = (torch.tensor(t)[:, None] for t in ([-10.0, -12.0], [-11.0, -11.5], [4.0, 2.0]))
+GOLDEN = [  # D = 1.5; means per token of the log-ratios 0.25 and -0.25, of the log-probabilities -2.5 and -6
+    ("sigmoid", {}, 0.6209570478),
+    ("cdpo", {"label_smoothing": 0.1}, 0.6359570478),
+    ("robust", {"label_smoothing": 0.1}, 0.6022070478),
+    ("hinge", {}, 0.85),
+    ("ipo", {}, 20.25),
+    ("sigmoid_norm", {"beta": 2.0}, 0.3132616875),
+    ("simpo", {"beta": 2.0}, 0.0015023102),
+    ("orpo", {}, 0.0027408443),
+]
+
+
+@pytest.mark.parametrize("loss, others, value", GOLDEN, ids=LOSSES)
+def test_losses_have_their_golden_values(loss, others, value):
+    reference = torch.zeros_like(REFERENCE) if loss in REFERENCE_FREE else REFERENCE
+    found = pair_losses(LOGPS.double(), reference, N_TOKENS, settings(loss, **others))
+    assert found.item() == pytest.approx(value, abs=1e-9)
+    nll = 2.5  # 10 nats over 4 tokens: orpo adds them, the others where they are asked for
+    for weight in (0.0, 0.2):
+        total, _ = losses_and_metrics(LOGPS, reference, N_TOKENS, settings(loss, nll_weight=weight, **others))
+        assert total.item() == pytest.approx(value + (weight + (loss == "orpo")) * nll, rel=1e-6)
+
+
+def test_gradients_of_dpo_are_the_closed_form():
+    """d/d logp_w = -beta sigmoid(-beta D), and its negative for the rejected answer."""
+    logps = LOGPS.double().requires_grad_()
+    pair_losses(logps, REFERENCE, N_TOKENS, settings("sigmoid")).sum().backward()
+    assert logps.grad[:, 0].tolist() == pytest.approx([-0.0462570155, 0.0462570155], abs=1e-9)
+
+
+def test_losses_are_finite_for_certain_and_for_empty_answers():
+    logps = torch.tensor([[0.0, -1.0], [-2.0, 0.0]], requires_grad=True)
+    for loss in LOSSES:
+        losses, metrics = losses_and_metrics(logps, torch.zeros(2, 2), torch.tensor([[3.0, 2], [0, 1]]), settings(loss))
+        logps.grad = None
+        losses.sum().backward()
+        assert losses.isfinite().all() and logps.grad.isfinite().all() and metrics.isfinite().all(), loss
+
+
+def trl_inputs(batch: PairBatch) -> dict[str, torch.Tensor]:
+    mask = torch.zeros(batch.x.shape, dtype=torch.long).flatten()
+    mask[batch.index + 1] = 1
+    attention = (torch.arange(batch.x.shape[1]) < batch.lengths[:, None]).long()
+    return {"input_ids": batch.x, "attention_mask": attention, "completion_mask": mask.view(batch.x.shape)}
+
+
+@pytest.mark.parametrize("loss", OF_SUMS)
+def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
+    """From the logits of transformers' model: both halves of the batch in their places, answers of unequal lengths."""
+    from transformers import LlamaForCausalLM
+    from trl import DPOTrainer
+
+    batch, config = batch_of(base, [pair(i) for i in (1, 4, 8)], tmp_path), settings(loss, beta=0.3)
+    config["label_smoothing"] = 0.1 if loss == "robust" else 0.0
+    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
+    torch.manual_seed(1)
+    reference = answer_logps(model, batch, *CPU)[0].detach() + torch.randn(2, 3)
+    accelerator = SimpleNamespace(device=CPU[0], gather_for_metrics=lambda x: x, gather=lambda x: x)
+    stub = SimpleNamespace(
+        model=hf, accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
+        f_divergence_type="reverse_kl", beta=0.3, loss_types=[loss], loss_weights=[1.0], use_weighting=False,
+        label_smoothing=config["label_smoothing"], _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+    inputs = trl_inputs(batch) | {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
+    theirs = DPOTrainer._compute_loss(stub, hf, inputs, return_outputs=False)
+    theirs.backward()
+    losses, metrics = losses_and_metrics(*swapped(answer_logps(model, batch, *CPU), reference), config)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(theirs.item(), rel=1e-5)
+    for name, p in hf.named_parameters():
+        mine = dict(model.named_parameters())[name.removeprefix("model.")].grad
+        torch.testing.assert_close(mine, p.grad, atol=2e-5, rtol=1e-3)
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    logged = stub._metrics["train" if hf.training else "eval"]
+    assert metrics.mean(1)[:4].tolist() == pytest.approx([logged[name][0] for name in names], rel=1e-4)
+
+
+def swapped(found: tuple[torch.Tensor, torch.Tensor], reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Arguments of losses_and_metrics from what answer_logps gives."""
+    return found[0], reference, found[1]
+
+
+def test_reference_free_losses_are_those_of_trl():
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    torch.manual_seed(0)
+    logps, n_tokens = -torch.rand(2, 9) * 40 - 0.1, torch.randint(1, 20, (2, 9)).float()
+    means, zeros = logps / n_tokens, torch.zeros(2, 9)
+    stub = SimpleNamespace(
+        alpha=0.0, beta=2.0, simpo_gamma=0.5, loss_type="simpo", label_smoothing=0.0,
+        accelerator=SimpleNamespace(device=CPU[0]),
+    )  # fmt: skip
+    theirs, chosen, rejected = CPOTrainer.cpo_loss(stub, *means)
+    mine, metrics = losses_and_metrics(logps, zeros, n_tokens, settings("simpo", beta=2.0))
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(metrics[:2], torch.stack((chosen, rejected)))
+    stub.beta = 0.1
+    theirs, chosen, rejected, *_ = ORPOTrainer.odds_ratio_loss(stub, *means)
+    torch.testing.assert_close(pair_losses(logps, zeros, n_tokens, settings("orpo")), -theirs)
+    _, metrics = losses_and_metrics(logps, zeros, n_tokens, settings("orpo"))
+    torch.testing.assert_close(metrics[:2], torch.stack((chosen, rejected)))
+
+
+def test_the_prompt_counts_where_it_is_asked_for(base, tmp_path):
+    """As in trl's ORPO: the mean over all tokens of the chosen text, which is transformers' loss."""
+    from transformers import LlamaForCausalLM
+
+    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
+    rows = [pair(1), pair(14)]
+    batch, config = batch_of(base, rows, tmp_path), settings("orpo", nll_prompt=True)
+    logps, n_tokens = answer_logps(model, batch, *CPU, with_prompt=True)
+    torch.testing.assert_close(logps[:2], answer_logps(model, batch, *CPU)[0])
+    losses, _ = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, config)
+    terms = pair_losses(logps[:2], torch.zeros(2, 2), n_tokens[:2], config)
+    for i in range(2):
+        ids = batch.x[i, : batch.lengths[i]][None]
+        assert (losses - terms)[i].item() == pytest.approx(hf(ids, labels=ids).loss.item(), rel=1e-5)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def means_of(out: Path, event: str, key: str) -> list[float]:
+    return [e[key] for e in tp.events(out, event)]
+
+
+def test_margins_grow_from_nothing_and_the_reference_stays(run, tmp_path, base):
+    """Loss ln 2 and margins 0 before and in the first step; after the run the reference is still that of init_from."""
+    flags = ["--max_steps=30", "--learning_rate=2e-3", "--eval_every=15", "--eval_steps=0"]
+    assert run(*flags, "--total_batch_pairs=12", "--warmup_fraction=0.1") == 0
+    out = tmp_path / "out"
+    train, evals = tp.events(out, "train"), tp.events(out, "eval")
+    for first, key in ((train[0], "loss"), (evals[0], "val_loss")):
+        assert first[key] == pytest.approx(0.6931471805599453, abs=1e-6)
+        assert abs(first["rewards/margins"]) < 1e-4 and abs(first["rewards/chosen"]) < 1e-4
+    assert evals[-1]["rewards/margins"] > 0.5 and evals[-1]["rewards/accuracies"] > 0.9
+    assert evals[-1]["val_loss"] < 0.5 and evals[-1]["logps/rejected"] < evals[0]["logps/rejected"] - 5
+    table = load_file(out / "reference.safetensors")["logps"]
+    corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, 1337, val_fraction=0.2)
+    model = checkpoint.load_model(base / "model")
+    for batch in corpus.all_batches(5):
+        torch.testing.assert_close(table[batch.number].T, reference_logps(model, batch, *CPU), atol=1e-4, rtol=1e-5)
+    assert table.shape == (corpus.n_pairs, 2) and (table < 0).all()
+
+
+def test_evaluation_equals_a_count_by_hand(run, tmp_path, base):
+    """Of the weights after the run, over each validation pair alone."""
+    assert run("--max_steps=4", "--eval_steps=0", "--beta=0.5") == 0
+    scores = tp.events(tmp_path / "out", "eval")[-1]
+    corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, 1337, val_fraction=0.2)
+    before, after = (checkpoint.load_model(at) for at in (base / "model", tmp_path / "out" / "latest"))
+    ((_, held_out),) = corpus.val.items()
+    losses, margins, logps = [], [], []
+    for i in range(held_out.n_rows):
+        batch = load_pairs([held_out], np.zeros(1, int), np.array([i]))
+        now, then = (reference_logps(model, batch, *CPU)[:, 0] for model in (after, before))
+        margins.append(0.5 * ((now[0] - then[0]) - (now[1] - then[1])).item())
+        losses.append(-F.logsigmoid(torch.tensor(margins[-1])).item())
+        logps.append(now[0].item())
+    n = held_out.n_rows
+    assert n > 4 and scores["val_loss"] == pytest.approx(sum(losses) / n, rel=1e-4)
+    assert scores["rewards/margins"] == pytest.approx(sum(margins) / n, rel=1e-3, abs=1e-4)
+    assert scores["rewards/accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / n)
+    assert scores["logps/chosen"] == pytest.approx(sum(logps) / n, rel=1e-5)
+
+
+def test_any_micro_batches_give_the_same_steps(run, tmp_path):
+    """The loss is the mean over the pairs of the whole step, not over micro-batches."""
+    for batch_size in (8, 2, 1):
+        flags = [f"--batch_size={batch_size}", f"--out_dir={tmp_path / str(batch_size)}", "--loss=ipo", "--beta=2"]
+        assert run("--total_batch_pairs=8", "--max_steps=4", "--nll_weight=0.1", *flags) == 0
+    for key in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "lengths/rejected", "kl/chosen"):
+        one = means_of(tmp_path / "8", "train", key)
+        for batch_size in (2, 1):
+            other = means_of(tmp_path / str(batch_size), "train", key)
+            assert other == pytest.approx(one, rel=1e-3, abs=1e-5), (key, batch_size)
+
+
+@pytest.mark.parametrize("trainable, kinds", [("lora", ("model", "adapter_off")), ("all", ("model",))])
+def test_every_kind_of_reference_gives_the_same_run(run, tmp_path, trainable, kinds):
+    """Precomputed, of a second model, and of the same model without its adapters."""
+    for kind in ("precomputed", *kinds):
+        flags = [f"--trainable={trainable}", f"--reference={kind}", f"--out_dir={tmp_path / kind}"]
+        assert run("--max_steps=5", "--warmup_fraction=0", "--lora_dropout=0.1", *flags) == 0
+    assert not (tmp_path / "model" / "reference.safetensors").exists()
+    for key in ("loss", "rewards/chosen", "rewards/rejected"):
+        one = means_of(tmp_path / "precomputed", "train", key)
+        assert one[-1] != pytest.approx(one[0], abs=1e-3)  # it learns
+        for kind in kinds:
+            assert means_of(tmp_path / kind, "train", key) == pytest.approx(one, abs=1e-5), key
+
+
+def test_sources_are_evaluated_apart(run, tmp_path, base):
+    lines = (base / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, part in zip(paths, (lines[:40], lines[40:]), strict=True):
+        path.write_text("\n".join(part), encoding="utf-8")
+    assert run(f"--data={paths[0]}=0.75,{paths[1]}=0.25", "--max_steps=3", "--eval_steps=0") == 0
+    scores = tp.events(tmp_path / "out", "eval")[-1]
+    for whole, of_one in (("val_loss", "val_loss"), ("rewards/accuracies", "accuracy")):
+        parts = [scores[f"{of_one}/{path.name}"] for path in paths]
+        assert scores[whole] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
+    beta = {"sigmoid_norm": 2.0, "simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
+    smoothing = 0.1 if loss in ("cdpo", "robust") else 0.0
+    flags = [f"--loss={loss}", f"--beta={beta}", f"--label_smoothing={smoothing}", "--learning_rate=3e-3"]
+    assert run(*flags, "--max_steps=12", "--batch_size=8", "--eval_steps=0") == 0
+    first, last = (tp.events(tmp_path / "out", "eval")[i] for i in (0, -1))
+    assert last["val_loss"] < first["val_loss"] and last["rewards/margins"] > first["rewards/margins"]
+    assert (tmp_path / "out" / "reference.safetensors").exists() == (loss not in REFERENCE_FREE)
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for key in ("loss", "grad_norm", "lr", "rewards/margins"):
+        assert means_of(a, "train", key) == means_of(b, "train", key), key
+    for key in ("val_loss", "rewards/accuracies"):
+        assert means_of(a, "eval", key) == means_of(b, "eval", key), key
+    name = "adapter_model.safetensors" if (a / "latest" / "adapter_model.safetensors").exists() else "model.safetensors"
+    weights, others = (load_file(out / "latest" / name) for out in (a, b))
+    assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+    mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
+    for name, state in mine[0]["optimizer"].items():
+        assert all(torch.equal(state[key], theirs[0]["optimizer"][name][key]) for key in state), name
+    assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
+
+
+@pytest.mark.parametrize(
+    "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--lora_dropout=0.1"]],
+    ids=["all", "lora"],
+)  # fmt: skip
+def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
+    """kill -9 at a random moment after the first save; the reference file is lost, too, and computed again."""
+    common = [*flags, "--max_steps=16", "--save_every=4", "--eval_every=8"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(out: Path) -> subprocess.Popen:
+        command = [sys.executable, str(ROOT / "dpo.py"), *flags_of(base, out, *common)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    whole, process = start(straight), start(killed)
+    while process.poll() is None and not (killed / "latest").exists():
+        time.sleep(0.01)
+    time.sleep(random.Random(0).random() * 0.1)
+    process.kill()
+    process.communicate()
+    (killed / "reference.safetensors").unlink(missing_ok=True)
+    assert "continuing" in tp.finish(start(killed))
+    tp.finish(whole)
+    assert_same_run(straight, killed)
+
+
+def test_a_reference_of_something_else_is_refused(run, tmp_path, base):
+    """Of other weights, pairs or dtype; a file that another run made of the same is taken."""
+    assert run("--max_steps=2", f"--out_dir={tmp_path / 'first'}") == 0
+    made = tmp_path / "first" / "reference.safetensors"
+    before = made.read_bytes()
+    flags = ["--max_steps=2", f"--reference_file={made}"]
+    assert run(*flags) == 0 and not (tmp_path / "out" / "reference.safetensors").exists()
+    assert means_of(tmp_path / "out", "train", "loss") == means_of(tmp_path / "first", "train", "loss")
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("\n".join((base / "pairs.jsonl").read_text().splitlines()[:-1]), encoding="utf-8")
+    cases = [
+        (f"--init_from={tmp_path / 'first' / 'latest'}", "checkpoint"), (f"--data={fewer}", "pairs"),
+        ("--dtype=bfloat16", "dtype"),
+    ]  # fmt: skip
+    for flag, says in cases:
+        with pytest.raises(Exception, match=f"another {says}; delete") as caught:
+            run(*flags, f"--out_dir={tmp_path / 'other'}", flag)
+        assert caught.value.one_line and not (tmp_path / "other").exists()
+    made.write_bytes(b"junk")
+    with pytest.raises(Exception, match="cannot be read") as caught:
+        run(*flags, f"--out_dir={tmp_path / 'other'}")
+    assert caught.value.one_line and before != made.read_bytes()
+
+
+def test_easy_pairs_come_first(run, tmp_path, base):
+    rows = [pair(i) | {"difficulty": float(i)} for i in range(60)]
+    path = tmp_path / "graded.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert run(f"--data={path}", "--max_steps=3", "--competence=0.2", "--competence_steps=3") == 0
+    with pytest.raises(Exception, match="difficulty"):
+        run("--max_steps=3", "--competence=0.2", "--competence_steps=3", f"--out_dir={tmp_path / 'none'}")
+
+
+def test_half_precision_starts_at_ln_2(run, tmp_path):
+    """The reference has the same rounding as the policy."""
+    assert run("--max_steps=1", "--dtype=bfloat16") == 0
+    assert tp.events(tmp_path / "out", "train")[0]["loss"] == pytest.approx(0.6931, abs=2e-2)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=4", "--save_every=2", "--eval_every=2"]
+RANK_CASES = {
+    "all": [],
+    "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
+    "lora off forward": ["--trainable=lora", "--reference=adapter_off", "--overlap_step=forward"],
+    "backward": ["--overlap_step=backward", "--grad_clip=0"],
+    "orpo": ["--loss=orpo", "--nll_prompt=True"],
+}
+
+
+@pytest.fixture(scope="session")
+def two_ranks(base, tmp_path_factory) -> Path:
+    """All cases on 2 ranks in one start, one of them stopped, and that one to its end."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
+        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
+
+    jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
+    flags = ["--max_steps=8", "--reference=model", "--trainable=embed,lm_head"]
+    jobs += [job("straight", flags, False), job("stopped", flags, True)]
+    for part in (jobs, [job("stopped", flags, False)]):
+        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        done = subprocess.run(
+            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+    flags = [flag for flag in RANK_CASES[name] if not flag.startswith(("--zero1", "--overlap"))]
+    assert run(*tp.flags_with_defaults(tuple(flags), ONE_STEP)) == 0
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3), ("logps/chosen", 1e-4)):
+        mine, theirs = (means_of(out, "train", key) for out in (tmp_path / "out", two_ranks / name))
+        assert theirs == pytest.approx(mine, rel=tolerance), key
+    mine, theirs = (means_of(out, "eval", "val_loss") for out in (tmp_path / "out", two_ranks / name))
+    assert theirs == pytest.approx(mine, rel=1e-4)
+    if "reference" not in str(flags) and name != "orpo":
+        tables = [load_file(out / "reference.safetensors")["logps"] for out in (tmp_path / "out", two_ranks / name)]
+        torch.testing.assert_close(*tables)
+
+
+@pytest.mark.dist
+def test_two_ranks_resume_to_the_bit(two_ranks):
+    assert_same_run(two_ranks / "straight", two_ranks / "stopped")
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--init_from="], "init_from"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--loss=dpo"], "loss must be one of"),
+        (["--beta=0"], "beta must be above 0"),
+        (["--label_smoothing=0.1"], "label_smoothing is for"),
+        (["--loss=robust", "--label_smoothing=0.5"], "below 0.5"),
+        (["--nll_prompt=True"], "nll_prompt"),
+        (["--reference=adapter_off"], "trainable='lora'"),
+        (["--reference=adapter_off", "--trainable=embed,lora"], "trainable='lora'"),
+        (["--reference=copy"], "reference must be one of"),
+        (["--epochs=0"], "epochs must be above 0"),
+        (["--total_batch_pairs=6"], "multiple of"),
+        (["--block_size=8"], "block_size"),
+        (["--trainable=lora,nonsense"], "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
+    with pytest.raises(Exception) as caught:
+        run(*flags)
+    assert caught.value.one_line and says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_with_other_pairs_or_parts_is_refused(run, tmp_path):
+    assert run("--trainable=lora", "--max_steps=2") == 0
+    for flag in ("--lora_rank=4", "--trainable=all", "--total_batch_pairs=8", "--val_fraction=0.3"):
+        with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
+            run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
+        assert caught.value.one_line
+
+
+def test_every_shipped_config_trains(run, tmp_path):
+    for path in sorted(ROOT.glob("config/*.py")):
+        if " dpo.py " in path.read_text(encoding="utf-8"):
+            small = ["--max_steps=2", "--total_batch_pairs=0", "--warmup_steps=1"]
+            assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
+            assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
+
+
+def test_the_reference_without_adapters_is_the_model_that_had_none(base, tmp_path):
+    """Adapters that do something are off for the reference and on again after it."""
+    batch = batch_of(base, [pair(i) for i in range(4)], tmp_path)
+    plain, adapted = (checkpoint.load_model(base / "model") for _ in range(2))
+    set_trainable(adapted, "lora", LoRAConfig(4))
+    for name, p in adapted.named_parameters():
+        p.data.add_(0.1 if "lora_B" in name else 0.0)
+    before = answer_logps(adapted, batch, *CPU)[0]
+    torch.testing.assert_close(reference_logps(adapted, batch, *CPU), reference_logps(plain, batch, *CPU))
+    assert torch.equal(answer_logps(adapted, batch, *CPU)[0], before)
+    assert not torch.allclose(before, reference_logps(plain, batch, *CPU), atol=0.1)
+
+
+if __name__ == "__main__":
+    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "dpo.py")
