@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -132,9 +131,8 @@ keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss 
 DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
 ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
 DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}  # recorded only where they differ from these
-# To try the script with, if there is no model to begin with: these data, which it makes, and a model of this size.
+# Made by the script, to try it without anything prepared.
 DEBUG_DATA = "data/debug/dpo.jsonl"
-TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -171,17 +169,6 @@ def make_debug_data(path: Path) -> None:
         part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
         prepare.write_documents(pairs, part)
         os.replace(part, path)
-
-
-def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked."""
-    if source is None:
-        return ModelConfig(token_vocab, block_size=config["block_size"], dropout=config["dropout"], **TINY)
-    cfg = checkpoint.load_config(source)
-    return replace(
-        cfg, vocab_size=max(cfg.vocab_size, token_vocab), block_size=max(cfg.block_size, config["block_size"]),
-        dropout=config["dropout"],
-    )  # fmt: skip
 
 
 def plan(
@@ -262,7 +249,7 @@ if __name__ == "__main__":
         make_debug_data(Path(data))
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = choose_architecture(config, source, tokenizer.vocab_size)
+    cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
     runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)

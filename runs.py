@@ -224,6 +224,17 @@ def prepare_out_dir(config: dict, script: str) -> None:
 # ---- the weights it begins with --------------------------------------------------------------------------------------
 
 
+def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
+    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked; without
+    a source that of a tiny model, to try a script with."""
+    block_size, dropout = config["block_size"], config["dropout"]
+    if source is None:
+        return ModelConfig(token_vocab, block_size, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, dropout=dropout)
+    cfg = checkpoint.load_config(source)
+    rows, longest = max(cfg.vocab_size, token_vocab), max(cfg.block_size, block_size)
+    return dataclasses.replace(cfg, vocab_size=rows, block_size=longest, dropout=dropout)
+
+
 def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
     """How many of the tokenizer's ids the weights in `source` were trained with: all of them, or the first so many if
     it is their tokenizer with more tokens. Raises ConfigError if it is another, that of `whose`."""

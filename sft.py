@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -112,9 +111,8 @@ keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss 
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction")
 DATA_DEFAULTS = {"max_epochs": max_epochs}
 FEW_STEPS = 20  # the warm-up and the fall of the learning rate need some
-# To try the script with, if there is no model to begin with: these data, which it makes, and a model of this size.
+# Made by the script, to try it without anything prepared.
 DEBUG_DATA = "data/debug/chat.jsonl"
-TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -138,17 +136,6 @@ def make_debug_data(path: Path) -> None:
         part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
         prepare.write_documents(({"messages": messages} for messages in conversations), part)
         os.replace(part, path)
-
-
-def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked."""
-    if source is None:
-        return ModelConfig(token_vocab, block_size=config["block_size"], dropout=config["dropout"], **TINY)
-    cfg = checkpoint.load_config(source)
-    return replace(
-        cfg, vocab_size=max(cfg.vocab_size, token_vocab), block_size=max(cfg.block_size, config["block_size"]),
-        dropout=config["dropout"],
-    )  # fmt: skip
 
 
 def plan(
@@ -251,7 +238,7 @@ if __name__ == "__main__":
         make_debug_data(Path(data))
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = choose_architecture(config, source, tokenizer.vocab_size)
+    cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
     runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)

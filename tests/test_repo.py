@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
 BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
-BASE |= {"pairs", "preference", "token_logps"}
+BASE |= {"pairs", "preference", "token_logps", "reward_model"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "pairs": {"chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection", "shapes"}
     | {"tokenizer"},
     "token_logps": {"model"},
+    "reward_model": {"checkpoint", "ddp", "lora", "model", "pairs", "readers", "shapes", "tokenizer", "train_utils"},
     "preference": {"checkpoint", "configurator", "ddp", "lora", "model", "pairs", "token_logps", "train_utils"},
     "chat_files": {"data", "pipeline", "readers", "selection", "shapes", "tokenizer"},
     "conversations": {"chat_files", "data", "mixture", "readers", "tokenizer"},
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     | {"train_utils"},
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
-SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "merge", "sample")
+SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample")
 
 
 def imports(path: Path) -> set[str]:

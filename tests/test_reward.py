@@ -1,0 +1,540 @@
+"""reward_model.py and reward.py: golden numbers, loops by hand, transformers' classifier and trl's loss; whole runs."""
+
+import json
+import math
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import test_pretrain as tp
+import test_pretrain_ranks as tpr
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import prepare
+import reward_model
+import train_utils
+from lora import LoRAConfig, set_trainable
+from model import ModelConfig, Transformer
+from pairs import PairBatch, PairCorpus
+from reward_model import RewardModel, bradley_terry, measure, pair_losses, per_token
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--block_size=128", "--batch_size=4"]
+FLAGS += ["--learning_rate=3e-3", "--peak_tflops=1", "--val_fraction=0.2", "--warmup_fraction=0"]
+LAST = {"loss": "last", "end": "min", "margin_scale": 1.0, "center": 0.0}
+CPU = torch.device("cpu"), torch.float32
+
+
+def pair(i: int) -> dict:
+    """A polite answer is preferred, whatever it says; the better one is now the longer, now the shorter."""
+    rng = random.Random(i)
+    answers = [f"It is {2 * i}" + " indeed" * rng.randrange(4), f"It is {2 * i + 1}" + " 真的" * rng.randrange(4)]
+    rng.shuffle(answers)
+    messages = [{"role": "user", "content": f"What is {i} plus {i}?"}]
+    return {"prompt": messages, "chosen": answers[0] + ", please.", "rejected": answers[1] + ", fool.", "margin": i % 3}
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A small language model: base/model, its tokenizer, and pairs.jsonl."""
+    folder = tmp_path_factory.mktemp("reward")
+    prepare.make_debug_data(folder / "data")
+    tokenizer = Tokenizer.load(folder / "data")
+    for name, qk_norm in (("model", False), ("qwen", True)):
+        (folder / name).mkdir()
+        torch.manual_seed(0)
+        cfg = ModelConfig(
+            tokenizer.vocab_size, block_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, qk_norm=qk_norm
+        )
+        checkpoint.write_model(folder / name, Transformer(cfg), tokenizer)
+    write(folder / "pairs.jsonl", [pair(i) for i in range(100)])
+    return folder
+
+
+def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
+    common = [f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}", f"--out_dir={out}", *FLAGS]
+    return tp.flags_with_defaults(flags, common)
+
+
+@pytest.fixture
+def run(base, tmp_path, monkeypatch):
+    """run(*flags) -> exit status of reward.py in this process; out_dir is tmp_path/out unless a flag says other."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["reward.py", *flags_of(base, tmp_path / "out", *flags)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
+        return caught.value.code or 0
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def random_model(base: Path, name: str = "model") -> RewardModel:
+    """Scores that differ well: weights far from the initial ones, and a head that is not zero."""
+    torch.manual_seed(1)
+    model = RewardModel(checkpoint.load_config(base / name))
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+def some_batch(base: Path, n: int = 12) -> PairBatch:
+    corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, seed=1)
+    return corpus.load(np.zeros(n, np.int64), np.arange(n) * 129)
+
+
+def rows_of(batch: PairBatch) -> list[list[int]]:
+    return [row[:n] for row, n in zip(batch.x.tolist(), batch.lengths.tolist(), strict=True)]
+
+
+def classifier(directory: Path):
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(directory).eval()
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def test_golden_numbers_of_bradley_terry():
+    chosen, rejected = torch.tensor([1.2, -0.5, 0.4]), torch.tensor([0.3, -0.1, 0.4])
+    assert bradley_terry(chosen, rejected).mean().item() == pytest.approx(0.6491054359, abs=1e-7)
+    assert bradley_terry(chosen, rejected, center=0.01).mean().item() == pytest.approx(0.6599387692, abs=1e-7)
+    margin = torch.tensor([0.5, 0.0, 2.0])
+    by_hand = [math.log1p(math.exp(-d)) for d in (0.4, -0.4, -2.0)]
+    assert bradley_terry(chosen, rejected, margin).tolist() == pytest.approx(by_hand, abs=1e-6)
+    n = torch.tensor([3, 4, 5])
+    assert measure(chosen, rejected, n, n)["accuracy"] == pytest.approx(1 / 3)  # a tie is no win
+
+
+def test_gradient_of_bradley_terry_is_the_closed_form():
+    chosen, rejected = torch.tensor([1.5], requires_grad=True), torch.tensor([0.25], requires_grad=True)
+    bradley_terry(chosen, rejected, torch.tensor([1.0]), 0.01).sum().backward()
+    push = 1 / (1 + math.exp(1.5 - 0.25 - 1.0))
+    assert chosen.grad.item() == pytest.approx(-push + 0.02 * 1.75, abs=1e-6)
+    assert rejected.grad.item() == pytest.approx(push + 0.02 * 1.75, abs=1e-6)
+
+
+def literal_per_token(rows: list[list[int]], scores: list[list[float]], pad: int, end: str) -> list[float]:
+    """Token by token, from padded ids alone. A row ends where its padding begins."""
+    n, losses = len(rows) // 2, []
+    for one, other, r_one, r_other in zip(rows[:n], rows[n:], scores[:n], scores[n:], strict=True):
+        first = [a == b for a, b in zip(one, other, strict=True)].index(False)
+        ends = [row.index(pad) if pad in row else len(row) for row in (one, other)]
+        span = range(first, min(ends) if end == "min" else max(ends))
+        losses.append(sum(math.log1p(math.exp(r_other[t] - r_one[t])) for t in span) / len(span))
+    return losses
+
+
+@pytest.mark.parametrize("end", ["min", "max"])
+def test_per_token_equals_the_literal_loop(end):
+    """Different from the first token on, at the end only, one the beginning of the other, the one longer, the other."""
+    chosen = [[5, 6, 7, 1], [5, 6, 1, 0], [5, 6, 7, 8], [5, 6, 1, 0], [5, 6, 8, 1], [2, 1, 0, 0]]
+    rejected = [[6, 5, 1, 0], [5, 6, 7, 1], [5, 6, 7, 1], [5, 1, 0, 0], [5, 6, 1, 0], [3, 4, 5, 1]]
+    torch.manual_seed(0)
+    rows, scores = chosen + rejected, torch.randn(12, 4)
+    ends = torch.tensor([row.index(0) if 0 in row else 4 for row in rows])
+    first = torch.tensor([0, 2, 3, 1, 2, 0])
+    found = per_token(scores, first, ends, end)
+    assert found.tolist() == pytest.approx(literal_per_token(rows, scores.tolist(), 0, end), abs=1e-6)
+
+
+@pytest.mark.parametrize("end", ["min", "max"])
+def test_per_token_of_a_model_equals_the_literal_loop(base, end):
+    """The two rules differ here, and what is padded behind a pair changes neither."""
+    model, batch = random_model(base), some_batch(base)
+    config = LAST | {"loss": "per_token", "end": end, "margin_scale": 0.0}
+    with torch.no_grad():
+        losses, chosen, rejected = pair_losses(model, batch, config, *CPU)
+        scores = model(batch.x)
+        wider = torch.nn.functional.pad(batch.x, (0, 9), value=int(Tokenizer.load(base / "model").pad_id))
+        again = pair_losses(model, batch._replace(x=wider), config, *CPU)[0]
+        other = pair_losses(model, batch, config | {"end": "max" if end == "min" else "min"}, *CPU)[0]
+    pad = Tokenizer.load(base / "model").pad_id
+    assert losses.tolist() == pytest.approx(literal_per_token(batch.x.tolist(), scores.tolist(), pad, end), rel=1e-5)
+    torch.testing.assert_close(again, losses, atol=1e-5, rtol=1e-5)
+    assert (other - losses).abs().max() > 1e-3
+    ends = [row[n - 1].item() for row, n in zip(scores, batch.lengths, strict=True)]
+    assert [*chosen.tolist(), *rejected.tolist()] == pytest.approx(ends)
+
+
+def test_the_score_is_read_at_the_end_token_whatever_is_beside_and_behind_it(base):
+    model, batch, tokenizer = random_model(base), some_batch(base), Tokenizer.load(base / "model")
+    with torch.no_grad():
+        _, chosen, rejected = pair_losses(model, batch, LAST, *CPU)
+        alone = [model.hidden(torch.tensor([ids]))[0, -1] @ model.score.weight[0] for ids in rows_of(batch)]
+        junk = batch.x.clone()
+        for row, n in zip(junk, batch.lengths, strict=True):
+            row[n:] = 7  # not even padding
+        _, others, _ = pair_losses(model, batch._replace(x=junk), LAST, *CPU)
+    assert all(ids[-1] == tokenizer.im_end_id and ids.count(tokenizer.im_end_id) == 2 for ids in rows_of(batch))
+    torch.testing.assert_close(torch.cat((chosen, rejected)), torch.stack(alone), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(others, chosen, atol=1e-5, rtol=1e-5)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    again = reward_model.score(model, tokenizer, [messages] * 2)
+    ids = tokenizer.render(messages)[0]
+    assert ids[-2] == tokenizer.im_end_id
+    with torch.no_grad():
+        assert again == pytest.approx([model(torch.tensor([ids]))[0, -2].item()] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["model", "qwen"])
+def test_scores_and_loss_equal_transformers_and_trl(base, tmp_path, name):
+    from trl import RewardTrainer
+
+    model, batch, tokenizer = random_model(base, name), some_batch(base), Tokenizer.load(base / "model")
+    reward_model.write_model(tmp_path, model, tokenizer)
+    hf = classifier(tmp_path)
+    assert hf.config.num_labels == 1 and hf.config.pad_token_id == tokenizer.pad_id
+    keep = (torch.arange(batch.x.shape[1]) < batch.lengths[:, None]).long()
+    stub = SimpleNamespace(
+        model=hf, args=SimpleNamespace(center_rewards_coefficient=0.01), _total_train_tokens=0,
+        accelerator=SimpleNamespace(gather_for_metrics=lambda t: t, gather=lambda t: t),
+        _metrics={"eval": {key: [] for key in ("num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy",
+                                               "margin")}},
+    )  # fmt: skip
+    inputs = {"input_ids": batch.x, "attention_mask": keep, "margin": batch.margin}
+    theirs, outputs = RewardTrainer.compute_loss(stub, hf, inputs, return_outputs=True)
+    losses, chosen, rejected = pair_losses(model, batch, LAST | {"center": 0.01}, *CPU)
+    torch.testing.assert_close(torch.cat((chosen, rejected)), outputs.logits[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(losses.mean(), theirs, atol=1e-6, rtol=1e-6)
+    n = torch.bincount(batch.row).chunk(2)
+    assert measure(chosen, rejected, *n)["accuracy"] == pytest.approx(stub._metrics["eval"]["accuracy"][0])
+    losses.mean().backward()
+    theirs.backward()
+    grads = {key.removeprefix("model."): p.grad for key, p in hf.named_parameters()}
+    assert grads.keys() == {key for key, _ in model.named_parameters()}
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[key], atol=1e-5, rtol=1e-4)
+    back = reward_model.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+
+
+def test_scores_stay_float32_under_autocast(base):
+    model, batch = random_model(base), some_batch(base)
+    losses, chosen, _ = pair_losses(model, batch, LAST, CPU[0], torch.bfloat16)
+    assert losses.dtype == chosen.dtype == torch.float32
+    assert (chosen != chosen.bfloat16().float()).any()
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_equal_counts_by_hand():
+    rng = random.Random(3)
+    chosen, rejected = ([rng.gauss(m, 1) for _ in range(300)] for m in (0.3, 0))
+    chosen[7] = rejected[7]
+    n_chosen, n_rejected = ([rng.randrange(5, 20) for _ in range(300)] for _ in range(2))
+    found = measure(*map(torch.tensor, (chosen, rejected, n_chosen, n_rejected)))
+    rows = list(zip(chosen, rejected, n_chosen, n_rejected, strict=True))
+
+    def share(rows: list, wins) -> float:
+        return sum(map(wins, rows)) / len(rows)
+
+    def right(row: tuple) -> bool:
+        return row[0] > row[1]
+
+    def longer(row: tuple) -> float:
+        return 1 if row[2] > row[3] else 0.5 if row[2] == row[3] else 0
+
+    assert found["accuracy"] == pytest.approx(share(rows, right))
+    assert found["longer_wins"] == pytest.approx(share(rows, longer))
+    buckets = {
+        "chosen_shorter": [row for row in rows if row[2] * 5 < row[3] * 4],
+        "alike": [row for row in rows if row[2] * 5 >= row[3] * 4 and row[2] * 4 <= row[3] * 5],
+        "chosen_longer": [row for row in rows if row[2] * 4 > row[3] * 5],
+    }
+    for name, some in buckets.items():
+        assert found[f"pairs/{name}"] == len(some) > 20
+        assert found[f"accuracy/{name}"] == pytest.approx(share(some, right))
+        assert found[f"longer_wins/{name}"] == pytest.approx(share(some, longer))
+    scores, lengths = chosen + rejected, n_chosen + n_rejected
+    assert found["length_correlation"] == pytest.approx(np.corrcoef(scores, lengths)[0, 1])
+    assert found["reward_mean"] == pytest.approx(np.mean(scores))
+    assert found["reward_std"] == pytest.approx(np.std(scores))
+    bins: dict[int, list] = {}
+    for a, b, *_ in rows:
+        p = 1 / (1 + math.exp(-abs(a - b)))
+        bins.setdefault(int((p - 0.5) * 20), []).append((p, 1.0 if a > b else 0.5 if a == b else 0.0))
+    ece = sum(abs(sum(p for p, _ in some) - sum(r for _, r in some)) for some in bins.values()) / len(rows)
+    assert found["ece"] == pytest.approx(ece, abs=1e-6)
+
+
+def test_evaluation_equals_scores_of_one_answer_at_a_time(base):
+    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
+    corpus = PairCorpus(str(base / "pairs.jsonl"), tokenizer, 128, seed=1, val_fraction=0.3)
+    found = reward_model.evaluate(model, corpus.val_batches(4, 0), corpus.val_shares(), LAST, *CPU)
+    (val,) = corpus.val.values()
+    sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]
+    scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows], 0) for rows in sides]
+    assert found["accuracy"] == pytest.approx(sum(a > b for a, b in scores) / len(scores))
+    losses = [math.log1p(math.exp(b - a + m)) for (a, b), m in zip(scores, val.margin.tolist(), strict=True)]
+    assert found["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert sum(n for _, _, n in found["calibration"]) == len(scores) == val.n_rows > 10
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_begins_at_ln_2_learns_the_rule_and_opens_in_transformers(run, base, tmp_path):
+    """Held-out pairs too; the longer answer would have won half of them. Then the same rows through --score."""
+    assert run("--max_steps=60", "--eval_every=30", "--margin_scale=0", "--save_every=30", "--keep_last=1") == 0
+    out = tmp_path / "out"
+    assert tp.events(out, "train")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    first, *_, last = tp.events(out, "eval")
+    assert first["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and first["accuracy"] == first["ece"] == 0
+    assert last["accuracy"] == 1 and last["val_loss"] < 0.1 and 0.2 < last["longer_wins"] < 0.8
+    talks = [pair(i)["prompt"] + [{"role": "assistant", "content": pair(i)["chosen"]}] for i in range(100, 109)]
+    path = write(tmp_path / "talks.jsonl", [{"messages": talk, "id": i} for i, talk in enumerate(talks)])
+    assert run(f"--init_from={out}", f"--score={path}", f"--out={tmp_path / 'scored.jsonl'}") == 0
+    rows = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["id"] for row in rows] == list(range(9)) and [row["messages"] for row in rows] == talks
+    tokenizer, hf = Tokenizer.load(out / "latest"), classifier(out / "latest")
+    ids = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
+    x = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, ids)), batch_first=True, padding_value=tokenizer.pad_id)
+    with torch.no_grad():
+        theirs = hf(x, attention_mask=(x != tokenizer.pad_id).long()).logits[:, 0].tolist()
+    assert [row["reward"] for row in rows] == pytest.approx(theirs, abs=1e-4)
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_steps_do_not_depend_on_how_they_are_cut(run, tmp_path):
+    """One micro-batch, or four: the loss is over the pairs of the step."""
+    for size in "824":
+        flags = [f"--batch_size={size}", "--total_batch_pairs=8", "--max_steps=6", "--center=0.01"]
+        assert run(*flags, f"--out_dir={tmp_path / size}") == 0
+    one, *others = ([(e["loss"], e["grad_norm"]) for e in tp.events(tmp_path / size, "train")] for size in "824")
+    for other in others:
+        assert np.array(other) == pytest.approx(np.array(one), rel=1e-3)
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for key in ("loss", "grad_norm", "lr", "accuracy", "margin"):
+        assert [e[key] for e in tp.events(a, "train")] == [e[key] for e in tp.events(b, "train")], key
+    for key in ("val_loss", "accuracy", "ece"):
+        assert [e[key] for e in tp.events(a, "eval")] == [e[key] for e in tp.events(b, "eval")], key
+    weights, others = (load_file(out / "latest" / "model.safetensors") for out in (a, b))
+    assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+    mine, theirs = (checkpoint.load_train_state(out / "latest", 0)[0] for out in (a, b))
+    for name, state in mine["optimizer"].items():
+        assert all(torch.equal(state[key], theirs["optimizer"][name][key]) for key in state), name
+    for name, weight in mine["trained"].get("weights", {}).items():
+        assert torch.equal(weight, theirs["trained"]["weights"][name]), name
+
+
+@pytest.mark.parametrize(
+    "flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1", "--loss=per_token"]], ids=["all", "lora"]
+)
+def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
+    common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert run(*common, f"--out_dir={straight}") == 0
+    advance, n_steps = train_utils.RunLog.advance, []
+
+    def stop(log: train_utils.RunLog) -> None:
+        n_steps.append(1)
+        if len(n_steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        advance(log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_utils.RunLog, "advance", stop)
+        assert run(*common, f"--out_dir={stopped}") == 128 + signal.SIGTERM
+    assert run(*common, f"--out_dir={stopped}") == 0
+    assert_same_run(straight, stopped)
+
+
+def test_adapters_are_added_to_what_is_saved_and_the_base_stays(run, base, tmp_path):
+    assert run("--trainable=lora", "--max_steps=4", "--learning_rate=3e-2", "--lora_rank=4") == 0
+    path = tmp_path / "out" / "latest"
+    trained = checkpoint.load_train_state(path, 0)[0]["trained"]
+    assert all("lora" in name or name == "score.weight" for name in trained["weights"])
+    model = RewardModel(checkpoint.load_config(base / "model"))
+    set_trainable(model, "lora", LoRAConfig(4, 32.0))
+    reward_model.load_trained(model, path, trained, model.cfg.vocab_size)
+    plain, tokenizer = reward_model.load(path), Tokenizer.load(path)
+    assert "model.layers.0.self_attn.q_proj.weight" in load_file(path / "model.safetensors")
+    talks = [[*pair(i)["prompt"], {"role": "assistant", "content": pair(i)["chosen"]}] for i in range(3)]
+    scores = reward_model.score(model, tokenizer, talks)
+    assert reward_model.score(plain, tokenizer, talks) == pytest.approx(scores, rel=1e-4) and len(set(scores)) == 3
+    embedding = load_file(base / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(plain.embed_tokens.weight, embedding)
+
+
+def test_a_reward_model_goes_on_as_a_start_and_a_language_model_scores_nothing(run, base, tmp_path):
+    assert run("--max_steps=3") == 0
+    saved = load_file(tmp_path / "out" / "latest" / "model.safetensors")
+    assert saved["score.weight"].abs().max() > 0
+    flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}", "--learning_rate=0"]
+    assert run(*flags, "--max_steps=1") == 0
+    again = load_file(tmp_path / "more" / "latest" / "model.safetensors")
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    with pytest.raises(reward_model.RewardError, match="no reward model"):
+        reward_model.load(base / "model")
+
+
+# ---- scoring files --------------------------------------------------------------------------------------------------
+
+
+def talk(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def score_rows(model: RewardModel, tokenizer: Tokenizer, source: Path, out: Path) -> list[dict]:
+    reward_model.score_file(model, tokenizer, str(source), out, "k" * 16, 2, torch.float32)
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp_path, monkeypatch):
+    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
+    good = [talk(f"Hi {i}", "是" * (1 + i % 7)) for i in range(300)]
+    bad = [{"no": "shape"}, {"messages": good[0]["messages"][:1]}, talk("Hi", "x " * 200)]
+    rows = [*good[:150], *bad, *good[150:]]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "deep" / "out.jsonl"
+    scored, done = reward_model.scored, []
+
+    def fail(*args) -> object:
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return scored(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(reward_model, "scored", fail)
+        score_rows(model, tokenizer, source, out)
+    assert not out.exists()
+    (part,) = out.parent.glob(".*.part")
+    text = part.read_text(encoding="utf-8")
+    assert text.count("\n") == 128
+    part.write_text(text + '{"q": 9', encoding="utf-8")  # a kill in the midst of a line
+    asked: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(reward_model, "scored", lambda *args: asked.append(len(args[2])) or scored(*args))
+        found = score_rows(model, tokenizer, source, out)
+    assert sum(asked) == len(rows) - 128 and not part.exists()
+    assert [{k: v for k, v in row.items() if not k.startswith("reward")} for row in found] == rows
+    assert [row["reward"] is None for row in found] == [150 <= i < 153 for i in range(303)]
+    problems = [row["reward_problem"].partition(":")[0] for row in found[150:153]]
+    assert problems == ["not understood", "answer missing", "too long"]
+    alone = [reward_model.score(model, tokenizer, [row["messages"]])[0] for row in good[::29]]
+    rewards = [row["reward"] for row in found if row["reward"] is not None]
+    assert rewards[::29] == pytest.approx(alone, abs=1e-5)
+
+
+def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path):
+    source, out = write(tmp_path / "in.jsonl", [{"no": "shape"}]), tmp_path / "out.jsonl"
+    with pytest.raises(reward_model.RewardError, match="no row"):
+        score_rows(random_model(base), Tokenizer.load(base / "model"), source, out)
+    assert not out.exists()
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=4", "--save_every=2", "--eval_every=2"]
+RANK_CASES = {
+    "all": ["--center=0.01"],
+    "lora zero1": ["--trainable=lora", "--zero1=True"],
+    "forward": ["--overlap_step=forward", "--loss=per_token"],
+}
+
+
+@pytest.fixture(scope="session")
+def two_ranks(base, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs = [
+        (flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), False)
+        for name, flags in RANK_CASES.items()
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(
+        [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+    flags = [flag for flag in RANK_CASES[name] if not flag.startswith(("--zero1", "--overlap"))]
+    assert run(*tp.flags_with_defaults(tuple(flags), ONE_STEP)) == 0
+    mine, theirs = tp.events(tmp_path / "out", "train"), tp.events(two_ranks / name, "train")
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3), ("accuracy", 1e-6), ("margin", 1e-3)):
+        assert [e[key] for e in theirs] == pytest.approx([e[key] for e in mine], rel=tolerance, abs=1e-6), key
+    mine, theirs = tp.events(tmp_path / "out", "eval")[-1], tp.events(two_ranks / name, "eval")[-1]
+    for key in ("val_loss", "accuracy", "longer_wins", "ece", "length_correlation", "pairs/alike"):
+        assert theirs[key] == pytest.approx(mine[key], rel=1e-3), key
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--init_from="], "init_from"),
+        (["--init_from=nowhere"], "nowhere"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--loss=sum"], "loss must be one of"),
+        (["--end=chosen"], "end must be one of"),
+        (["--epochs=0"], "epochs must be above 0"),
+        (["--competence=0.5"], "competence_steps"),
+        (["--competence=0.5", "--competence_steps=2"], "difficulty"),
+        (["--total_batch_pairs=3"], "multiple of"),
+        (["--trainable=nonsense"], "nonsense"),
+        (["--block_size=8"], "does not fit"),
+        (["--val_fraction=0"], "held out"),
+        (["--score=talks.jsonl"], "no reward model"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, flags, says, base):
+    monkeypatch.setattr(sys, "argv", ["reward.py", *flags_of(base, tmp_path / "out", *flags)])
+    with pytest.raises(Exception, match=says) as caught:
+        runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
+    assert caught.value.one_line and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "base")
+    common = ["--trainable=lora", f"--init_from={tmp_path / 'base'}"]
+    assert run(*common, "--max_steps=2") == 0
+    shutil.copy(base / "qwen" / "model.safetensors", tmp_path / "base" / "model.safetensors")
+    with pytest.raises(reward_model.RewardError, match="not those that"):
+        run(*common, "--max_steps=3")
+
+
+def test_every_shipped_config_trains(run, tmp_path):
+    for path in sorted(ROOT.glob("config/*.py")):
+        if " reward.py config" in path.read_text(encoding="utf-8"):
+            small = ["--max_steps=2", "--total_batch_pairs=0", "--warmup_steps=1"]
+            assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
+            assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
+
+
+if __name__ == "__main__":
+    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "reward.py")
