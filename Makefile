@@ -35,5 +35,5 @@ lint: $(VENV)/tests
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf data/demo data/demo_chat data/debug out/demo out/demo_sft out/debug out/debug_sft .pytest_cache .ruff_cache .hypothesis
+	rm -rf data/demo data/demo_chat data/debug out/demo out/demo_sft out/debug out/debug_sft out/debug_dpo out/debug_reward .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +
