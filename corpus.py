@@ -83,7 +83,8 @@ C_MODULES = (builtins, itertools, math)  # written in C: their documentation is 
 EXECUTED = "collections decimal difflib enum fractions heapq ipaddress json statistics textwrap"  # no side effects
 UNSAFE = "__import__ breakpoint compile eval exec exit help input open quit"  # what no example may call
 MAX_CODE_CHARS = 400  # of an example with the lines that it needs
-SITUATION = re.compile(r"<BLANKLINE>|doctest:|0x[0-9a-f]{4}|\bset\(|\{(?![^{}]*:)[^{}]*,")  # no order in sets
+# What depends on the process: the classes that are loaded, addresses, the order in sets.
+SITUATION = re.compile(r"__subclasses__|<BLANKLINE>|doctest:|0x[0-9a-f]{4}|\bset\(|\{(?![^{}]*:)[^{}]*,")
 IMPORT = re.compile(r"import |from ")
 PRIVATE = re.compile(r"\b_[a-z]")
 MISSING = object()
