@@ -69,7 +69,8 @@ def test_every_phrasing_is_used(conversations):
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_the_same_in_every_process(conversations, seed):
     """Whatever the order of sets is there, and whatever modules are loaded."""
-    code = "import hashlib, sqlite3, xml.dom, corpus; print(hashlib.sha256(repr(list(corpus.docs_conversations())).encode()).hexdigest())"
+    code = "import hashlib, sqlite3, xml.dom, corpus\n"
+    code += "print(hashlib.sha256(repr(list(corpus.docs_conversations())).encode()).hexdigest())"
     env = {**os.environ, "PYTHONHASHSEED": seed}
     there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     digest = importlib.import_module("hashlib").sha256(repr(conversations).encode()).hexdigest()
