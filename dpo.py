@@ -11,7 +11,6 @@ into out_dir/reference.safetensors. The loss is the mean over the pairs of a who
 
 import copy
 import gc
-import itertools
 import math
 import os
 import sys
@@ -30,7 +29,6 @@ import prepare
 import runs
 import train_utils
 from configurator import ConfigError, configure
-from corpus import docs_conversations
 from data import Batches
 from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
@@ -149,26 +147,13 @@ def check_config(config: dict, world_size: int) -> int:
         raise ConfigError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    per_micro_step = config["batch_size"] * world_size
-    total = config["total_batch_pairs"] or per_micro_step
-    if total % per_micro_step:
-        raise ConfigError(
-            f"config: total_batch_pairs={total} must be a multiple of batch_size*world_size = "
-            f"{config['batch_size']}*{world_size} = {per_micro_step}"
-        )
-    return total // per_micro_step
+    return runs.count_pair_steps(config, world_size)
 
 
-def make_debug_data(path: Path) -> None:
-    """Some questions about Python with their answer and its words in reverse, and a tokenizer beside them."""
-    if not path.parent.exists():
-        prepare.make_debug_data(str(path.parent))
-    if not path.exists():
-        talks = ((talk[:1], talk[1]["content"]) for talk in itertools.islice(docs_conversations(), 0, 4000, 20))
-        pairs = ({"prompt": asked, "chosen": said, "rejected": " ".join(said.split()[::-1])} for asked, said in talks)
-        part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
-        prepare.write_documents(pairs, part)
-        os.replace(part, path)
+def debug_rows(talks: list[list[dict]]) -> list[dict]:
+    """Questions about Python with their answer, and its words in reverse."""
+    said = [(talk[:1], talk[1]["content"]) for talk in talks]
+    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
 
 
 def plan(
@@ -246,7 +231,7 @@ if __name__ == "__main__":
     if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
-        make_debug_data(Path(data))
+        prepare.make_debug_rows(Path(data), debug_rows)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)

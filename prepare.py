@@ -28,11 +28,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
 
@@ -44,7 +45,7 @@ import readers
 from bpe import PATTERNS
 from chat_files import ROWS_FORMAT, ConversationWriter, map_tokens
 from configurator import ConfigError, configure, write_config
-from corpus import debug_texts, docs_rows
+from corpus import debug_texts, docs_conversations, docs_rows
 from decontaminate import Evals
 from difficulty import NgramModel
 from pipeline import (
@@ -614,6 +615,16 @@ def make_debug_data(out_dir: str | Path) -> None:
             config |= {"tokenizer_dir": "", "pack": 0}
             build(inputs, recipe, None, work, config, info={})
             publish(work, out_dir)
+
+
+def make_debug_rows(path: Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
+    """Beside the debug corpus a file of rows that `rows_of` makes of some conversations about Python, unless it is
+    there. Several processes may call this at once: each writes the same, under its own name at first."""
+    if not path.exists():
+        make_debug_data(path.parent)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        write_documents(rows_of(list(islice(docs_conversations(), 0, 4000, 20))), part)
+        os.replace(part, path)
 
 
 # ---- the command -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ of an answer; the loss is -log sigmoid of the difference of two scores, over the
 """
 
 import gc
-import itertools
 import math
 import os
 import sys
@@ -28,7 +27,6 @@ import reward_model
 import runs
 import train_utils
 from configurator import ConfigError, configure
-from corpus import docs_conversations
 from data import Batches
 from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
@@ -133,26 +131,15 @@ def check_config(config: dict, world_size: int) -> int:
     runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    per_micro = config["batch_size"] * world_size
-    total = config["total_batch_pairs"] or per_micro
-    if total % per_micro:
-        raise ConfigError(f"config: total_batch_pairs={total} must be a multiple of batch_size*world_size={per_micro}")
-    return total // per_micro
+    return runs.count_pair_steps(config, world_size)
 
 
-def make_debug_data(path: Path) -> None:
-    """Some questions about Python with the right answer and another question's, and the debug corpus' tokenizer."""
-    if not path.parent.exists():
-        prepare.make_debug_data(str(path.parent))
-    if not path.exists():
-        talks = list(itertools.islice(docs_conversations(), 0, 4000, 20))
-        rows = (
-            {"prompt": right[:-1], "chosen": right[-1]["content"], "rejected": other[-1]["content"]}
-            for right, other in zip(talks, talks[1:] + talks[:1], strict=True)
-        )
-        part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
-        prepare.write_documents(rows, part)
-        os.replace(part, path)
+def debug_rows(talks: list[list[dict]]) -> list[dict]:
+    """Questions about Python with the right answer, and that to another question."""
+    return [
+        {"prompt": right[:-1], "chosen": right[-1]["content"], "rejected": other[-1]["content"]}
+        for right, other in zip(talks, talks[1:] + talks[:1], strict=True)
+    ]
 
 
 def flops_of(cfg: ModelConfig, T: int) -> float:
@@ -249,7 +236,7 @@ if __name__ == "__main__":
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if data == DEBUG_DATA:
-        make_debug_data(Path(data))
+        prepare.make_debug_rows(Path(data), debug_rows)
     if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))

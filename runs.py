@@ -87,6 +87,18 @@ def count_micro_steps(config: dict, world_size: int) -> int:
     return total // tokens_per_micro
 
 
+def count_pair_steps(config: dict, world_size: int) -> int:
+    """Micro-steps per step, from total_batch_pairs (0 = one). Raises ConfigError."""
+    per_micro_step = config["batch_size"] * world_size
+    total = config["total_batch_pairs"] or per_micro_step
+    if total % per_micro_step:
+        raise ConfigError(
+            f"config: total_batch_pairs={total} must be a multiple of batch_size*world_size = "
+            f"{config['batch_size']}*{world_size} = {per_micro_step}"
+        )
+    return total // per_micro_step
+
+
 def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
     """The device of this rank and the dtype of its matrix products. Raises ConfigError for what cannot go together."""
     if config["plan_only"] and config["device"] == "cuda" and config["peak_tflops"] and config["dtype"] != "auto":

@@ -10,7 +10,6 @@ one or more whole conversations, which do not see each other; the loss is that o
 """
 
 import gc
-import itertools
 import math
 import os
 import sys
@@ -28,7 +27,6 @@ import runs
 import train_utils
 from configurator import ConfigError, configure
 from conversations import Batch, ChatCorpus
-from corpus import docs_conversations
 from data import Batches
 from generate import generate, never_sampled
 from lora import LoRAConfig, set_trainable, trainable_table
@@ -127,15 +125,9 @@ def check_config(config: dict, world_size: int) -> int:
     return runs.count_micro_steps(config, world_size)
 
 
-def make_debug_data(path: Path) -> None:
-    """Some questions and answers about Python, and the tokenizer of the debug corpus beside them."""
-    if not path.parent.exists():
-        prepare.make_debug_data(str(path.parent))
-    if not path.exists():
-        conversations = itertools.islice(docs_conversations(), 0, 4000, 20)
-        part = path.with_name(f".{path.name}.{os.getpid()}")  # other ranks make it too
-        prepare.write_documents(({"messages": messages} for messages in conversations), part)
-        os.replace(part, path)
+def debug_rows(talks: list[list[dict]]) -> list[dict]:
+    """Questions and answers about Python."""
+    return [{"messages": talk} for talk in talks]
 
 
 def plan(
@@ -235,7 +227,7 @@ if __name__ == "__main__":
     if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
-        make_debug_data(Path(data))
+        prepare.make_debug_rows(Path(data), debug_rows)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
