@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mixture import Curriculum, Mixture, Sampler, hash_words, parse_data_dir, parse_max_epochs, permute, quotas
+from mixture import (
+    Curriculum,
+    Mixture,
+    Sampler,
+    hash_words,
+    parse_data_dir,
+    parse_max_epochs,
+    parse_weights,
+    permute,
+    quotas,
+)
 from readers import DataError
 
 if TYPE_CHECKING:
@@ -543,21 +554,46 @@ def sources_of(path: str) -> dict[tuple[Path, str], tuple[float, int]]:
     return {(directory, s): (entry[key] / total, entry["tokens"]) for s, entry in sources.items() if entry[key]}
 
 
+def val_sources(val_data: str) -> dict[tuple[Path, str], float]:
+    """{(directory, source): weight} of the validation splits that val_data names; what has no weight of its own weighs
+    what tokens it has. Raises NoSplit."""
+    found = {}
+    for path, weight in parse_weights(val_data, val_data, "val_data").items():
+        directory, only = locate(path)
+        shards = read_manifest(directory)["splits"].get("val", {"shards": []})["shards"]
+        tokens = Counter()
+        for shard in shards:
+            tokens[shard.get("source", "")] += shard["tokens"]
+        tokens = {source: n for source, n in tokens.items() if only in (None, source)}
+        if not tokens:
+            raise NoSplit(f"data: val_data: {path} has no split 'val'; rerun prepare.py with more text or val_fraction")
+        total = sum(tokens.values())
+        for source, n in tokens.items():
+            found[directory.resolve(), source] = n if weight is None else weight * n / total
+    return found
+
+
+def names_of(keys: Sequence[tuple[Path, str]]) -> list[str]:
+    """What the log calls these (directory, source): the source or directory, the path where that names two."""
+    names = [source or directory.resolve().name for directory, source in keys]
+    paths = [os.path.relpath(directory / source) for directory, source in keys]
+    return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
+
+
 class Corpus:
     """The sources that a data_dir string names (mixture.py has its syntax), opened, and their weights in each stage.
 
-    names: what the log calls them. train: their tokens. val: validation splits by name; no_val: why others have none.
-    Raises DataError if all have none, or if not all were made by the same tokenizer.
+    names: what the log calls them. train: their tokens. val: by name the validation splits of the sources that val_data
+    names in the same way, else of their own; no_val: why others have none. Raises DataError if all have none, or if not
+    all were made by the same tokenizer.
     """
 
-    def __init__(self, spec: str, block_size: int, pack: bool = False) -> None:
+    def __init__(self, spec: str, block_size: int, pack: bool = False, val_data: str = "") -> None:
         self.block_size = block_size
         stages = parse_data_dir(spec)
         self.by_path = {path: sources_of(path) for stage in stages for path in stage.weights}
         self.keys = list(dict.fromkeys(key for found in self.by_path.values() for key in found))
-        names = [source or directory.resolve().name for directory, source in self.keys]
-        paths = [os.path.relpath(directory / source) for directory, source in self.keys]
-        self.names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
+        self.names = names_of(self.keys)
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:
             self.train = [PackedData(directory, block_size, source) for directory, source in self.keys]
@@ -566,15 +602,18 @@ class Corpus:
         self.dir = self.train[0].dir  # where the tokenizer lies
         for data in self.train:
             data.check_tokenizer(self.train[0].tokenizer_fingerprint)
+        self.val_weights = val_sources(val_data) if val_data else {}
+        evaluated = list(self.val_weights) if val_data else self.keys
         self.val, self.no_val = {}, {}
-        for name, (directory, source) in zip(self.names, self.keys, strict=True):
+        for name, (directory, source) in zip(names_of(evaluated), evaluated, strict=True):
             try:
                 self.val[name] = TokenData(directory, "val", source)
+                self.val[name].check_tokenizer(self.train[0].tokenizer_fingerprint)
                 val_window_count(self.val[name], block_size)
             except NoSplit as error:
                 self.val.pop(name, None)
                 self.no_val[name] = error
-        if not self.val:
+        if not self.val or (val_data and self.no_val):
             raise next(iter(self.no_val.values()))
 
     def _weights(self, weights: dict[str, float | None]) -> list[float]:
@@ -659,8 +698,11 @@ class Corpus:
         return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)} if len(counts) > 1 else {}
 
     def val_shares(self) -> list[float]:
-        """The weight of each of `val` in the whole validation loss: that of its source in the last stage, which is what
-        training ends with, whatever eval_steps is."""
+        """The weight of each of `val` in the whole validation loss: that of val_data, else that of its source in
+        the last stage, which is what training ends with, whatever eval_steps is."""
+        if self.val_weights:
+            weights = list(self.val_weights.values())
+            return [weight / sum(weights) for weight in weights]
         return evaluation_weights(list(self.val), self.names, self.stages)
 
     def val_batches(

@@ -121,6 +121,7 @@ plan_only = False  # print the plan and stop
 eval_every = 100  # steps; also before the first and after the last step
 eval_steps = 50  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
 log_every = 10  # steps
+tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
@@ -322,7 +323,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     save_failed, stopping = False, False
 
     def reference_of(batch: PairBatch) -> Tensor:

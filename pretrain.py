@@ -37,6 +37,7 @@ from tokenizer import Tokenizer
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
 data_dir = "data/demo"  # prepared by prepare.py; a mixture 'data/a=0.7,data/b=0.3', stages '0: data/a; 8000: data/b'
+val_data = ""  # prepared directories whose validation splits are evaluated, 'data/zh,data/code'; "" = those of data_dir
 init_from = ""  # "" = new weights; else a run, checkpoint or Hugging Face Llama/Qwen3 directory (architecture, weights)
 resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
 overwrite = False  # with resume='never': delete what out_dir holds
@@ -108,8 +109,11 @@ plan_only = False  # print the plan and stop
 # evaluation, log, checkpoints
 eval_every = 250  # steps; also before the first and after the last step
 eval_steps = 50  # batches of batch_size windows, over all ranks; 0 = the whole validation split
+stop_after = 0  # stop when so many evaluations in a row have not been better; 0 = never
+stop_on = ""  # by which loss: a name that the log has behind val_loss/ (a source, or one of val_data); "" = the whole
 sample_prompts = ""  # continued at each evaluation; several separated by |
 log_every = 10  # steps
+tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
@@ -149,6 +153,7 @@ def check_config(config: dict, world_size: int) -> int:
     runs.check_least(config, "competence_steps", int(config["competence"] < 1))
     runs.check_share(config, "competence")
     runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+    runs.check_least(config, "stop_after", 0)
     return runs.count_micro_steps(config, world_size)
 
 
@@ -265,7 +270,10 @@ if __name__ == "__main__":
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
-    corpus = Corpus(data_dir, block_size, pack)
+    corpus = Corpus(data_dir, block_size, pack, val_data)
+    if stop_on and (stop_on not in corpus.val or len(corpus.val) == 1):
+        has = ", ".join(corpus.val)
+        raise ConfigError(f"config: stop_on={stop_on!r} is no loss of its own in the log; it has {has}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
     mixture = corpus.order(
@@ -337,8 +345,13 @@ if __name__ == "__main__":
     shares = corpus.val_shares()
     stages = mixture.changes(batches.samples_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     save_failed, stopping = False, False
+
+    def no_better() -> bool:
+        """Whether the run ends before max_steps, on all ranks alike."""
+        key = f"val_loss/{stop_on}" if stop_on else "val_loss"
+        return bool(stop_after) and dist.any_rank(log.since_best(key) >= stop_after)
 
     # ---- the loop
     gc.collect()
@@ -346,8 +359,9 @@ if __name__ == "__main__":
     if start_step == 0:
         scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         report_evaluation(log, 0, scores, sample_texts(model, tokenizer, sample_prompts, seed))
+    ended = start_step > 0 and no_better()
     mark_time, mark_step = time.perf_counter(), start_step
-    for step in range(start_step + 1, max_steps + 1):
+    for step in range(start_step + 1, 0 if ended else max_steps + 1):
         lr = learning_rate_at(
             step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
         )
@@ -394,14 +408,19 @@ if __name__ == "__main__":
             scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
             val_loss = scores["val_loss"]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
-        if step % save_every == 0 or last or stopping:
+            ended = no_better()
+        if step % save_every == 0 or last or stopping or ended:
             save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             how = "not saved" if save_failed else "the same command continues"
             log.print(f"stopped by a signal after step {step}; {how}")
             break
+        if ended and not last:
+            break
 
+    if ended:
+        log.print(f"no better val_loss{stop_on and '/'}{stop_on} in {stop_after} evaluations: that is the end")
     batches.close()
     log.close()
     dist.close()

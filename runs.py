@@ -34,7 +34,10 @@ CHOICES = {
     "compress": dist.COMPRESS,
 }  # fmt: skip
 # What a run leaves in its directory: overwrite=True deletes nothing else.
-OWN_FILES = re.compile(r"(config\.py|log\.jsonl|reference\.safetensors|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?")
+OWN_FILES = re.compile(
+    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*|\.?latest|\.?best2?|\.?step_\d+)"
+    r"(\.tmp|\.old)?"
+)
 
 
 class TrainingError(RuntimeError):
@@ -56,6 +59,7 @@ def check_config(config: dict) -> None:
         raise ConfigError(f"config: keep_best must be 0, 1 or 2, got {config['keep_best']}")
     if config["overwrite"] and config["resume"] != "never":
         raise ConfigError("config: overwrite=True deletes the run that resume would continue; add resume='never'")
+    train_utils.check_tensorboard(config["tensorboard"])
     if config["schedule"] == "wcsd" and not config["stable_lr"]:
         raise ConfigError("config: schedule='wcsd' needs stable_lr, the learning rate of its plateau")
 

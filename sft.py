@@ -101,6 +101,7 @@ eval_answers = 16  # validation questions that are answered greedily, for the sh
 eval_new_tokens = 128  # most tokens of such an answer
 sample_prompts = ""  # questions whose answers are printed at each evaluation; several separated by |
 log_every = 10  # steps
+tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
@@ -309,7 +310,7 @@ if __name__ == "__main__":
     questions = [messages for messages, _ in corpus.prompts(eval_answers)]
     asked = [text for text in sample_prompts.split("|") if text]
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main)
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     save_failed, stopping = False, False
 
     def evaluate_now(step: int) -> float:

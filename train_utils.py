@@ -1,6 +1,7 @@
 """Small things that every training script needs: device and dtype, seeds, signals, the log. A closed list."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -189,12 +190,19 @@ class RunLog:
     """The line for people on standard output and the object for programs in out_dir/log.jsonl, from one dict of values.
 
     Only rank 0 writes. A resumed run drops what an interrupted one logged after its checkpoint: those steps come again.
+    tensorboard: numbers go to event files in out_dir, too.
     """
 
-    def __init__(self, out_dir: str, max_steps: int, start_step: int, enabled: bool) -> None:
-        self.enabled, self.max_steps = enabled, max_steps
+    def __init__(
+        self, out_dir: str, max_steps: int, start_step: int, enabled: bool, tensorboard: bool = False
+    ) -> None:  # fmt: skip
+        self.enabled, self.max_steps, self.board = enabled, max_steps, None
         if not enabled:
             return
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out_dir, purge_step=start_step + 1 if start_step else None)
         self.path = Path(out_dir) / "log.jsonl"
         keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
         self.file = open(self.path, "a", encoding="utf-8")
@@ -211,8 +219,20 @@ class RunLog:
             try:
                 self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
                 self.file.flush()
+                for key, value in values.items() if self.board else ():
+                    if isinstance(value, int | float):
+                        self.board.add_scalar(f"{event}/{key}", value, step)
             except OSError as error:  # a full disk must not end the run
                 self.print(f"log: cannot write {self.path}: {error.strerror}")
+
+    def since_best(self, key: str) -> int:
+        """How many evaluations have passed since `key` was lowest; 0 on other ranks than the first. All evaluations of
+        the run count, before an interruption too: the file has them."""
+        if not self.enabled:
+            return 0
+        events = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+        found = [event[key] for event in events if event["event"] == "eval" and event.get(key) is not None]
+        return len(found) - 1 - found.index(min(found)) if found else 0
 
     def print(self, text: str) -> None:
         if self.enabled:
@@ -238,6 +258,14 @@ class RunLog:
         if self.enabled:
             self.bar.close()
             self.file.close()
+            if self.board:
+                self.board.close()
+
+
+def check_tensorboard(asked: bool) -> None:
+    """Raise SetupError if event files are asked for and cannot be written."""
+    if asked and importlib.util.find_spec("tensorboard") is None:
+        raise SetupError("config: tensorboard=True needs a package; pip install tensorboard==2.21.0")
 
 
 def keep_events_until(path: Path, step: int) -> None:
