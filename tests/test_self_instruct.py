@@ -1,4 +1,4 @@
-"""tools/self_instruct.py and tools/chat_client.py against an endpoint of our own, with planted failures."""
+"""tools/self_instruct.py and chat_client.py against an endpoint of our own, with planted failures."""
 
 import hashlib
 import json
@@ -24,8 +24,9 @@ import shapes
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import chat_client  # noqa: E402
 import self_instruct as si  # noqa: E402
+
+import chat_client  # noqa: E402
 
 WORDS = [a + b for a in "ba ko ri tu me sa lo fi de nu".split() for b in "lan gor pex min tas vol".split()]
 HAN = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水玉出昆冈"

@@ -27,11 +27,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from chat_client import Answer, Journal, ask, json_line
-
 import dedup
 import readers
 import shapes
+from chat_client import Answer, Journal, ask, json_line
 from configurator import ConfigError, configure
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
