@@ -242,7 +242,7 @@ class RunLog:
     def train(self, step: int, values: Mapping[str, float], step_s: float) -> None:
         """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0. A key with
         a slash (tokens/source) goes to the file only: there may be many."""
-        self.write("train", step, values)
+        self.write("train", step, values | {"step_ms": 1000 * step_s})
         named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib")
         eta = clock(step_s * (self.max_steps - step))
         parts = [
