@@ -692,6 +692,18 @@ class Corpus:
         lines += repeats(order, n_samples)
         return text, lines
 
+    def report(self) -> list[str]:
+        """Lines for people: what each source and each validation split holds, and of which files it was made."""
+        splits = [*zip(self.names, self.train, strict=True), *self.val.items()]
+        lines = [
+            f"{name} {data.split}: {data.n_documents:,} documents, {data.n_bytes:,} bytes, {data.n_tokens:,} "
+            f"tokens, fingerprint {data.fingerprint[:16]}"
+            for name, data in splits
+        ]
+        inputs = {entry["path"]: entry for data in self.train for entry in data.manifest["info"].get("inputs", [])}
+        lines += [f"  made of {path}, sha256 {entry['sha256'][:16]}" for path, entry in list(inputs.items())[:20]]
+        return lines + ([f"  and {len(inputs) - 20:,} more files"] if len(inputs) > 20 else [])
+
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
         """{"tokens/name": tokens} of each source among the first n_samples samples; {} if there is only one source."""
         counts = (order.counts(n_samples) * self.block_size).tolist()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import checkpoint
 import ddp as dist
 import prepare
+import run_card
 import runs
 import train_utils
 from configurator import ConfigError, configure
@@ -423,5 +424,7 @@ if __name__ == "__main__":
         log.print(f"no better val_loss{stop_on and '/'}{stop_on} in {stop_after} evaluations: that is the end")
     batches.close()
     log.close()
+    if world.is_main:
+        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
     sys.exit(stop_signal.exit_code if stopping else int(save_failed))

@@ -24,6 +24,7 @@ import checkpoint
 import ddp as dist
 import prepare
 import reward_model
+import run_card
 import runs
 import train_utils
 from configurator import ConfigError, configure
@@ -385,5 +386,7 @@ if __name__ == "__main__":
 
     batches.close()
     log.close()
+    if world.is_main:
+        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
     sys.exit(stop_signal.exit_code if stopping else int(save_failed))

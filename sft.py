@@ -23,6 +23,7 @@ import torch
 import checkpoint
 import ddp as dist
 import prepare
+import run_card
 import runs
 import train_utils
 from configurator import ConfigError, configure
@@ -391,5 +392,7 @@ if __name__ == "__main__":
 
     batches.close()
     log.close()
+    if world.is_main:
+        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
     sys.exit(stop_signal.exit_code if stopping else int(save_failed))
