@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
 BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
-BASE |= {"pairs", "preference", "token_logps", "reward_model"}
+BASE |= {"run_card", "pairs", "preference", "token_logps", "reward_model"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
@@ -50,6 +50,17 @@ MAY_IMPORT = {
     "checkpoint": {"ddp", "lora", "model", "tokenizer"},
     "merge": {"checkpoint", "configurator", "lora", "model", "tokenizer"},
     "train_utils": {"ddp"},
+    "run_card": {"train_utils"},
+    "chat_client": set(),
+    "likelihood": {"ddp", "model", "train_utils"},
+    "domains": {"likelihood", "model", "readers", "tokenizer"},
+    "row_scores": {"ddp", "domains", "likelihood", "model", "readers", "reward_model", "shapes", "tokenizer"},
+    "choices": {"generate", "likelihood", "model", "readers", "tokenizer"},
+    "evaluate": {"checkpoint", "choices", "configurator", "ddp", "domains", "generate", "generated", "judging"}
+    | {"model", "reward_model", "row_scores", "sampling", "tokenizer", "train_utils"},
+    "generated": {"chat_files", "ddp", "filters", "generate", "model", "readers", "sample", "sampling", "tokenizer"},
+    "judging": {"answers", "chat_client", "checkpoint", "conversations", "ddp", "generated", "pairs", "reward_model"}
+    | {"tokenizer"},
     "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"},
     "sampling": set(),
     "completion": {"model", "sampling", "tokenizer"},
@@ -60,7 +71,7 @@ MAY_IMPORT = {
     | {"train_utils"},
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
-SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample")
+SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample", "evaluate")
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,475 @@
+"""evaluate.py and row_scores.py: whole commands, on one rank and on two; scores of rows against transformers."""
+
+import functools
+import json
+import math
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import checkpoint
+import domains
+import evaluate
+import likelihood
+import reward_model
+import row_scores
+from configurator import ConfigError
+from model import ModelConfig, Transformer
+from pipeline import as_score
+from reward_model import RewardModel
+from tokenizer import train
+
+ROOT = Path(__file__).parent.parent
+BLOCK = 96
+WORDS = {"zh": "模型 给 每 一段 文字 的 概率 。", "en": "A model of language is it, a text"}
+rng = random.Random(0)
+TEXTS = {name: (" " * (name == "en")).join(rng.choices(words.split(), k=400)) for name, words in WORDS.items()}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "你好吗?"},
+    {"role": "assistant", "content": "很好, thanks."},
+]
+ROWS = [
+    {"text": TEXTS["zh"], "source": "book", "loss": "old", "ifd": 3},  # of an earlier scoring
+    {"prompt": "What?", "response": "That."},
+    {"messages": [*CHAT, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Sun."}], "id": 7},
+    {"messages": [{"role": "assistant", "content": "Hello."}]},
+    {"text": " "},
+    {"prompt": "Go on.", "response": "word " * 100},
+    {"messages": CHAT[:2]},
+    "a text by itself",
+    {"unknown": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """model/ and reward/, the texts zh.txt and en.txt, rows.jsonl with one line that is not JSON."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tokenizer = train([*WORDS.values(), "What? That. 你好"] * 3, 384)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=BLOCK, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    torch.manual_seed(0)
+    model = Transformer(cfg)
+    model.embed_tokens.weight.data *= 20
+    for name, written, of in (("model", checkpoint, model), ("reward", reward_model, RewardModel(cfg))):
+        (folder / name).mkdir()
+        written.write_model(folder / name, of, tokenizer)
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (folder / "rows.jsonl").write_text("\n".join([*lines, "{broken"]), encoding="utf-8")
+    return folder
+
+
+COMMON = ["--device=cpu", "--dtype=float32"]
+
+
+@pytest.fixture
+def run(base, monkeypatch, capsys):
+    """run(*flags) -> (what was printed, the error's line) of evaluate.py in this process."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def start(*flags: str) -> tuple[str, str]:
+        flags = (*COMMON, *flags)
+        flags = flags if any(f.startswith("--init_from") for f in flags) else (f"--init_from={base}/model", *flags)
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags])
+        error = ""
+        try:
+            runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
+        except (ValueError, SystemExit) as problem:
+            assert isinstance(problem, SystemExit) or problem.one_line
+            error = str(problem)
+        return capsys.readouterr().out, error
+
+    return start
+
+
+def perplexity_flags(base: Path) -> list[str]:
+    return [f"--data=zh={base}/zh.txt,{base}/en.txt", "--stride=20"]
+
+
+# ---- perplexity -----------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_as_a_table_and_as_json(run, base, tmp_path):
+    printed, error = run(*perplexity_flags(base), f"--out={tmp_path}/new/scores.json", "--limit=1")
+    assert not error
+    written = json.loads((tmp_path / "new/scores.json").read_text(encoding="utf-8"))
+    found = written["results"]["perplexity"]
+    assert set(found["domains"]) == {"zh", "en"}
+    for name, of in found["domains"].items():
+        line = next(line for line in printed.splitlines() if line.startswith(name))
+        assert f"{of['bits_per_byte']:.4f}" in line.split()
+        assert of["bytes"] == len(TEXTS[name].encode())
+        assert of["bits_per_byte"] * of["bytes"] == pytest.approx(of["bits_per_character"] * of["characters"])
+    assert written["settings"]["stride"] == 20
+    assert written["model"]["weights"] == checkpoint.weights_key(base / "model")
+    assert written["model"]["architecture"]["n_embd"] == 32
+    assert written["run"]["versions"]["torch"] == torch.__version__
+    assert not list((tmp_path / "new").glob("*.tmp"))
+
+
+@pytest.mark.dist
+def test_two_ranks_give_the_same_to_the_bit(run, base, tmp_path):
+    """Perplexity, and scored rows."""
+    jobs = {"scores.json": perplexity_flags(base), "scored.jsonl": [f"--score={base}/rows.jsonl"]}
+    for name, flags in jobs.items():
+        assert run(*flags, f"--out={tmp_path}/1/{name}", "--batch_size=2")[1] == ""
+    code = "import runpy, sys\n" + "".join(
+        f"sys.argv = ['evaluate.py', *{[*COMMON, *flags, f'--init_from={base}/model', '--batch_size=2']},"
+        f" '--out={tmp_path}/2/{name}']\nrunpy.run_path('evaluate.py', run_name='__main__')\n"
+        for name, flags in jobs.items()
+    )
+    (tmp_path / "both.py").write_text(code, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    done = subprocess.run([*launcher, tmp_path / "both.py"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / k / "scores.json").read_text(encoding="utf-8")) for k in "12")
+    assert (one["run"]["ranks"], two["run"]["ranks"]) == (1, 2)
+    assert one["results"] == two["results"]
+    assert (tmp_path / "1/scored.jsonl").read_bytes() == (tmp_path / "2/scored.jsonl").read_bytes()
+    assert done.stdout.count("(all)") == 1  # one rank speaks
+
+
+def test_compiled_blocks_give_the_same_scores(run, base, tmp_path, monkeypatch):
+    """With inductor left out: what compiles is torch's, that blocks take rows of any length is ours."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for value in ("True", "False"):
+        run(*perplexity_flags(base), f"--out={tmp_path}/{value}.json", f"--compile={value}")
+    one, two = (json.loads((tmp_path / f"{v}.json").read_text(encoding="utf-8"))["results"] for v in ("True", "False"))
+    assert one["perplexity"]["all"] == pytest.approx(two["perplexity"]["all"])
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """Sums of minus log-probabilities by transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @torch.no_grad()
+    def nats(self, context: str, text: str) -> tuple[float, int]:
+        """(nats, tokens) of `text` after `context`; names of special tokens are special."""
+        before, own = self.ids(context), self.ids(text)
+        logps = self.model(torch.tensor([before + own])).logits[0].double().log_softmax(-1)
+        return -sum(logps[len(before) + i - 1, token].item() for i, token in enumerate(own)), len(own)
+
+
+def scored_rows(run, base: Path, out: Path, *flags: str) -> list[dict]:
+    printed, error = run(f"--score={base}/rows.jsonl", f"--out={out}", *flags)
+    assert not error
+    assert "rows scored" in printed
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_keep_their_place_and_their_fields(run, base, tmp_path):
+    rows = scored_rows(run, base, tmp_path / "scored.jsonl")
+    assert len(rows) == len(ROWS) + 1
+    for row, before in zip(rows, ROWS, strict=False):
+        before = {"text": before} if isinstance(before, str) else before
+        assert {k: v for k, v in row.items() if k not in row_scores.KEYS}.items() <= before.items()
+    problems = [row.get("score_problem", "").partition(":")[0] for row in rows]
+    assert problems == ["", "", "", "", "empty text", "too long", "answer missing", "", "not understood", "bad_json"]
+    assert all((row["loss"] is None) == (row["bpb"] is None) == bool(p) for row, p in zip(rows, problems, strict=True))
+    assert "ifd" not in rows[0] and "ifd" not in rows[7]  # documents; the one that was there is gone
+    assert "ifd" not in rows[3]  # no prompt
+    assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
+
+
+def test_scores_are_those_of_transformers(run, base, tmp_path):
+    rows = scored_rows(run, base, tmp_path / "scored.jsonl")
+    hand = ByHand(base / "model")
+    nats, n = hand.nats("<|endoftext|>", "a text by itself")
+    assert (rows[7]["loss"], rows[7]["bpb"]) == pytest.approx((nats / n, nats / math.log(2) / 16), rel=1e-4)
+
+    prompt = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    nats, n = hand.nats(prompt, "That.<|im_end|>")
+    assert (rows[1]["loss"], rows[1]["bpb"]) == pytest.approx((nats / n, nats / math.log(2) / 5), rel=1e-4)
+    ifd = hand.nats(prompt, "That.")[0] / hand.nats("<|endoftext|>", "That.")[0]
+    assert rows[1]["ifd"] == pytest.approx(ifd, rel=1e-4)
+
+    first = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT[:2])
+    first += "<|im_start|>assistant\n"
+    second = f"{first}{CHAT[2]['content']}<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    answers = [hand.nats(first, f"{CHAT[2]['content']}<|im_end|>"), hand.nats(second, "Sun.<|im_end|>")]
+    nats, n = (sum(column) for column in zip(*answers, strict=True))
+    n_bytes = len((CHAT[2]["content"] + "Sun.").encode())
+    assert (rows[2]["loss"], rows[2]["bpb"]) == pytest.approx((nats / n, nats / math.log(2) / n_bytes), rel=1e-4)
+    ifd = hand.nats(first, CHAT[2]["content"])[0] / hand.nats("<|endoftext|>", CHAT[2]["content"])[0]
+    assert rows[2]["ifd"] == pytest.approx(ifd, rel=1e-4)
+
+
+def test_a_document_has_the_loss_that_its_domain_has(run, base, tmp_path):
+    """A long one, in windows."""
+    (row,) = scored_rows(run, base, tmp_path / "scored.jsonl", "--limit=1", "--stride=20")
+    run(f"--data={base}/zh.txt", "--stride=20", f"--out={tmp_path}/scores.json")
+    of = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["results"]["perplexity"]["domains"]["zh"]
+    assert of["tokens"] > 2 * BLOCK
+    assert (row["loss"], row["bpb"]) == pytest.approx((of["nats_per_token"], of["bits_per_byte"]))
+
+
+def test_a_killed_scoring_goes_on_and_scores_nothing_twice(run, base, tmp_path, monkeypatch):
+    whole = scored_rows(run, base, tmp_path / "whole.jsonl", "--batch_size=1")
+    monkeypatch.setattr(row_scores, "ROWS", 3)  # at a time
+    score_tokens, calls = likelihood.score_tokens, []
+
+    def killed_at_the_third(model, rows, *more):
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return score_tokens(model, rows, *more)
+
+    monkeypatch.setattr(row_scores, "score_tokens", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(f"--score={base}/rows.jsonl", f"--out={tmp_path}/out.jsonl", "--batch_size=1")
+    (part,) = tmp_path.glob(".out.jsonl.*.part")
+    assert part.read_bytes().count(b"\n") == 6
+    with open(part, "ab") as f:
+        f.write(b'{"text": "half a li')
+    n_before = len(calls)
+    assert scored_rows(run, base, tmp_path / "out.jsonl", "--batch_size=1") == whole
+    assert sum(calls[n_before:]) == sum("loss" in row and row["loss"] is not None for row in whole[6:])
+    assert not list(tmp_path.glob(".out*"))
+    for flag in ("--block_size=40", "--stride=5", "--text_key=text", "--limit=3"):  # each is another scoring
+        assert len({key_of(run, base, flags) for flags in ([], [flag])}) == 2, flag
+    assert len({key_of(run, base, flags) for flags in ([], ["--batch_size=3"])}) == 1
+
+
+def key_of(run, base: Path, flags: list[str]) -> str:
+    """Of the settings that flags make."""
+    config = {"batch_size": 16, "block_size": 0, "stride": 0, "limit": 0, "text_key": "", "txt_split": "file"}
+    config |= {k: type(config[k])(v) for k, v in (flag.removeprefix("--").split("=") for flag in flags)}
+    settings = evaluate.text_settings(config, checkpoint.load_config(base / "model"))
+    tokenizer = evaluate.Tokenizer.load(base / "model")
+    return row_scores.scoring_key(base / "model", tokenizer, f"{base}/rows.jsonl", settings, torch.float32)
+
+
+def test_prepare_reads_what_is_written(run, base, tmp_path):
+    """prepare.py --score takes rows by these keys."""
+    rows = scored_rows(run, base, tmp_path / "scored.jsonl")
+    assert [math.isnan(as_score(row, "bpb")) for row in rows] == [row["bpb"] is None for row in rows]
+    chat = [row for row in rows if row.get("ifd")]
+    least = min(row["ifd"] for row in chat) + 1e-6
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in chat), encoding="utf-8")
+    flags = [f"--input={tmp_path}/chat.jsonl", "--kind=chat", f"--score=ifd=..{least}", "--val_fraction=0"]
+    flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules_off=min_length"]
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    split = json.loads((tmp_path / "chat/manifest.json").read_text(encoding="utf-8"))["splits"]["train"]
+    kept = (tmp_path / "chat" / split["file"]).read_text(encoding="utf-8").splitlines()
+    assert len(kept) == 1 < len(chat)
+
+
+def test_no_row_with_a_score_is_an_error(run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": " "}', encoding="utf-8")
+    error = run(f"--score={tmp_path}/rows.jsonl", f"--out={tmp_path}/out.jsonl")[1]
+    assert error == f"score: no row of {tmp_path}/rows.jsonl has a score: empty text 2"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_gbk_rows_are_read_and_said(run, tmp_path):
+    rows = "\n".join(json.dumps({"content": text}, ensure_ascii=False) for text in (TEXTS["zh"], "文字"))
+    (tmp_path / "rows.jsonl").write_bytes(rows.encode("gbk"))
+    printed, error = run(f"--score={tmp_path}/rows.jsonl", f"--out={tmp_path}/out.jsonl")
+    assert not error
+    assert "2 of 2 rows scored" in printed
+    assert "read as GB18030 (GBK), not UTF-8: 2 documents" in printed
+    written = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(written[1])["content"] == "文字"
+
+
+# ---- settings and mistakes ------------------------------------------------------------------------------------------
+
+
+def test_data_of_one_and_of_several_tasks():
+    assert evaluate.parse_data("perplexity", "a=x;y.txt,b=c:d") == {"perplexity": "a=x;y.txt,b=c:d"}
+    assert evaluate.parse_data("mmlu", "mmlu: DIR") == {"mmlu": "DIR"}
+    found = evaluate.parse_data("mmlu, perplexity", "perplexity: zh=a.txt,b.txt ; mmlu:C:/D;")
+    assert found == {"mmlu": "C:/D", "perplexity": "zh=a.txt,b.txt"}
+    assert list(found) == ["mmlu", "perplexity"]
+
+
+@pytest.mark.parametrize("tasks, data, why", [
+    ("mmul", "x", "there is no task 'mmul'; choose from perplexity"),
+    ("", "x", "there is no task ''"),
+    ("mmlu,arc", "mmlu: x; arc: y; mmlu: z", "names a task twice"),
+    ("perplexity", "", "task perplexity has no data; give --data=FILES"),
+    ("mmlu,perplexity", "mmlu: x", "task perplexity has no data; give --data='mmlu: FILES; perplexity: FILES'"),
+    ("mmlu,perplexity", "mmlu: x; ceval: y", "data names 'ceval', which is not one of tasks='mmlu,perplexity'"),
+])  # fmt: skip
+def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        evaluate.parse_data(tasks, data)
+
+
+@pytest.mark.parametrize("flags, why", [
+    (["--data=nowhere.txt"], "no file matches 'nowhere.txt'"),
+    (["--data={base}/zh.txt", "--block_size=97"], "block_size=97 must be from 1 to the model's 96"),
+    (["--data={base}/zh.txt", "--block_size=20", "--stride=21"], "stride=21 must be from 1 to block_size=20"),
+    (["--data={base}/zh.txt", "--batch_size=0"], "batch_size must be at least 1"),
+    (["--data={base}/zh.txt", "--init_from={base}/reward"], "holds a reward model, which is for the tasks preference"),
+    (["--data={base}/zh.txt", "--init_from=nowhere"], "no such directory"),
+    (["--data={base}/zh.txt", "--init_from={base}/bare"], "no tokenizer.json or tokenizer.model in {base}/bare"),
+    (["--score={base}/rows.jsonl"], "score needs out"),
+    (["--score={base}/rows.jsonl", "--out=x.json"], "is a file of rows; call it .jsonl"),
+    (["--score={base}/rows.jsonl", "--data=x", "--out=x.jsonl"], "score and data are both given"),
+    (["--tasks=win_rate", "--data=a", "--judge=m"], "judge and base_url belong together"),
+    (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
+    (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
+    (["--dat=x"], "did you mean 'data'"),
+])  # fmt: skip
+def test_mistakes_are_one_line(run, base, flags, why):
+    (base / "bare").mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (base / "bare" / name).write_bytes((base / "model" / name).read_bytes())
+    error = run(*(flag.format(base=base) for flag in flags))[1]
+    assert why.format(base=base) in error
+    assert "\n" not in error
+
+
+def test_a_tokenizer_that_the_model_has_no_embeddings_for_is_refused(run, base, tmp_path):
+    cfg = ModelConfig(64, block_size=BLOCK, n_layer=1, n_head=2, n_embd=16)
+    tokenizer = evaluate.Tokenizer.load(base / "model")
+    checkpoint.write_model(tmp_path, Transformer(cfg), tokenizer)
+    error = run(f"--data={base}/zh.txt", f"--init_from={tmp_path}")[1]
+    assert f"its tokenizer has {tokenizer.vocab_size} ids, the model 64" in error
+
+
+# ---- tasks of other files -------------------------------------------------------------------------------------------
+
+
+def test_the_other_tasks_are_reached(base, monkeypatch):
+    """Each with its own settings, as its file names them."""
+    calls = {}
+
+    def spy(name: str, *names: str):
+        def called(*args, **kwargs):
+            calls[name] = dict(zip(names, args, strict=False)) | kwargs
+            return {}
+
+        return called
+
+    names = ("model", "tokenizer", "task", "directory", "shots", "batch_size", "device", "dtype", "limit", "block_size")
+    monkeypatch.setattr(evaluate, "evaluate_choices", spy("choices", *names))
+    names = ("model", "tokenizer", "data", "params", "limit", "batch_size", "system")
+    monkeypatch.setattr(evaluate, "evaluate_generation", spy("generation", *names))
+    names = ("reward_dir", "data", "batch_size", "limit", "device", "dtype")
+    monkeypatch.setattr(evaluate.judging, "evaluate_preference", spy("preference", *names))
+    config = {"init_from": "", "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file", "compile": False}
+    config |= {"batch_size": 3, "limit": 9, "shots": -1, "system": "Hi", "temperature": 0.5, "max_new_tokens": 11}
+    config |= {"seed": 5}
+    subject = evaluate.load(base / "model", config, torch.device("cpu"), torch.float32)
+    evaluate.measure("ceval_text", "DIR", subject, config)
+    assert {"task": "ceval_text", "directory": "DIR", "shots": 5, "batch_size": 3}.items() <= calls["choices"].items()
+    assert (calls["choices"]["limit"], calls["choices"]["block_size"]) == (9, 40)
+    evaluate.measure("arc", "DIR", subject, config)
+    assert calls["choices"]["shots"] == 0
+    evaluate.measure("arc", "DIR", subject, config | {"shots": 2})
+    assert calls["choices"]["shots"] == 2
+    evaluate.measure("generation", "FILE", subject, config)
+    of = calls["generation"]
+    assert (of["data"], of["limit"], of["batch_size"], of["system"]) == ("FILE", 9, 3, "Hi")
+    assert (of["params"].max_new_tokens, of["params"].temperature, of["params"].seed) == (11, 0.5, 5)
+    assert of["params"].eos_ids == subject.tokenizer.stop_ids
+    evaluate.measure("preference", "FILE", subject, config)
+    of = calls["preference"]
+    assert (of["reward_dir"], of["data"], of["batch_size"], of["limit"]) == (str(base / "model"), "FILE", 3, 9)
+
+
+def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
+    for name, texts in {"a": ["one", "two", "same"], "b": ["1", "22222", "same"]}.items():
+        rows = [{"prompt": f"Q{i}", "index": i, "completions": [{"text": t}]} for i, t in enumerate(texts)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    data = f"--data={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    out = f"--out={tmp_path}/found.json"
+    printed, error = run("--tasks=win_rate", data, f"--init_from={base}/reward", out)
+    assert not error
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
+    assert (found["n"], found["ties"], found["win_rate"]) == (3, 3, 0.5)  # its head is zero: all scores are equal
+    assert re.search(r"win_rate +0\.5000", printed)
+    printed, error = run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere")
+    assert not error
+    assert re.search(r"to_choose +2", printed)
+    rows = [json.loads(line) for line in (tmp_path / "people.jsonl").read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["choice"] = "1" if row["first"] in ("one", "two") else "2"
+    (tmp_path / "people.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere", out)
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
+    assert (found["wins"], found["ties"], found["losses"]) == (2, 1, 0)
+
+
+def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):
+    asked = {}
+
+    def endpoint_judge(matches, endpoint, journal):
+        asked.update(endpoint._asdict(), journal=journal, n=len(matches))
+        return [evaluate.judging.Verdict("a", orders=("a", "a"))] * len(matches)
+
+    monkeypatch.setattr(evaluate.judging, "endpoint_judge", endpoint_judge)
+    monkeypatch.setenv("A_KEY", "secret\n")
+    for name in "ab":
+        row = {"prompt": "Q", "index": 0, "completions": [{"text": name}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    flags = ["--tasks=win_rate", f"--data={tmp_path}/a.jsonl,{tmp_path}/b.jsonl", f"--out={tmp_path}/x.json"]
+    flags += ["--judge=big", "--base_url=http://localhost:1/v1", "--api_key_env=A_KEY", "--init_from=nowhere"]
+    printed, error = run(*flags)
+    assert not error
+    assert {"base_url": "http://localhost:1/v1", "model": "big", "key": "secret", "n": 1}.items() <= asked.items()
+    assert asked["journal"] == f"{tmp_path}/x.json.judge"
+    written = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert (written["results"]["win_rate"]["wins"], written["model"]) == (1, {})
+    assert "secret" not in json.dumps(written)
+    assert "no environment variable 'NO_KEY'" in run(*flags[:-2], "--api_key_env=NO_KEY")[1]
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_tables_are_aligned_where_characters_are_wide():
+    shown = evaluate.table(["name", "n", "share"], [["中文", 1234, 0.5], ["x", 5, math.nan], ["big", 0, 1e9]])
+    assert shown.splitlines() == [
+        "name      n   share",
+        "中文  1,234  0.5000",
+        "x         5       -",
+        "big       0   1e+09",
+    ]
+
+
+def test_figures_of_any_task_are_shown():
+    found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}, "of": {"a": {"n": 1, "t": "s"}}}
+    shown = evaluate.describe(found)
+    assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("n", "3"), ("rate", "0.2500"), ("note", "x")]
+    assert "left: long 2" in shown
+    assert "rows" not in shown
+
+
+def test_json_has_no_nan(tmp_path):
+    evaluate.write_results(tmp_path / "x.json", {"a": [math.nan, 1.5], "b": {"c": (math.inf, "中")}})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [None, 1.5], "b": {"c": [None, "中"]}}
+
+
+def test_notes_of_domains_are_shown():
+    figures = domains.summarize([domains.Loss(8 * math.log(2), 4, 8, 2)])
+    found = {"domains": {"zh": figures | {"notes": ["empty, left out: 1 documents"]}}, "all": figures}
+    header, row, note = evaluate.describe_domains(found).splitlines()
+    assert dict(zip(header.split(), row.split(), strict=True)) == {
+        "domain": "zh", "documents": "1", "tokens": "4", "nats/token": "1.3863", "perplexity": "4.0000",
+        "bits/byte": "1.0000", "bits/char": "4.0000", "nats/doc": "5.5452",
+    }  # fmt: skip
+    assert note == "zh: empty, left out: 1 documents"
