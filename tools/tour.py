@@ -1,0 +1,111 @@
+"""One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs; what training and a cache hold.
+
+    python tools/tour.py config/demo.py --vocab_size=4096          # keys as of pretrain.py
+    python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
+
+The tensors are torch's fake ones, which have a shape and no memory, so any size will do. docs/tour.md explains what
+is printed.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import checkpoint
+from configurator import ConfigError, configure
+from generate import cache_bytes
+from model import ModelConfig, RMSNorm, Transformer, flops_per_token, memory_table, parameter_table
+from pretrain import ARCHITECTURE, choose_architecture
+from run_card import defaults_of
+
+ROOT = Path(__file__).parent.parent
+SAYS = {
+    "embed_tokens": "one row of the table for each token",
+    "input_layernorm": "x / rms(x), times a weight per feature",
+    "q_proj": "queries, n_head x head_dim",
+    "k_proj": "keys, n_kv_head x head_dim",
+    "v_proj": "values, n_kv_head x head_dim",
+    "scores": "each position with itself and all before it",
+    "o_proj": "the heads put together; added to x",
+    "post_attention_layernorm": "again, on the new x",
+    "gate_proj": "SwiGLU: silu of this ...",
+    "up_proj": "... times this",
+    "down_proj": "back to n_embd; added to x",
+    "norm": "after the last block",
+    "lm_head": "a logit for each token of the vocabulary",
+}
+
+
+def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...], int, float, str]]:
+    """(name, shape of the result, parameters, forward FLOPs per token, what it is) of each part in the order in which a
+    forward pass calls it; of the blocks, which are all alike, the first one."""
+    rows, counted = [], set()
+
+    def seen(name: str, module: nn.Module, inputs: tuple, result: Tensor) -> None:
+        own = 0 if module.weight in counted else module.weight.numel()
+        counted.add(module.weight)
+        flops = 2 * module.weight.numel() if isinstance(module, nn.Linear) else 0
+        last = name.rpartition(".")[2]
+        if last == "o_proj":  # scores and their sums of values, over T positions: the causal half is not subtracted
+            D, H = cfg.head_dim, cfg.n_head
+            rows.append(("layers.0.scores", (B, H, T, T), 0, 4 * H * D * T, SAYS["scores"]))
+        rows.append((name, tuple(result.shape), own, flops, SAYS.get(last, "RMSNorm of each head")))
+
+    with FakeTensorMode(), torch.no_grad():
+        model = Transformer(cfg)
+        for name, module in model.named_modules():
+            later_block = name.startswith("layers.") and not name.startswith("layers.0.")
+            if isinstance(module, nn.Embedding | nn.Linear | RMSNorm) and not later_block:
+                module.register_forward_hook(partial(seen, name))
+        model(torch.zeros(B, T, dtype=torch.int64))
+    return [("idx", (B, T), 0, 0, "token ids"), *rows]
+
+
+def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int) -> str:
+    lines = [f"{'part':<34}{'shape':<22}{'parameters':>14}{'MFLOPs/token':>14}  what it is"]
+    for name, shape, parameters, flops, says in rows:
+        size = f"{parameters:,}" if parameters else ""
+        work = f"{flops / 1e6:,.3f}" if flops else ""
+        short = name.replace("layers.0.", f"{n_layer} x ").replace("self_attn.", "").replace("mlp.", "")
+        lines.append(f"{short:<34}{str(shape):<22}{size:>14}{work:>14}  {says}")
+    return "\n".join(lines)
+
+
+def totals(cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str) -> str:
+    """Parameters, FLOPs and memory by part, as text."""
+    params = parameter_table(cfg)
+    memory = memory_table(cfg, B, T, dtype, optimizer, False, False, "cpu")
+    flops = flops_per_token(cfg, T)
+    cache = cache_bytes(cfg, 1, T, dtype)
+    return "\n".join([
+        f"parameters {params['total']:,}: " + ", ".join(f"{k} {n:,}" for k, n in params.items() if n and k != "total"),
+        f"training   {flops / 1e6:,.1f} MFLOPs per token: forward, and twice as much backward",
+        f"           {flops * B * T / 1e9:,.1f} GFLOPs for a step of {B} x {T} tokens",
+        f"memory     {sum(memory.values()) / 2**20:,.0f} MiB for such a step: "
+        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        f"cache      {cache / T / 2**10:,.1f} KiB for each token of a text that is being generated, "
+        f"{cache / 2**20:,.1f} MiB for {T}",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    namespace = {key: value for key, value in defaults_of(ROOT / "pretrain.py").items() if key == key.lower()}
+    config = configure(namespace | {"__doc__": __doc__, "__file__": str(ROOT / "pretrain.py")})
+    source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
+    if source is None and not config["vocab_size"]:
+        raise ConfigError("config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096")
+    if source is not None:
+        config |= {"block_size": checkpoint.load_config(source).block_size}
+        config |= {key: namespace[key] for key in ARCHITECTURE if key not in ("block_size", "dropout")}
+    cfg = choose_architecture(config, source, 0)
+    B, T = config["batch_size"], config["block_size"]
+    dtype = {"float32": torch.float32}.get(config["dtype"], torch.bfloat16)
+    print(table(rows_of(cfg, B, T), cfg.n_layer))
+    print()
+    print(totals(cfg, B, T, dtype, config["optimizer"]))
