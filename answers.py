@@ -3,6 +3,7 @@
 A line of prompts is {"prompt": text or messages}, {"messages": [...]}, {"text": text to continue} or just a text. Its
 answer is the line itself with its number (from 0) as "index" and with "completions"; beside the file of answers lies
 FILE.config.json with the settings that decided them, so that one file never holds answers of different settings.
+Messages that end with the assistant's answer are answered from what precedes it; the line keeps its own answer.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from tokenizer import Tokenizer
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # a prompt, whether it is a text to continue -> ids
+Rank = Callable[[Result], Result]  # gives each completion a reward, and leaves the best
 
 
 def lock(file: TextIO) -> None:
@@ -60,7 +62,7 @@ class Answers:
 
     def write(
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, encode: Encode, batch_size: int,
-        compile: bool,
+        compile: bool, rank: Rank | None = None,
     ) -> None:  # fmt: skip
         """Append a line for each prompt as it is finished, so that a kill costs those in the batch."""
         begun: dict[int, Row] = {}
@@ -77,7 +79,8 @@ class Answers:
         with output as file, bar:
             for number, result in completed(model, tokenizer, prompts(), params, batch_size, compile):
                 row = begun.pop(number)
-                fields = {"index": row.index} | row.fields | answer_fields(result, tokenizer, params)
+                result = rank(result) if rank else result
+                fields = {"index": row.index} | row.fields | answer_fields(result, tokenizer, params, bool(rank))
                 file.write(json_line(fields))
                 file.flush()
                 bar.update()
@@ -147,10 +150,12 @@ def json_line(value: dict) -> str:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams) -> dict:
+def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams, rewarded: bool) -> dict:
     completions = []
     for found in result.completions:
         fields = {"text": found.text, "finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
+        if rewarded:
+            fields["reward"] = found.reward
         if params.logprobs >= 0:
             fields |= {"ids": found.ids, "cumulative_logprob": found.cumulative_logprob}
             fields["logprobs"] = named(found.logprobs, tokenizer)

@@ -73,6 +73,7 @@ class CheckpointError(ValueError):
 def save(
     out_dir: str | Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, rank_state: dict,
     world: ddp.World, *, val_loss: float | None, keep_last: int, keep_best: int, base: str | Path = "",
+    write: Callable[[Path, Transformer, Tokenizer], None] | None = None,
 ) -> Path:  # fmt: skip
     """Write out_dir/step_NNNNNN, point the links at it, remove what is not kept; return its path.
 
@@ -80,7 +81,8 @@ def save(
     Both hold plain data and tensors only. Kept are the `keep_last` newest (0: all) and the `keep_best` (0 to 2) of the
     lowest `val_loss`; None and NaN do not compete, of equals the earlier is better. If one rank fails (disk full), all
     raise CheckpointError and earlier checkpoints are intact. `base`, where the model has adapters: the directory that
-    its frozen weights were loaded from, and from which a resume will take them.
+    its frozen weights were loaded from, and from which a resume will take them. `write`: takes the place of write_model
+    for a model of another kind.
     """
     if keep_last < 0 or not 0 <= keep_best <= len(BEST):
         raise CheckpointError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
@@ -94,7 +96,7 @@ def save(
     with agreed(failure, world, temp):
         write_state(temp / rank_file(world.rank), rank_state)
         if world.is_main:
-            write_model(temp, model, tokenizer, base)
+            write(temp, model, tokenizer) if write else write_model(temp, model, tokenizer, base)
             write_state(temp / "train_state.pt", state)
             ranked = val_loss is not None and math.isfinite(val_loss)
             write_json(temp / "score.json", {"step": step, "val_loss": float(val_loss) if ranked else None})
@@ -483,6 +485,16 @@ def weights_key(directory: Path) -> str:
                 f.seek(max(0, size - 4096) * i // (SAMPLED_BLOCKS - 1))
                 digest.update(f.read(4096))
     return digest.hexdigest()
+
+
+def model_name(directory: Path) -> str:
+    """A model by the name of its directory and a fingerprint of its weights and settings: where it is does not count.
+    Of a checkpoint that of its checksums; of others, which have none, of their files' sizes and configurations."""
+    sums = directory / "checksums.json"
+    sizes = [(path.name, path.stat().st_size) for path in sorted(directory.glob("*.safetensors"))]
+    content = sums.read_bytes() if sums.exists() else repr(sizes).encode()
+    content += b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
+    return f"{directory.name} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

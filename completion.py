@@ -23,6 +23,7 @@ class Completion(NamedTuple):
     stop_reason: int | str | None  # the stop id or stop string
     logprobs: list[dict[int, float]] | None  # of each token: itself and the likeliest, of the model's distribution
     cumulative_logprob: float  # of all tokens; beam search: after the processors
+    reward: float | None = None  # of a reward model, see best_of.py
 
 
 class Result(NamedTuple):

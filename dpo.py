@@ -33,7 +33,7 @@ from configurator import ConfigError, configure
 from data import Batches
 from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
-from model import ModelConfig, Transformer, flops_per_token, memory_table, parameter_table
+from model import ModelConfig, Transformer, flops_per_token, parameter_table
 from optim import Optimizer, learning_rate_at, stays_whole
 from pairs import PairBatch, PairCorpus
 from preference import (
@@ -163,24 +163,16 @@ def plan(
     peak: float, epochs: str,
 ) -> str:  # fmt: skip
     """What this run will take at most, as text: parameters, steps and `epochs` of the data, memory by part, time."""
-    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
-    memory = memory_table(
-        cfg, 2 * config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, False,
-        trained["trainable"], trained["adapters"],
-    )  # fmt: skip
-    memory["process"] = train_utils.process_bytes(device)
-    if config["reference"] == "model" and config["loss"] not in REFERENCE_FREE:
-        memory["reference"] = 4 * params["total"]
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
+    trained = trainable_table(cfg, config["trainable"], adapters)
+    rows = config | {"batch_size": 2 * config["batch_size"]}
+    twice = config["reference"] == "model" and config["loss"] not in REFERENCE_FREE
+    reference = {"reference": 4 * parameter_table(cfg)["total"]} if twice else {}
     tokens = 2 * config["total_batch_pairs"] * config["max_steps"] * config["block_size"]
     seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps, {epochs}",
-        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank with pairs of {config['block_size']} tokens: "
-        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        runs.describe_memory(cfg, rows, trained, False, world_size, device, dtype, reference),
         f"time        below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 

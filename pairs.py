@@ -5,8 +5,9 @@
 
 Both sides of a pair have the very same prompt, rendered up to the opened turn of the assistant. An answer is its text
 and <|im_end|>, at which generation stops; the newline behind that is nobody's choice. A pair whose longer side does not
-fit in block_size is left out: of two answers, one without its end is no answer. A row may have two numbers beside its
-texts: margin (how much better, of any scale) and difficulty (what an easy-to-hard order goes by).
+fit in block_size is left out: of two answers, one without its end is no answer; so is one whose row says that an
+answer was cut off (shapes.is_unfinished). A row may have two numbers beside its texts: margin (how much better, of any
+scale) and difficulty (what an easy-to-hard order goes by).
 """
 
 import itertools
@@ -71,6 +72,8 @@ def pair_problem(row: object) -> tuple[shapes.Pair | None, str, str]:
         return None, reason, missing_side(row) or detail if reason == "not understood" else ""
     if pair.chosen.strip() == pair.rejected.strip():
         return None, "equal answers", "but for white space"
+    if shapes.is_unfinished(row, pair):
+        return None, "unfinished answer", ""
     problem = shapes.chat_problem([*pair.prompt, {"role": "assistant", "content": pair.chosen}])
     return (None, "prompt: " + problem, "") if problem else (pair, "", "")
 

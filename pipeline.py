@@ -14,6 +14,7 @@ it again.
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -47,11 +48,13 @@ GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
-SPLIT_KEY = b"split-v1"
+SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
+PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
 # Why a document was dropped; of several rules that it breaks the first is told. A row of `ROW` holds the index.
 REASONS = (
-    "kept", "question_length", "answer_missing", *filters.RULE_NAMES, "score", "contaminated", "exact_duplicate",
-    "near_duplicate", *(problem.replace(" ", "_") for problem in shapes.CHAT_PROBLEMS if problem != "answer missing"),
+    "kept", "question_length", "answer_missing", "unfinished_answer", *filters.RULE_NAMES, "score", "contaminated",
+    "exact_duplicate", "near_duplicate",
+    *(problem.replace(" ", "_") for problem in shapes.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
 ROW = np.dtype([
@@ -64,6 +67,7 @@ ROW = np.dtype([
     ("offset", "<u8"),  # of its record
     ("score", "<f4"),  # of the first score key; nan if there is none
     ("reason", "u1"),  # KEPT, or why it did not pass
+    ("held_out", "?"),  # a conversation whose prompt is in the hold_out share
 ])  # fmt: skip
 
 
@@ -119,6 +123,7 @@ class Recipe:
     decontaminate_action: str = "drop"
     val_fraction: float = 0.0
     test_fraction: float = 0.0
+    hold_out: float = 0.0
     fold: str = ""
     order: str = "input"
     strict: bool = False
@@ -263,6 +268,8 @@ class Item(NamedTuple):
     n_read: int  # bytes of it before it was cleaned
     more: str = ""  # a pair: the rejected answer, to be compared with other rows together with the text
     row: str = ""  # kinds chat and preference: what is kept of it, as JSON
+    notes: str = ""  # a pair: its numbers and who made it, as JSON; no part of what is compared
+    prompt: str = ""  # a conversation or pair: what is said before the last answer
     question_chars: int = -1
     problem: str = ""  # a conversation or pair: why it cannot be learnt from
     trimmed: bool = False  # a conversation: it went on after the last answer
@@ -271,6 +278,11 @@ class Item(NamedTuple):
     @property
     def compared(self) -> str:
         return f"{self.text}\n{self.more}" if self.more else self.text
+
+    @property
+    def document(self) -> str:
+        """What is written of it."""
+        return f"{self.row[:-1]}, {self.notes[1:]}" if self.notes else self.row or self.text
 
 
 Clean = Callable[[str], str]
@@ -288,7 +300,7 @@ def understand(
         messages, problem = shapes.messages_of(row)
         return (None, problem) if problem else (chat_item(messages, scores, clean), "")
     pair, problem = shapes.pair_of(row)
-    return (None, problem) if problem else (pair_item(pair, scores, clean), "")
+    return (None, problem) if problem else (pair_item(row, pair, scores, clean), "")
 
 
 def as_score(row: object, key: str) -> float:
@@ -313,24 +325,44 @@ def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> 
     cleaned = [message | {"content": clean(message["content"])} for message in messages]
     problem = shapes.chat_problem(cleaned)
     answered = cleaned if problem else shapes.trim_chat(cleaned)
-    row, question = json.dumps({"messages": answered}, ensure_ascii=False), first_question(answered)
-    trimmed = len(answered) < len(cleaned)
-    return Item(said(answered), len(said(messages).encode()), "", row, len(question), problem, trimmed, scores)
+    row = json.dumps({"messages": answered}, ensure_ascii=False)
+    return Item(
+        said(answered), len(said(messages).encode()), row=row, prompt=said(answered[:-1]), problem=problem,
+        question_chars=len(first_question(answered)), trimmed=len(answered) < len(cleaned), scores=scores,
+    )  # fmt: skip
 
 
-def pair_item(pair: shapes.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
+def pair_item(row: dict, pair: shapes.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
     prompt = [message | {"content": clean(message["content"])} for message in pair.prompt]
     cleaned = shapes.Pair(prompt, clean(pair.chosen), clean(pair.rejected))
     before, text = (f"{said(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
     answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
-    row, question = json.dumps(cleaned._asdict(), ensure_ascii=False), first_question(prompt)
     problem = "" if answered else "answer missing"
-    return Item(text, len(before.encode()), cleaned.rejected, row, len(question), problem, scores=scores)
+    return Item(
+        text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
+        pair_notes(row), said(prompt), len(first_question(prompt)),
+        "unfinished answer" if shapes.is_unfinished(row, pair) else problem, scores=scores,
+    )  # fmt: skip
+
+
+def pair_notes(row: dict) -> str:
+    """What a row says of its pair, as JSON: PAIR_NUMBERS, and which model made an answer; "" if nothing."""
+    numbers = ((key, as_score(row, key)) for key in PAIR_NUMBERS)
+    notes: dict = {key: value for key, value in numbers if math.isfinite(value)}
+    notes |= {"made_by": row["made_by"]} if isinstance(row.get("made_by"), str) else {}
+    return json.dumps(notes, ensure_ascii=False) if notes else ""
+
+
+def is_held_out(prompt: str, share: float) -> bool:
+    """Whether a prompt is in the share that is kept from training: by another hash than that of the splits. Without a
+    prompt there is nothing to ask a model, so a conversation that the assistant begins never is."""
+    digest = blake2b(prompt.encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
+    return bool(prompt) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def split_position(raw: bytes) -> int:
-    """Where in [0, 2**64) a document falls, by a keyed hash of its text: adding others never moves it, and a text that
-    occurs twice is in one split."""
+    """Where in [0, 2**64) a document falls, by a keyed hash of its text, or a pair, by that of its prompt: adding
+    others never moves it, and a text or prompt that occurs twice is in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
@@ -498,18 +530,18 @@ class Inspector:
 
     def _write(self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str) -> tuple:
         """Write the document if it passed; its ROW."""
-        raw, begin, kept = item.text.encode(), self.n_bytes, b""
-        position = split_position(raw)
+        raw, begin, kept, kind = item.text.encode(), self.n_bytes, b"", self.recipe.kind
+        position = split_position(item.prompt.encode() if kind == "preference" else raw)
         if reason == "kept":
-            kept = item.row.encode() if item.row else raw
+            kept = item.document.encode()
             self.docs.write(kept)
             self.n_bytes += len(kept)
         else:
             self._sample(reason, Sample(position, self.n_rows, self._where(part, offset), detail, item.text[:300]))
         self.n_rows += 1
         score = item.scores[0] if item.scores else float("nan")
-        halves = KEY.unpack(key)
-        return halves, position, begin, len(kept), len(raw), part, offset, score, REASONS.index(reason)
+        halves, held_out = KEY.unpack(key), kind == "chat" and is_held_out(item.prompt, self.recipe.hold_out)
+        return halves, position, begin, len(kept), len(raw), part, offset, score, REASONS.index(reason), held_out
 
     def _where(self, part: int, offset: int) -> str:
         return f"{self.unit.parts[part].name} at byte {offset}"

@@ -5,6 +5,7 @@
     python prepare.py --input='wiki: wiki/*.json, weight=0.6; web: web/, weight=0.4, quality=web' --out_dir=data/mix
     python prepare.py --input=chat.jsonl --kind=chat --show=5                          # what is understood of 5 rows
     python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/x --out_dir=data/chat    # for sft.py
+    python prepare.py --input=answers.jsonl --kind=preference --pair_by=dataset --out_dir=data/pairs     # for dpo.py
     python prepare.py --verify=data/x                                                  # reads every byte again
 
 In order: read -> clean -> quality rules -> evaluation text -> exact copies -> near copies -> split -> tokenize. What
@@ -39,6 +40,7 @@ from stat import S_ISREG
 
 import numpy as np
 
+import answer_pairs
 import data
 import dedup
 import readers
@@ -69,6 +71,7 @@ from pipeline import (
     unit_fates,
 )
 from selection import (
+    ROW_SPLITS,
     SPLITS,
     Selection,
     Share,
@@ -119,6 +122,10 @@ decontaminate_action = "drop"  # drop the document | cut the place out of it
 # what is made
 val_fraction = 0.01  # of the documents; of the characters if there is only one document
 test_fraction = 0.0  # likewise
+hold_out = 0.0  # chat: this share of the prompts goes to held_out.jsonl, for preferences: tuning never sees them
+pair_by = ""  # preference: make pairs of answers (answer_pairs.py): dataset | reward; "" = the rows are pairs
+pair_margin = 0.0  # pair_by=reward: least difference of the rewards; 0 = any
+length_within = 0.0  # pair_by: the longer answer has at most this share more characters, such as 0.2; 0 = any
 fold = ""  # 'i/k': the i-th of k parts is val, the rest train (cross-validation), instead of val_fraction
 order = "input"  # of documents: input | hash (mixed) | length, unigram, bigram, trigram, score (easy ones first)
 pack = 0  # also rows of this many tokens that begin with a document, for pretrain.py --pack=True
@@ -129,8 +136,9 @@ max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot 
 verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
-VERSION = 4  # of what is made of an input; a directory made by another version is made anew
+VERSION = 5  # of what is made of an input; a directory made by another version is made anew
 TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
+PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 
 
@@ -202,6 +210,27 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
         if len(found) == n_before and source.name:
             print(f"prepare: warning: source {source.name} has no files of its own")
     return list(found.values())
+
+
+def pairs_of_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict]]:
+    """The inputs with pairs, in files in `work`, in the place of those that are answers; what the manifest says of
+    these. Raises PrepareError if there are none, or no pairs."""
+    found, infos, beside = [], [], {file.path + answer_pairs.SETTINGS for file in inputs}
+    settings = {"margin": config["pair_margin"], "within": config["length_within"], "strict": config["strict"]}
+    for file in inputs:
+        if file.path in beside or file.problem or not answer_pairs.is_answers(file.path):
+            found += [] if file.path in beside else [file]
+            continue
+        path = work / f"pairs_{len(infos)}.jsonl"
+        infos.append(answer_pairs.write_pairs(file.path, path, config["pair_by"], **settings))
+        infos[-1]["sha256"] = data.file_sha256(Path(file.path))
+        found.append(made_file(path, file.name, file.source))
+    if not infos:
+        what = f"pair_by={config['pair_by']} needs answers of sample.py, rows with completions; no input has them"
+        raise PrepareError(f"prepare: {what}; leave pair_by out if the rows are pairs")
+    if len(infos) == len(found) and not any(info["pairs"] for info in infos):
+        raise PrepareError(f"prepare: no pair: {'; '.join(answer_pairs.describe(infos))}")
+    return found, infos
 
 
 def is_within(path: str, directory: Path) -> bool:
@@ -352,10 +381,10 @@ def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) ->
 
 
 def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
-    """Conversations or pairs as train.jsonl, val.jsonl, test.jsonl; {split: what the manifest says of it}."""
+    """Conversations or pairs as train.jsonl, val.jsonl, ...; {split: what the manifest says of it}."""
     splits = {}
     names = [part.source.name for part in parts]
-    for number, split in enumerate(SPLITS):
+    for number, split in enumerate(ROW_SPLITS):
         path, n_rows = work / "out" / f"{split}.jsonl", 0
         with open(path, "w", encoding="utf-8") as f:
             for unit, own in units_of_split(number, parts, chosen):
@@ -381,7 +410,8 @@ def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterat
 
 
 def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
-    """The ids and masks of the rows of write_jsonl, in their order; the manifest's entries of `splits` learn of it."""
+    """The ids and masks of the rows of write_jsonl, in their order, but of those held out, which nobody learns; the
+    manifest's entries of `splits` learn of it."""
     dtype = data.token_dtype(tokenizer.vocab_size)
     for number, split in enumerate(SPLITS):
         if split not in splits:
@@ -401,7 +431,7 @@ def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tok
 # ---- the directory ---------------------------------------------------------------------------
 
 OWN = re.compile(
-    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test)\.jsonl"
+    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test|held_out)\.jsonl"
     r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
 )
 
@@ -467,8 +497,9 @@ def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
     """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raises DataError."""
     if "tokenizer_fingerprint" not in manifest:
         return True
-    for entry in manifest["splits"].values():
-        map_tokens(out_dir, entry["tokens"], manifest["dtype"])
+    for split, entry in manifest["splits"].items():
+        if split in SPLITS:
+            map_tokens(out_dir, entry["tokens"], manifest["dtype"])
     return Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
 
 
@@ -638,9 +669,10 @@ def check_config(config: dict) -> Recipe:
     sources = parse_sources(config)
     choices = {"kind": ("text", "chat", "preference"), "near_engine": ("numpy", "datasketch"), "order": ORDERS}
     choices |= {"decontaminate_action": ("drop", "cut"), "pattern": tuple(PATTERNS)}
+    choices |= {"pair_by": ("", "dataset", "reward")}
     for key, allowed in choices.items():
         if config[key] not in allowed:
-            raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
+            raise ConfigError(f"config: {key} must be one of {', '.join(filter(None, allowed))}, got {config[key]!r}")
     for source in sources:
         for key, allowed in (("txt_split", ("file", "blank", "line")), ("quality", ("curated", "web"))):
             if getattr(source, key) not in allowed:
@@ -652,6 +684,8 @@ def check_config(config: dict) -> Recipe:
     for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0}).items():
         if config[key] < minimum:
             raise ConfigError(f"config: {key} must be at least {minimum}, got {config[key]}")
+    if not 0 <= config["hold_out"] < 1:
+        raise ConfigError(f"config: hold_out must be from 0 to below 1, got {config['hold_out']}")
     if not 0 <= config["near"] <= 1:
         raise ConfigError(f"config: near must be from 0 (off) to 1, got {config['near']}")
     fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
@@ -671,10 +705,16 @@ def check_config(config: dict) -> Recipe:
 def check_kind(config: dict) -> None:
     """Raise ConfigError for a setting that would do nothing."""
     for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
-    for_others = {"question_min_chars": 0, "question_max_chars": 0}
-    for key, default in (for_others if config["kind"] == "text" else for_text).items():
+    for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0}
+    idle = {"question_min_chars": 0, "question_max_chars": 0} if config["kind"] == "text" else for_text
+    idle |= {} if config["kind"] == "chat" else {"hold_out": 0}
+    idle |= {} if config["kind"] == "preference" else for_pairs
+    for key, default in idle.items():
         if config[key] != default:
             raise ConfigError(f"config: {key}={config[key]} has no effect with kind={config['kind']}; leave it out")
+    for key, by in (("pair_margin", ("reward",)), ("length_within", ("dataset", "reward"))):
+        if config[key] and config["pair_by"] not in by:
+            raise ConfigError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")
 
 
 def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
@@ -729,7 +769,8 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 def decisive(info: dict) -> dict:
     """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
     inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
-    return {"tokenizer": info.get("tokenizer")} | info.get("recipe", {}) | inputs
+    whole = {key: info.get(key) for key in ("tokenizer", "answers")}
+    return whole | info.get("recipe", {}) | inputs
 
 
 def difference(info: dict, old: dict) -> str:
@@ -751,23 +792,24 @@ def main(config: dict) -> int:
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             load_evals(recipe, Path(folder))
-            recipe = replace(recipe, sources=tuple(spooled(source, Path(folder)) for source in recipe.sources))
+            recipe = replace(recipe, sources=tuple(readable_twice(recipe, Path(folder), config)))
             return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder))
     with work_dir(out_dir) as work:
         inputs, manifest = find_inputs(recipe.sources, out_dir, work, recipe.kind), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
+        inputs, answers = pairs_of_answers(inputs, config, work) if config["pair_by"] else (inputs, [])
         tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         to_train = to_train if recipe.kind == "text" else "none"
         before = manifest.get("info", {})
         info = {
             "prepare": VERSION,
-            "recipe": recipe.settings() | {"pack": config["pack"]},
+            "recipe": recipe.settings() | {key: config[key] for key in ("pack", *PAIR_KEYS)},
             "tokenizer": tokenizer.fingerprint() if tokenizer else to_train,
             "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
-        }
+        } | ({"answers": answers} if answers else {})
         why = difference(info, before)
         if why:
             if out_dir.exists():
@@ -793,10 +835,15 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     return 1 if failed or too_many else 0
 
 
-def spooled(source: Source, folder: Path) -> Source:
-    """With a file in the place of standard input, which can be read twice."""
-    names = [str(spool_stdin(folder)) if name.strip() == "-" else name for name in source.input.split(",")]
-    return replace(source, input=",".join(names))
+def readable_twice(recipe: Recipe, folder: Path, config: dict) -> Iterator[Source]:
+    """The sources with a file in the place of standard input, and of answers, which become pairs."""
+    pairs: list[Input] = []
+    if config["pair_by"]:
+        pairs, _ = pairs_of_answers(find_inputs(recipe.sources, Path(), folder, recipe.kind), config, folder)
+    for number, source in enumerate(recipe.sources):
+        names = [file.path for file in pairs if file.source == number] if pairs else source.input.split(",")
+        names = [str(spool_stdin(folder)) if name.strip() == "-" else name for name in names]
+        yield replace(source, input=",".join(names))
 
 
 def verify_directory(directory: Path) -> int:
@@ -847,6 +894,8 @@ def report(manifest: dict, seconds: float) -> None:
     if "decontaminate" in info:
         print(f"prepare: {info['decontaminate']['unprotected']:,} of {info['decontaminate']['items']:,} evaluation "
               f"items are too short to be looked for")  # fmt: skip
+    for line in answer_pairs.describe(info.get("answers", [])):
+        print(f"prepare: {line}")
     print_splits(manifest)
     print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
 
@@ -855,7 +904,7 @@ def print_splits(manifest: dict) -> None:
     if manifest["format"] == ROWS_FORMAT:
         for split, entry in manifest["splits"].items():
             tokens = f"{entry['tokens']['ids']:>18,} tokens" if "tokens" in entry else ""
-            print(f"{split:<6}{entry['rows']:>14,} rows{entry['bytes']:>18,} bytes{tokens}")
+            print(f"{split:<8}{entry['rows']:>12,} rows{entry['bytes']:>18,} bytes{tokens}")
         return
     print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
     for split, entry in manifest["splits"].items():

@@ -31,7 +31,7 @@ from configurator import ConfigError, configure
 from data import Batches
 from lora import LoRAConfig, set_trainable, trainable_table
 from mixture import SCHEDULES as COMPETENCE_SCHEDULES
-from model import ModelConfig, flops_per_token, memory_table, parameter_table
+from model import ModelConfig, flops_per_token, parameter_table
 from optim import Optimizer, learning_rate_at, stays_whole
 from pairs import PairCorpus
 from reward_model import RewardModel
@@ -47,8 +47,8 @@ resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a
 overwrite = False  # with resume='never': delete what out_dir holds
 seed = 1337  # order of the data, dropout, adapters
 # scoring instead of training: init_from is a reward model
-score = ""  # conversations: files, as sft.py's data
-out = "scores.jsonl"  # their rows in their order, with "reward": the score of the last answer
+score = ""  # files of conversations, as sft.py's data, or of sample.py's answers
+out = "scores.jsonl"  # their rows in their order, with "reward": the score of the last answer, or of each completion
 # loss
 loss = "last"  # last = of the scores of whole answers; per_token = of those of all their beginnings, too
 end = "min"  # per_token: with which answer it ends: min = the shorter one; max = the longer one, over padding
@@ -156,22 +156,14 @@ def plan(
     """What this run will take at most, as text: parameters, steps, memory by part, time."""
     body = replace(cfg, tie_embeddings=True)  # the head is one row
     trained = trainable_table(body, config["trainable"], adapters)
-    memory = memory_table(
-        body, 2 * config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, False,
-        trained["trainable"], trained["adapters"],
-    )  # fmt: skip
-    memory |= {"head": 0.0, "process": train_utils.process_bytes(device)}
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
+    rows = config | {"batch_size": 2 * config["batch_size"]}
     tokens = 2 * config["total_batch_pairs"] * config["block_size"] * config["max_steps"]
     seconds = tokens * flops_of(cfg, config["block_size"]) / (peak * world_size)
     total = parameter_table(body)["total"] + cfg.n_embd
     return "\n".join([
         f"parameters  {total:,}, trained {trained['trainable'] + cfg.n_embd:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps",
-        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank at most: "
-        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
+        runs.describe_memory(body, rows, trained, False, world_size, device, dtype, {"head": 0.0}),
         f"time        at most {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -187,39 +179,18 @@ def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
     log.print("    accuracy by length: " + ", ".join(shown))
 
 
-def save(
-    parts: runs.Parts, step: int, tokenizer: Tokenizer, config: dict, order: dict, skipped: torch.Tensor,
-    val_loss: float | None, log: train_utils.RunLog, base: str,
-) -> bool:  # fmt: skip
-    """As runs.save, with a model that transformers opens as a classifier."""
-    state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
-    opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
-    state |= {"optimizer": opt_state, "scaler": parts.scaler.state_dict()}
-    state |= {"trained": reward_model.trained_weights(parts.model, base)}
-    rank_state = {"rng": train_utils.rng_state(parts.device)}
-    if config["compress"] == "powersgd":
-        rank_state["powersgd"] = parts.hook.state_dict()
-    try:
-        path = reward_model.save(
-            config["out_dir"], step, parts.model, tokenizer, state, rank_state, parts.world,
-            val_loss=val_loss, keep_last=config["keep_last"], keep_best=config["keep_best"],
-        )  # fmt: skip
-    except checkpoint.CheckpointError as error:
-        log.print(str(error))
-        return False
-    log.write("save", step, {"path": str(path)})
-    return True
-
-
 def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
     """What --score asks for."""
     source = checkpoint.resolve(config["init_from"])
     model, tokenizer = reward_model.load(source, device), Tokenizer.load(source)
+    settings = reward_model.common_settings(config["score"])
     key = reward_model.scoring_key(source, config["score"], dtype)
     counts = reward_model.score_file(
         model, tokenizer, config["score"], Path(config["out"]), key, config["batch_size"], dtype
     )
-    print(f"{config['out']}: {counts.pop(''):,} rows with a reward")
+    if settings:
+        reward_model.write_settings(Path(config["out"]), settings, source)
+    print(f"{config['out']}: {counts.pop(''):,} answers with a reward")
     for reason, n in counts.items():
         print(f"{config['out']}: {n:,} without: {reason}")
 
@@ -250,6 +221,7 @@ if __name__ == "__main__":
     if not corpus.val:
         raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
+    asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
     mixture = corpus.order(
         seed, pairs_per_step, max_steps, max_epochs, competence, competence_steps, competence_schedule
@@ -282,9 +254,8 @@ if __name__ == "__main__":
         reward_model.load_start(raw_model, source, n_known)
     set_trainable(raw_model, trainable, adapters)
     raw_model.score.requires_grad_(True)
-    base = str(source.resolve()) if source else ""
+    base = state.get("trained", {}).get("base") or runs.frozen_base(None, source)
     if resume_from:
-        base = state["trained"].get("base", base)
         reward_model.load_trained(raw_model, resume_from, state["trained"], n_known)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
@@ -308,7 +279,7 @@ if __name__ == "__main__":
         runs.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        runs.prepare_out_dir(config, "reward")
+        runs.prepare_out_dir(asked, "reward")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
         load=corpus.load, valid=corpus.valid,
@@ -377,7 +348,10 @@ if __name__ == "__main__":
         if step % eval_every == 0 or last:
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
-            save_failed = not save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            trained = {"trained": reward_model.trained_weights(raw_model, base)}
+            save_failed = not runs.save(
+                parts, step, tokenizer, config, order, skipped, val_loss, log, base, reward_model.write_model, trained
+            )
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             how = "not saved" if save_failed else "the same command continues"

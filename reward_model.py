@@ -14,13 +14,13 @@ bias.
 
 import hashlib
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -34,6 +34,7 @@ import lora
 import readers
 import shapes
 import train_utils
+from answer_pairs import SETTINGS, NoPair, conversation_of
 from model import ModelConfig, Transformer
 from pairs import PairBatch
 from tokenizer import Tokenizer
@@ -253,34 +254,6 @@ def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: 
         params[name].copy_(weight)
 
 
-def save(
-    out_dir: str | Path, step: int, model: RewardModel, tokenizer: Tokenizer, state: dict, rank_state: dict,
-    world: ddp.World, *, val_loss: float | None, keep_last: int, keep_best: int,
-) -> Path:  # fmt: skip
-    """As checkpoint.save, for a reward model."""
-    final = Path(out_dir) / f"step_{step:06d}"
-    temp = final.with_name(f".{final.name}.tmp")
-    failure = f"cannot save {final}, earlier checkpoints are intact"
-    with checkpoint.agreed(failure, world, temp):
-        if world.is_main:
-            checkpoint.clean(final.parent)
-            temp.mkdir()
-    with checkpoint.agreed(failure, world, temp):
-        checkpoint.write_state(temp / checkpoint.rank_file(world.rank), rank_state)
-        if world.is_main:
-            write_model(temp, model, tokenizer)
-            checkpoint.write_state(temp / "train_state.pt", state)
-            ranked = val_loss is not None and math.isfinite(val_loss)
-            checkpoint.write_json(temp / "score.json", {"step": step, "val_loss": val_loss if ranked else None})
-    with checkpoint.agreed(failure, world, temp):
-        if world.is_main:
-            checkpoint.commit(temp, final)
-    with checkpoint.agreed(f"{final} is saved, but the links are not in order", world, temp):
-        if world.is_main:
-            checkpoint.tidy(final.parent, step, keep_last, keep_best)
-    return final
-
-
 # ---- scores ---------------------------------------------------------------------------------------------------------
 
 
@@ -330,11 +303,12 @@ def score_ids(
 def score_file(
     model: RewardModel, tokenizer: Tokenizer, source: str, out: Path, key: str, batch_size: int, dtype: torch.dtype
 ) -> Counter:
-    """Write the rows of `source` (files of conversations, as sft.py's) to `out` in their order, each with "reward".
+    """Write the rows of `source` (files of conversations, as sft.py's, or of sample.py's answers) to `out` in their
+    order, each with "reward"; answers have it in each of their "completions".
 
-    One that has no score keeps its place: its reward is null, and "reward_problem" says why; these are counted in what
-    is returned. `out` is whole or not there. What a killed call has done is kept under a hidden name with `key` in it,
-    the fingerprint of model and input, and not done again. Raises RewardError if no row has a score."""
+    What has no score keeps its place: its reward is null, and "reward_problem" says why; these are counted in what is
+    returned. `out` is whole or not there. What a killed call has done is kept under a hidden name with `key` in it, the
+    fingerprint of model and input, and not done again. Raises RewardError if nothing has a score."""
     part = out.with_name(f".{out.name}.{key[:16]}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = islice(rows_of(source), whole_lines(part), None)
@@ -344,17 +318,25 @@ def score_file(
             f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done)
             f.flush()
     with open(part, encoding="utf-8") as f:
-        problems = Counter(json.loads(line).get("reward_problem", "").partition(":")[0] for line in f)
+        problems = Counter(problem for line in f for problem in problems_in(json.loads(line)))
     if not problems[""]:
         raise RewardError(f"reward: no row of {source} has a score: {part} says why")
     os.replace(part, out)
     return problems
 
 
+def problems_in(row: dict) -> list[str]:
+    """Why each reward of a scored row is null; "" of one that is not."""
+    parts = [row] if "reward_problem" in row else row.get("completions", [row])
+    return [part.get("reward_problem", "").partition(":")[0] for part in parts]
+
+
 def scoring_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Fingerprint of all that decides the scores of the files in `source`."""
-    digests = [checkpoint.sha256(Path(path)) for path in readers.find_files(source)]
-    return hashlib.sha256("\n".join([checkpoint.weights_key(directory), str(dtype), *digests]).encode()).hexdigest()
+    paths = readers.find_files(source)
+    known = [checkpoint.weights_key(directory), str(dtype), *(checkpoint.sha256(Path(path)) for path in paths)]
+    known += [json.dumps(read_settings(path)) for path in paths]
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 
 def whole_lines(path: Path) -> int:
@@ -367,30 +349,106 @@ def whole_lines(path: Path) -> int:
     return content.count(b"\n")
 
 
-def rows_of(source: str) -> Iterator[tuple[dict, list[dict], str]]:
-    """(row, messages, why it has none) of each row of the files, the unreadable ones too."""
+class Asked(NamedTuple):
+    """A row of a file to score."""
+
+    row: dict
+    talks: list[list[dict]]  # the one conversation, or one for each completion; [] for one that is not finished
+    problem: str  # why there are none
+
+
+def rows_of(source: str) -> Iterator[Asked]:
+    """Each row of the files, the unreadable ones too."""
     for path in readers.find_files(source):
+        settings = read_settings(path)
         for record in readers.read_records(path):
             if record.problem:
-                yield {"line": record.line}, [], f"{record.problem}: {record.detail}"
+                yield Asked({"line": record.line}, [], f"{record.problem}: {record.detail}")
                 continue
             value = readers.mend(record.value)[0]
-            messages, detail = shapes.messages_of(value)
-            problem = f"not understood: {detail}" if detail else shapes.chat_problem(messages)
-            if not problem and messages[-1]["role"] != "assistant":
-                problem = "no answer at the end"
-            yield value if isinstance(value, dict) else {"row": value}, messages, problem
+            row = value if isinstance(value, dict) else {"row": value}
+            row.pop("reward_problem", None)  # that an earlier model had
+            yield Asked(row, *(answered_talks(row, settings) if "completions" in row else own_talk(value)))
+
+
+def own_talk(row: object) -> tuple[list[list[dict]], str]:
+    """([the conversation of a row], "") or ([], why it has no score)."""
+    messages, detail = shapes.messages_of(row)
+    problem = f"not understood: {detail}" if detail else shapes.chat_problem(messages)
+    if not problem and messages[-1]["role"] != "assistant":
+        problem = "no answer at the end"
+    return ([], problem) if problem else ([messages], "")
+
+
+def answered_talks(row: dict, settings: dict) -> tuple[list[list[dict]], str]:
+    """([a conversation for each of a row's completions, [] for one that is not finished], "") or ([], why there are
+    none). settings: those that sample.py answered with."""
+    found = row["completions"] if isinstance(row["completions"], list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
+        return [], "not understood: completions without a text"
+    try:
+        prompt, _ = conversation_of(row, settings)
+    except NoPair as problem:
+        return [], f"not understood: {problem}"
+    answers = [{"role": "assistant", "content": shapes.answer_at(one, "text")} for one in found]
+    ended = [one.get("finish_reason") == "stop" for one in found]
+    return [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)], ""
 
 
 def scored(
-    model: RewardModel, tokenizer: Tokenizer, rows: list[tuple[dict, list[dict], str]], batch_size: int,
-    dtype: torch.dtype,
-) -> Iterator[dict]:  # fmt: skip
+    model: RewardModel, tokenizer: Tokenizer, rows: list[Asked], batch_size: int, dtype: torch.dtype
+) -> Iterator[dict]:
     """The rows of `rows_of` with their rewards."""
-    ids = [[] if problem else answered_ids(messages, tokenizer) for _, messages, problem in rows]
-    fits = [i for i, row in enumerate(ids) if 0 < len(row) <= model.cfg.block_size]
-    found = score_ids(model, [ids[i] for i in fits], tokenizer.pad_id, batch_size, dtype)
-    rewards = dict(zip(fits, found, strict=True))
-    for i, (row, _, problem) in enumerate(rows):
-        why = problem or f"too long: {len(ids[i])} tokens, block_size={model.cfg.block_size}"
-        yield row | ({"reward": rewards[i]} if i in rewards else {"reward": None, "reward_problem": why})
+    most = model.cfg.block_size
+    ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in asked.talks] for asked in rows]
+    fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
+    rewards = iter(score_ids(model, fit, tokenizer.pad_id, batch_size, dtype))
+    for (row, _, problem), of_row in zip(rows, ids, strict=True):
+        if problem:
+            yield row | {"reward": None, "reward_problem": problem}
+        elif "completions" in row:
+            both = zip(row["completions"], of_row, strict=True)
+            yield row | {"completions": [with_reward(completion, one, most, rewards) for completion, one in both]}
+        else:
+            yield with_reward(row, of_row[0], most, rewards)
+
+
+def with_reward(row: dict, ids: list[int], most: int, rewards: Iterator[float]) -> dict:
+    """A row or completion with the next of the rewards, if it is finished and has at most `most` ids."""
+    row = {key: value for key, value in row.items() if key != "reward_problem"}
+    if 0 < len(ids) <= most:
+        return row | {"reward": next(rewards)}
+    problem = f"too long: {len(ids)} tokens, block_size={most}" if ids else "unfinished answer"
+    return row | {"reward": None, "reward_problem": problem}
+
+
+# ---- the settings beside a file of answers --------------------------------------------------------------------------
+
+
+def settings_of(path: str | Path) -> Path:
+    return Path(f"{path}{SETTINGS}")
+
+
+def read_settings(path: str | Path) -> dict:
+    """Those that sample.py answered with; {} of a file that has none beside it."""
+    return checkpoint.read_json(settings_of(path)) if settings_of(path).exists() else {}
+
+
+def common_settings(source: str) -> dict:
+    """The settings of all the files in `source`. Raises RewardError if they differ: the answers are of two models."""
+    first, *others = readers.find_files(source)
+    settings = read_settings(first)
+    for path in others:
+        other = read_settings(path)
+        keys = sorted((settings | other).keys() - {"reward_model"})
+        differ = [key for key in keys if settings.get(key) != other.get(key)]
+        if differ:
+            raise RewardError(f"reward: {first} and {path} were answered with another {differ[0]}; score them apart")
+    return settings
+
+
+def write_settings(out: Path, settings: dict, directory: Path) -> None:
+    """Beside the scored answers: as they were made, and by which reward model."""
+    temporary = settings_of(out).with_name(settings_of(out).name + ".tmp")
+    checkpoint.write_json(temporary, settings | {"reward_model": checkpoint.model_name(directory)})
+    os.replace(temporary, settings_of(out))

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,15 +122,16 @@ def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
 
 def describe_memory(
     cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype, other: Mapping[str, float] | None = None,
 ) -> str:  # fmt: skip
-    """A line of what a rank will hold, by part. trained: of lora.trainable_table; masked: documents share rows."""
+    """A line of what a rank will hold, by part. trained: of lora.trainable_table; masked: documents share rows; other:
+    parts that the model alone does not have, or has otherwise, in bytes."""
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
         trained["adapters"],
     )  # fmt: skip
-    memory["process"] = train_utils.process_bytes(device)
+    memory |= {"process": train_utils.process_bytes(device)} | dict(other or {})
     if config["zero1"]:
         memory["optimizer"] /= world_size
     if config["compress"] == "powersgd":
@@ -343,12 +345,14 @@ def restore(parts: Parts, path: Path, state: dict, rank_state: dict, compress: s
 def save(
     parts: Parts, step: int, tokenizer: Tokenizer, config: dict, order: dict, skipped: torch.Tensor,
     val_loss: float | None, log: train_utils.RunLog, base: str = "",
+    write: Callable[[Path, Transformer, Tokenizer], None] | None = None, other: Mapping[str, object] | None = None,
 ) -> bool:  # fmt: skip
     """Write the checkpoint of this step, by all ranks; whether it was written. If not (a full disk), training may go on
-    and the next save be tried: what is there already is whole."""
+    and the next save be tried: what is there already is whole. base, write: as of checkpoint.save; other: what the
+    training state holds besides."""
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
     opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
-    state |= {"optimizer": opt_state, "scaler": parts.scaler.state_dict()}
+    state |= {"optimizer": opt_state, "scaler": parts.scaler.state_dict()} | dict(other or {})
     rank_state = {"rng": train_utils.rng_state(parts.device)}
     if config["compress"] == "powersgd":
         rank_state["powersgd"] = parts.hook.state_dict()
@@ -356,6 +360,7 @@ def save(
         path = checkpoint.save(
             config["out_dir"], step, parts.model, tokenizer, state, rank_state, parts.world,
             val_loss=val_loss, keep_last=config["keep_last"], keep_best=config["keep_best"], base=base,
+            write=write,
         )  # fmt: skip
     except checkpoint.CheckpointError as error:
         log.print(str(error))

@@ -3,6 +3,7 @@
 python sample.py                                                     # the newest run: a chat if it is tuned for one
 python sample.py --init_from=out/demo --prompt="def main" --n=3 --temperature=0.7 --top_p=0.9
 python sample.py --prompts=questions.jsonl --out=answers.jsonl       # the same again continues after an interruption
+python sample.py --prompt="What is a list?" --best_of=8 --best_of_by=reward --reward_from=out/reward
 
 With `chat` a prompt is what a user says, and without one the conversation is in the terminal (chat.py). A file of
 prompts and its answers are described in answers.py. What is answered depends on the prompt, the parameters and the
@@ -11,7 +12,6 @@ seed, not on the prompt's neighbours or the batch size (but for near ties in bfl
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 import sys
 from collections import deque
@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import reward_model
 import train_utils
-from answers import Answers
+from answers import Answers, Rank
+from best_of import Judge, find_model
 from chat import Chat, converse
 from configurator import configure
 from generate import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
@@ -40,7 +42,8 @@ chat = "auto"  # yes = prompts are what a user says; no = they are continued; au
 system = ""  # system message of every chat that has none
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are given out; 0 = n
-best_of_by = "sum"  # what makes the best: sum | mean of the log-probabilities of a sample's tokens
+best_of_by = "sum"  # what makes the best: sum | mean of the log-probabilities of a sample's tokens | reward
+reward_from = ""  # run, checkpoint or transformers directory of a reward model, for best_of_by=reward
 presence_penalty = 0.0  # subtracted from the logits of tokens that the output has
 frequency_penalty = 0.0  # subtracted for each time that the output has them
 repetition_penalty = 1.0  # logits of tokens in prompt or output are divided by it (negative ones multiplied); 1 = off
@@ -66,21 +69,25 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = False  # compile the decoding step: takes up to a minute, pays off from some thousand tokens
 
 # These do not decide what an answer says, or are recorded as what was made of them.
-FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "batch_size", "device", "dtype", "compile"}
+FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
 def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-    """The parameters among the settings, with the tokenizer's end tokens. Raises SampleError."""
+    """The parameters among the settings, with the tokenizer's end tokens; all samples that are drawn, if a reward
+    model is to rank them. Raises SampleError."""
+    by_reward = config["best_of_by"] == "reward"
     keys = [field.name for field in dataclasses.fields(SamplingParams) if field.name in config]
-    return SamplingParams(**{key: config[key] for key in keys} | {
+    params = SamplingParams(**{key: config[key] for key in keys} | {
+        "best_of_by": "sum" if by_reward else config["best_of_by"],
         "stop": stop_texts(config["stop"]),
         "stop_token_ids": stop_ids(config["stop_token_ids"]),
         "eos_ids": tokenizer.stop_ids,
         "banned_ids": never_sampled(tokenizer, vocab_size),
     })  # fmt: skip
+    return dataclasses.replace(params, n=params.n_samples, best_of=0) if by_reward else params
 
 
 def stop_texts(value: str) -> tuple[str, ...]:
@@ -122,17 +129,34 @@ def is_tuned(directory: Path) -> bool:
     return "<|im_start|>" in template and template != CHAT_TEMPLATE
 
 
+def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
+    """Raise SampleError if the settings do not go with answers ranked by a reward model."""
+    by, source = config["best_of_by"], config["reward_from"]
+    if (by == "reward") != bool(source):
+        raise SampleError(f"sample: best_of_by=reward and reward_from=DIR go together, got {by} and {source!r}")
+    if source and config["num_beams"] > 1:
+        raise SampleError(f"sample: best_of_by=reward ranks samples, not beams; got num_beams={config['num_beams']}")
+    if source and in_terminal:
+        raise SampleError("sample: best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT")
+    if source and not talk:
+        raise SampleError("sample: best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes")
+
+
 def prompt_ids(
-    tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False
+    tokenizer: Tokenizer, talk: bool, system: str, rewarded: bool, prompt: str | list[dict], plain: bool = False
 ) -> list[int]:  # fmt: skip
-    """Ids of a conversation up to the answer: of messages, and with `talk` of what a user says; else, or if it is
-    `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
+    """Ids of a conversation up to the answer: of messages, without an answer that they end with, and with `talk` of
+    what a user says; else, or if it is `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
     if isinstance(prompt, str) and (plain or not talk):
+        if rewarded:
+            raise SampleError("sample: a text to continue has no reward; give it as prompt or messages")
         return begin_prompt(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     if roles[-1:] == ["assistant"]:
-        raise SampleError("sample: the last message is the assistant's; there is nothing to answer")
+        messages, roles = messages[:-1], roles[:-1]
+        if roles[-1:] in ([], ["system"], ["assistant"]):
+            raise SampleError("sample: before the assistant's last message there is nothing to answer")
     if system and roles and roles[0] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.render(messages, add_generation_prompt=True)[0]
@@ -155,12 +179,13 @@ def in_sample_order(tokens: Iterable[Token], n_samples: int) -> Iterator[Token]:
 
 def sample_texts(
     model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
-    prompt: str,
+    prompt: str, rank: Rank | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Pieces of the samples of one prompt, which each repeats, with a rule between them; streamed unless ranked."""
     rule = "-" * 80 + "\n"
-    if params.num_beams > 1 or params.best_of > params.n:
+    if rank or params.num_beams > 1 or params.best_of > params.n:
         result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
+        result = rank(result) if rank else result
         yield rule.join(prompt + completion.text + "\n" for completion in result.completions)
         return
     begun, cut = -1, 0
@@ -178,19 +203,16 @@ def sample_texts(
 # ---- command line -------------------------------------------------------------------------------------------------
 
 
-def deciding_settings(config: dict, talk: bool, directory: Path, device: torch.device, dtype: torch.dtype) -> dict:
-    """What decides the answers, as it is written beside them. The model counts by its checksums (another's, which has
-    none, by its configuration and sizes), not by its path: it may be moved."""
-    sums = directory / "checksums.json"
-    weights = sorted((file.name, file.stat().st_size) for file in directory.glob("*.safetensors"))
-    content = sums.read_bytes() if sums.exists() else repr(weights).encode()
-    content += b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
+def deciding_settings(
+    config: dict, talk: bool, directory: Path, reward_dir: Path | None, device: torch.device, dtype: torch.dtype
+) -> dict:
+    """What decides the answers, as it is written beside them."""
     return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
         "chat": talk,
-        "model": f"{directory.name} {hashlib.sha256(content).hexdigest()[:16]}",
+        "model": checkpoint.model_name(directory),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-    }
+    } | ({"reward_model": checkpoint.model_name(reward_dir)} if reward_dir else {})  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -215,6 +237,8 @@ if __name__ == "__main__":
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
     tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
+    if reward_model.is_reward_model(directory):
+        raise SampleError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
     cfg = checkpoint.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
@@ -224,23 +248,30 @@ if __name__ == "__main__":
         raise SampleError(f"sample: system={system!r} needs a chat, and this prompt is continued; give --chat=yes")
     if in_terminal and as_json:
         raise SampleError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
+    check_reward_keys(config, talk, in_terminal)
+    reward_dir = find_model(reward_from, tokenizer) if reward_from else None
     if as_json:
-        answers = Answers(prompts, prompt, out, deciding_settings(config, talk, directory, torch_device, torch_dtype))
+        settings = deciding_settings(config, talk, directory, reward_dir, torch_device, torch_dtype)
+        answers = Answers(prompts, prompt, out, settings)
     if prompts:
         rows = max(batch_size, num_beams)
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
         print(f"{answers.n_prompts} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device)
-    encode = partial(prompt_ids, tokenizer, talk, system)
+    judge = Judge(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
+    rank = partial(judge.rank, n=n) if judge else None
+    encode = partial(prompt_ids, tokenizer, talk, system, bool(judge))
     with train_utils.autocast(torch_device, torch_dtype), quiet_end():
         if as_json:
-            answers.write(model, tokenizer, params, encode, batch_size, compile)
-            if answers.problems:
-                raise SystemExit(1)
+            answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
         elif in_terminal:
             converse(Chat(model, tokenizer, params, system, compile))
         else:
             repeated = "" if talk else prompt
-            for piece in sample_texts(model, tokenizer, encode(prompt), params, batch_size, compile, repeated):
+            for piece in sample_texts(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank):
                 print(piece, end="", flush=True)
+    if judge and judge.without_reward:
+        print(judge.report(), file=sys.stderr)
+    if as_json and answers.problems:
+        raise SystemExit(1)

@@ -33,6 +33,7 @@ from pipeline import (
 )  # fmt: skip
 
 SPLITS = ("train", "val", "test")
+ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: prompts that instruction tuning never sees
 
 
 # ---- documents compared with each other ------------------------------------------------------
@@ -148,7 +149,8 @@ def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
 
 
 def assign(positions: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, bool]:
-    """Index in SPLITS of documents, from their positions (n,) uint64; whether val, else empty, took the next one."""
+    """Index in SPLITS of documents, from their positions (n,) uint64; whether val, else empty, took the next one. A
+    source's only document, and of pairs the only prompt, is to be learnt."""
     val_begin, val_end, test_end = split_ends(recipe)
     last = np.uint64(val_end - 1) if val_end else np.uint64(0)
     splits = np.zeros(len(positions), np.uint8)
@@ -156,8 +158,8 @@ def assign(positions: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, bool]:
         splits[(positions >= np.uint64(val_begin)) & (positions <= last)] = 1
     if test_end:
         splits[positions <= np.uint64(test_end - 1)] = 2
-    if len(positions) == 1:
-        return np.zeros(1, np.uint8), False  # a source's only document is to be learnt
+    if len(positions) == 1 or (recipe.kind == "preference" and len(np.unique(positions)) == 1):
+        return np.zeros(len(positions), np.uint8), False
     moved = val_end > val_begin and len(positions) > 0 and not (splits == 1).any()
     if moved:
         others = positions[splits == 0] if (splits == 0).any() else positions
@@ -184,7 +186,7 @@ class Share(NamedTuple):
     source: Source
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
-    splits: np.ndarray  # (n,) uint8, index in SPLITS
+    splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
 
 
 def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
@@ -194,7 +196,13 @@ def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
     for number, source in enumerate(recipe.sources):
         rows = np.flatnonzero((chosen.fates == KEPT) & (of_row == number))
         own = [unit for unit in units if unit.source == number]
-        found.append(Share(source, own, rows, splits_of(chosen.rows["position"][rows], recipe, source.name)))
+        held_out = chosen.rows["held_out"][rows]
+        if recipe.hold_out and len(rows) and not held_out.any():
+            of = f" of source {source.name}" if source.name else ""
+            print(f"prepare: warning: hold_out={recipe.hold_out} takes none of so few conversations{of}")
+        splits = np.full(len(rows), ROW_SPLITS.index("held_out"), np.uint8)
+        splits[~held_out] = splits_of(chosen.rows["position"][rows[~held_out]], recipe, source.name)
+        found.append(Share(source, own, rows, splits))
     return found
 
 
@@ -214,7 +222,7 @@ def check_train(parts: list[Share]) -> None:
         if part.source.name and not (part.splits == 0).any():
             print(f"prepare: warning: nothing is left for train of source {part.source.name}")
     if not any((part.splits == 0).any() for part in parts):
-        raise PrepareError("prepare: no document is left for train; lower val_fraction, or give more text")
+        raise PrepareError("prepare: no document is left for train; lower val_fraction or hold_out, or give more text")
 
 
 def nothing_kept(counts: Counts, chosen: Selection | None) -> PrepareError:

@@ -115,6 +115,16 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
         return None, str(problem)
 
 
+def is_unfinished(row: dict, pair: Pair) -> bool:
+    """Whether the row of a pair says that one of its answers was cut off: in finish_reason, in that of a side, or in
+    that of the one among its completions that is the answer."""
+    names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
+    listed = row.get("completions")
+    cut = [one for one in (listed if isinstance(listed, list) else []) if isinstance(one, dict)]
+    texts = [one.get("text") for one in cut if one.get("finish_reason") == "length"]
+    return any(row.get(name) == "length" for name in names) or pair.chosen in texts or pair.rejected in texts
+
+
 def shape_name(row: object, kind: str) -> str:
     """What a row is taken for, as people call it; "" if it has no shape of this kind (text, chat or preference)."""
     if isinstance(row, str):
@@ -143,6 +153,8 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         return shape.read(rename(row))
     other = next((k for k in SHAPES if k != kind and recognise(row, k)), "")
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
+    if kind == "preference" and "completions" in row:
+        hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
     tried = " | ".join(shape.keys for shape in SHAPES[kind])
     raise BadRow(f"unknown shape: {keys_of(row)}{hint}; {kind} is known by: {tried}")
 

@@ -793,6 +793,17 @@ def test_every_byte_of_the_checksums_counts(two_steps: Path, tmp_path: Path) -> 
         assert checkpoint.find_latest(run, lambda line: None).name == "step_000001", f"byte {i} of {good!r}"
 
 
+def test_the_name_of_a_model_is_its_own_wherever_it_is(tmp_path: Path) -> None:
+    first, other = save(tmp_path / "a", 1, tiny(0)), save(tmp_path / "b", 1, tiny(1))
+    moved = shutil.copytree(first, tmp_path / "c" / first.name)
+    names = [checkpoint.model_name(path) for path in (first, moved, other)]
+    assert names[0] == names[1] != names[2] and all(name.startswith("step_000001 ") for name in names)
+    (first / "checksums.json").unlink()  # as another's directory: the sizes of its weights, and its configuration
+    without = checkpoint.model_name(first)
+    (first / "config.json").write_text("{}", encoding="utf-8")
+    assert without != checkpoint.model_name(first)
+
+
 # ---- kill -9 --------------------------------------------------------------------------------------------------------
 
 TOUCHES_DISK = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "os.scandir", "os.listdir")

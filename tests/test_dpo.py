@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -377,6 +378,18 @@ def test_sources_are_evaluated_apart(run, tmp_path, base):
     for whole, of_one in (("val_loss", "val_loss"), ("rewards/accuracies", "accuracy")):
         parts = [scores[f"{of_one}/{path.name}"] for path in paths]
         assert scores[whole] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1])
+
+
+@pytest.mark.parametrize("kind", ["model", "precomputed"])
+def test_the_plan_counts_a_second_model(base, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr(sys, "argv", ["dpo.py", *flags_of(base, tmp_path, f"--reference={kind}", "--plan_only=True")])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "dpo.py"), run_name="__main__")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+    n_params = sum(p.numel() for p in checkpoint.load_model(base / "model").parameters())
+    assert (f"reference {4 * n_params / 2**20:,.0f} MiB" in line) == (kind == "model")
+    parts = [float(part) for part in re.findall(r"([\d,.]+) MiB", line.replace(",", ""))]
+    assert float(re.search(r"([\d.]+) GiB", line)[1]) == pytest.approx(sum(parts) / 1024, abs=0.01)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -213,6 +213,30 @@ def test_an_answer_is_whole_or_not_there(tok, tmp_path):
             ]
 
 
+def test_unfinished_answers_are_left_out(tok, tmp_path):
+    """A pair that says that it was cut off teaches to stop anywhere; in the completions it is the text that tells."""
+    marks = [{}, {"finish_reason": "length"}, {"chosen_finish_reason": "length"}, {"rejected_finish_reason": "length"}]
+    rows = [row | mark for row, mark in zip(rows_of(6), [*marks, {}, {"finish_reason": "stop"}], strict=True)]
+    rows[4]["completions"] = [{"text": rows[4]["rejected"], "finish_reason": "length"}]
+    corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
+    answers = [tok.decode(corpus.train[0].ids(i)[1].tolist()[:-1]) for i in range(corpus.train[0].n_rows)]
+    assert answers == [rows[0]["chosen"], rows[5]["chosen"]]
+    assert corpus.found[0].dropped == {"unfinished answer": 4}
+
+
+def test_a_prepared_directory_is_split_as_its_raw_file(tok, tmp_path):
+    """By the prompt alone, and with the margins and difficulties of its rows."""
+    rows = [row | {"prompt": f"Q{i // 3} 问", "margin": i / 8, "difficulty": i} for i, row in enumerate(rows_of(90))]
+    path = write(tmp_path / "p.jsonl", rows)
+    make(tmp_path / "out", path)
+    raw = PairCorpus(path, tok, 256, 1, val_fraction=0.2)
+    prepared = PairCorpus(str(tmp_path / "out"), tok, 256, 1)
+    assert raw.train[0].fingerprint == prepared.train[0].fingerprint
+    assert raw.val["p.jsonl"].fingerprint == prepared.val["out"].fingerprint
+    assert prepared.val["out"].n_rows > 8 and prepared.train[0].margin.max() > 10
+    assert not any("trained prompt" in line for line in prepared.report())
+
+
 def test_answers_that_are_equal_as_tokens_are_equal(tok, tmp_path):
     class Lower(Toy):
         def encode(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from planted import UNIT, Planted, jaccard, plant, score
 
+import chat_files
 import corpus as corpora
 import data
 import pipeline
@@ -366,6 +367,128 @@ def test_pairs_without_two_different_answers_are_dropped(tmp_path):
     assert found[0]["prompt"] == [{"role": "user", "content": f"Question 0: {texts[0][:40]}"}]
 
 
+def rows_in(out_dir: Path) -> dict[str, list[dict]]:
+    """{split: rows} of a prepared directory of conversations or pairs."""
+    splits = manifest_of(out_dir)["splits"]
+    return {split: [json.loads(line) for line in (out_dir / entry["file"]).read_text("utf-8").splitlines()]
+            for split, entry in splits.items()}  # fmt: skip
+
+
+def place(text: str, key: bytes) -> float:
+    """Where in [0, 1) the hash of a text falls, as the comments of pipeline.py have it."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), key=key, digest_size=8).digest(), "little") / 2**64
+
+
+def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
+    """By the prompt alone: several answers to one prompt stay together, also those of another system message."""
+    rows, prompts = [], {}
+    for k in range(300):
+        asked = [("user", f"第{k}个问题？")] + [("assistant", "好"), ("user", f"and {k}?")] * (k % 3 == 0)
+        asked = [("system", f"be {k}")] * (k % 5 == 0) + asked
+        for answer in range(1 + (k % 4 == 0)):
+            turns = [*asked, ("assistant", f"answer {answer} of {k}")]
+            rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+            prompts[str(rows[-1])] = "\n".join(content for role, content in asked if role != "system")
+    rows += [{"messages": [{"role": "assistant", "content": f"I am number {k}."}]} for k in range(40)]  # nothing asked
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    settings = {"kind": "chat", "min_chars": 1, "near": 0.0, "val_fraction": 0.2, "tokenizer_dir": tok}
+    run(tmp_path / "out", input=path, hold_out=0.25, **settings)
+    found = rows_in(tmp_path / "out")
+    held_out = [row for row in rows if str(row) in prompts and place(prompts[str(row)], b"hold-out-v1") < 0.25]
+    assert found.pop("held_out") == held_out and 50 < len(held_out) < 150
+    texts = {str(row): "\n".join(m["content"] for m in row["messages"] if m["role"] != "system") for row in rows}
+    for split, least, most in (("train", 0.2, 1), ("val", 0, 0.2)):
+        own = [row for row in rows if row not in held_out and least <= place(texts[str(row)], b"split-v1") < most]
+        assert found.pop(split) == own
+    assert not found
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
+    assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
+    assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
+    learnt = chat_files.read_source(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
+    assert learnt.train.n + learnt.val.n == len(rows) - len(held_out)
+    assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0
+    assert "is up to date" in capsys.readouterr().out
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+    assert "held_out" in capsys.readouterr().out
+    with open(tmp_path / "out" / "held_out.jsonl", "r+", encoding="utf-8") as f:
+        f.write("[")
+    with pytest.raises(ValueError, match=r"held_out\.jsonl"):
+        prepare.main(KEYS | {"verify": str(tmp_path / "out")})
+    run(tmp_path / "out", input=path, **settings)
+    assert "is made anew: hold_out" in capsys.readouterr().out and "held_out" not in rows_in(tmp_path / "out")
+
+
+def test_more_conversations_and_other_splits_do_not_move_what_is_held_out(tmp_path):
+    def held_out(rows: list, **settings) -> list:
+        path = write_rows(tmp_path / "x.jsonl", rows)
+        run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.3, **settings)
+        return rows_in(tmp_path / "out")["held_out"]
+
+    rows = [{"messages": [{"role": "user", "content": f"q {k}"}, {"role": "assistant", "content": "a"}]}
+            for k in range(200)]  # fmt: skip
+    few = held_out(rows[100:], val_fraction=0.0)
+    many = held_out(rows, fold="2/3")
+    assert [row for row in many if row in rows[100:]] == few and 15 < len(few) < 45
+    assert len(rows_in(tmp_path / "out")["val"]) > 20  # of another hash: the fold has its share of the rest
+
+
+def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": talk}])
+    share = place("q", b"hold-out-v1")
+    settings = {"input": path, "kind": "chat", "min_chars": 1, "val_fraction": 0.0}
+    run(tmp_path / "out", hold_out=share * 0.99, **settings)
+    assert "takes none of so few conversations" in capsys.readouterr().out
+    with pytest.raises(PrepareError, match="no document is left for train; lower val_fraction or hold_out"):
+        run(tmp_path / "other", hold_out=share * 1.01, **settings)
+
+
+def test_pairs_keep_their_numbers_and_their_prompts_together(tmp_path):
+    numbers = [{"margin": 0.5, "difficulty": "3"}, {"score": 7, "margin": None}, {"margin": float("inf"), "extra": 1},
+               {"made_by": "model 12", "margin": True}]  # fmt: skip
+    kept = [{"margin": 0.5, "difficulty": 3.0}, {"score": 7.0}, {}, {"made_by": "model 12"}]
+    rows, expected = [], []
+    for k in range(120):
+        pair = {"chosen": f"好 {k}", "rejected": f"bad {k}"}
+        prompt = [{"role": "system", "content": f"s{k}"}, {"role": "user", "content": f"Question {k // 3}？"}]
+        rows.append({"prompt": prompt} | pair | numbers[k % 4])
+        expected.append({"prompt": prompt} | pair | kept[k % 4])
+    rows.append(rows[0] | {"margin": 0.75})  # the same pair, if not the same row
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.2, test_fraction=0.1)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
+    found = rows_in(tmp_path / "out")
+    for split, least, most in (("test", 0, 0.1), ("val", 0.1, 0.3), ("train", 0.3, 1)):
+        own = [row for row in expected if least <= place(row["prompt"][1]["content"], b"split-v1") < most]
+        assert found[split] == own and 3 <= len(own)
+    again = tmp_path / "out" / "train.jsonl"
+    run(tmp_path / "again", input=again, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    assert rows_in(tmp_path / "again")["train"] == found["train"]  # its own output
+
+
+def test_pairs_of_one_prompt_are_learnt(tmp_path):
+    rows = [{"prompt": "The only one?", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(5)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.5)
+    assert {split: len(own) for split, own in rows_in(tmp_path / "out").items()} == {"train": 5}
+
+
+def test_pairs_with_an_answer_that_was_cut_off_are_dropped(tmp_path):
+    pair = {"chosen": "好的回答", "rejected": "bad answer"}
+    marks = [
+        {"finish_reason": "length"}, {"chosen_finish_reason": "length"}, {"rejected_finish_reason": "length"},
+        {"completions": [{"text": "bad answer", "finish_reason": "length"}]},
+    ]  # fmt: skip
+    whole = [{"finish_reason": "stop"}, {"completions": [{"text": "another", "finish_reason": "length"}]}, {}]
+    rows = [{"prompt": f"Question {k}?"} | pair | mark for k, mark in enumerate(marks + whole)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"unfinished_answer": 4}
+    kept = [row["prompt"][0]["content"] for row in rows_in(tmp_path / "out")["train"]]
+    assert kept == ["Question 4?", "Question 5?", "Question 6?"]
+
+
 # ---- show ------------------------------------------------------------------------------------
 
 
@@ -553,6 +676,9 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     [
         ({"kind": "chat", "text_key": "a"}, "text_key=a has no effect with kind=chat"),
         ({"kind": "preference", "order": "length"}, "order=length has no effect"),
+        ({"hold_out": 0.25}, "hold_out=0.25 has no effect with kind=text"),
+        ({"kind": "preference", "hold_out": 0.25}, "hold_out=0.25 has no effect with kind=preference"),
+        ({"kind": "chat", "hold_out": 1.0}, "hold_out must be from 0 to below 1, got 1.0"),
         ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
         ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
         ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),

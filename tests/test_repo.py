@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
 BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
-BASE |= {"run_card", "pairs", "preference", "token_logps", "reward_model"}
+BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
@@ -33,12 +33,13 @@ MAY_IMPORT = {
     "selection": {"dedup", "pipeline"},
     "show": {"corpus", "data", "dedup", "pipeline", "readers", "shapes", "tokenizer"},
     "prepare": {"bpe", "chat_files", "configurator", "corpus", "data", "decontaminate", "dedup", "difficulty"}
-    | {"pipeline", "readers", "selection", "show", "tokenizer"},
+    | {"answer_pairs", "pipeline", "readers", "selection", "show", "tokenizer"},
     "difficulty": {"filters"},
     "pairs": {"chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection", "shapes"}
     | {"tokenizer"},
     "token_logps": {"model"},
-    "reward_model": {"checkpoint", "ddp", "lora", "model", "pairs", "readers", "shapes", "tokenizer", "train_utils"},
+    "reward_model": {"answer_pairs", "checkpoint", "ddp", "lora", "model", "pairs", "readers", "shapes", "tokenizer"}
+    | {"train_utils"},
     "preference": {"checkpoint", "configurator", "ddp", "lora", "model", "pairs", "token_logps", "train_utils"},
     "chat_files": {"data", "pipeline", "readers", "selection", "shapes", "tokenizer"},
     "conversations": {"chat_files", "data", "mixture", "readers", "tokenizer"},
@@ -66,9 +67,11 @@ MAY_IMPORT = {
     "completion": {"model", "sampling", "tokenizer"},
     "generate": {"completion", "lora", "model", "sampling", "tokenizer"},
     "chat": {"generate", "model", "sampling", "tokenizer"},
+    "answer_pairs": {"pipeline", "readers", "shapes"},
+    "best_of": {"checkpoint", "completion", "reward_model", "sampling", "tokenizer"},
     "answers": {"checkpoint", "generate", "model", "sampling", "tokenizer"},
     "sample": {"answers", "chat", "checkpoint", "configurator", "generate", "model", "sampling", "tokenizer"}
-    | {"train_utils"},
+    | {"best_of", "reward_model", "train_utils"},
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
 SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample", "evaluate")

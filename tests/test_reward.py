@@ -365,6 +365,51 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
     assert_same_run(straight, stopped)
 
 
+DIES = """
+import os, runpy, signal, sys
+import checkpoint
+
+write_state = checkpoint.write_state
+
+def write_and_die(path, state):
+    write_state(path, state)
+    if path.parent.name == ".step_000006.tmp" and path.name == "train_state.pt":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.write_state = write_and_die
+sys.argv[0] = "reward.py"
+runpy.run_path("reward.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1"]], ids=["all", "lora"])
+def test_a_run_killed_in_a_save_continues_to_the_bit(run, base, tmp_path, flags):
+    """kill -9 in the second save, all written but the checksums; then the same command."""
+    common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DIES, *flags_of(base, killed, *common)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (killed / ".step_000006.tmp" / "model.safetensors").exists() and not (killed / "step_000006").exists()
+    assert run(*common, f"--out_dir={killed}") == 0
+    assert run(*common, f"--out_dir={straight}") == 0
+    assert [e["step"] for e in tp.events(killed, "save")] == [3, 6, 8] and not list(killed.glob(".step*"))
+    assert_same_run(straight, killed)
+
+
+def test_the_plan_names_what_a_run_holds(base, tmp_path, monkeypatch, capsys):
+    """No logits; the error of a compression that loses some."""
+    flags = ["--plan_only=True", "--compress=powersgd"]
+    monkeypatch.setattr(sys, "argv", ["reward.py", *flags_of(base, tmp_path / "out", *flags)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+    matrices = sum(p.numel() for name, p in random_model(base).layers.named_parameters() if p.ndim == 2)
+    assert f"compression error {4 * matrices / 2**20:,.0f} MiB" in line and "head 0 MiB" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapters_are_added_to_what_is_saved_and_the_base_stays(run, base, tmp_path):
     assert run("--trainable=lora", "--max_steps=4", "--learning_rate=3e-2", "--lora_rank=4") == 0
     path = tmp_path / "out" / "latest"
@@ -447,6 +492,66 @@ def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path):
     with pytest.raises(reward_model.RewardError, match="no row"):
         score_rows(random_model(base), Tokenizer.load(base / "model"), source, out)
     assert not out.exists()
+
+
+def ended(text: str, how: str = "stop") -> dict:
+    return {"text": text, "finish_reason": how, "stop_reason": None}
+
+
+def test_answers_are_scored_after_their_prompts(base, tmp_path):
+    """A question, messages, a conversation with an answer of its own; beside them a plain conversation and what is not
+    understood. A second time it is the same."""
+    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
+    asked = [{"role": "user", "content": "你好?"}]
+    earlier = [{"role": "system", "content": "Be kind."}, *talk("Hi", "Yes?")["messages"], *asked]
+    rows = [
+        {"index": 0, "prompt": "你好?", "completions": [ended("好。"), ended("好,好", "length"), ended("")]},
+        {"index": 1, "prompt": earlier, "completions": [ended("It is.<|im_end|>"), ended("x " * 200)]},
+        {"index": 2, "messages": [*asked, {"role": "assistant", "content": "own"}], "completions": [ended("再见")]},
+        talk("Hi", "Yes."),
+        {"text": "Once", "completions": [ended("upon")]},
+        {"prompt": "Hi", "completions": "none"},
+        {"prompt": "Hi", "completions": []},
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    found = score_rows(model, tokenizer, source, tmp_path / "out.jsonl")
+    by_hand = [(asked, "好。"), (asked, ""), (earlier, "It is."), (asked, "再见")]
+    talks = [[*messages, {"role": "assistant", "content": text}] for messages, text in by_hand]
+    talks.append(talk("Hi", "Yes.")["messages"])
+    scores = [reward_model.score(model, tokenizer, [one])[0] for one in talks]
+    rewards = [[one["reward"] for one in row["completions"]] for row in found[:3]]
+    expected = [[scores[0], None, scores[1]], [scores[2], None], [scores[3]]]
+    for mine, theirs in zip([*rewards, [found[3]["reward"]]], [*expected, [scores[4]]], strict=True):
+        assert [one is None for one in mine] == [one is None for one in theirs]
+        assert [one for one in mine if one] == pytest.approx([one for one in theirs if one], abs=1e-5)
+    assert found[0]["completions"][1]["reward_problem"] == "unfinished answer"
+    assert found[1]["completions"][1]["reward_problem"].startswith("too long: ")
+    assert all(row["reward_problem"].startswith("not understood") for row in found[4:6])
+    assert found[6] == rows[6] and all("reward" not in row for row in found[:3])
+    counts = reward_model.score_file(model, tokenizer, str(source), tmp_path / "o", "k", 2, torch.float32)
+    assert counts == {"": 5, "unfinished answer": 1, "too long": 1, "not understood": 2}
+    assert score_rows(model, tokenizer, tmp_path / "out.jsonl", tmp_path / "again.jsonl") == found
+
+
+def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, base, tmp_path, capsys):
+    """The system message that sample.py was given is before every question that has none."""
+    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
+    (tmp_path / "judge").mkdir()
+    reward_model.write_model(tmp_path / "judge", model, tokenizer)
+    settings = {"system": "Be kind.", "seed": 1, "model": "step_000008 0123"}
+    for name, other in (("a", {}), ("b", {"seed": 2})):
+        write(tmp_path / f"{name}.jsonl", [{"index": 0, "prompt": "你好?", "completions": [ended("好。")]}])
+        write(tmp_path / f"{name}.jsonl.config.json", [settings | other])
+    flags = [f"--init_from={tmp_path / 'judge'}", f"--out={tmp_path / 'out.jsonl'}"]
+    assert run(*flags, f"--score={tmp_path / 'a.jsonl'}") == 0
+    assert "1 answers with a reward" in capsys.readouterr().out
+    said = [{"role": "system", "content": "Be kind."}, *talk("你好?", "好。")["messages"]]
+    (completion,) = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["completions"]
+    assert completion["reward"] == pytest.approx(reward_model.score(model, tokenizer, [said])[0], abs=1e-5)
+    beside = json.loads((tmp_path / "out.jsonl.config.json").read_text(encoding="utf-8"))
+    assert beside.pop("reward_model") == checkpoint.model_name(tmp_path / "judge") and beside == settings
+    with pytest.raises(reward_model.RewardError, match="answered with another seed"):
+        run(*flags, f"--score={tmp_path / '[ab].jsonl'}")
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------

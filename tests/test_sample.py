@@ -585,6 +585,32 @@ def test_kinds_of_rows(runs, tuned, tmp_path):
     assert not answers
 
 
+def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):
+    """And keeps its own answer, which pairs are made of."""
+    _, tokenizer = tuned
+    said = [("user", "猫?"), ("assistant", "喵"), ("user", "狗?"), ("assistant", "汪汪")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    system = [{"role": "system", "content": "短"}]
+    rows = [{"messages": turns, "id": 7}, {"messages": turns[:2]}, {"prompt": system + turns}]
+    nothing = [{"messages": turns[1:2]}, {"messages": system + turns[1:2]}, {"messages": turns[:2] + turns[1:2]}]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows + nothing]
+    (tmp_path / "q.jsonl").write_text("".join(lines), encoding="utf-8")
+    directory = runs / "tuned/chat/latest"
+    flags = [f"--init_from={directory}", "--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=9"]
+    ended = run(tmp_path, *flags)
+    assert ended.code == 1
+    _, *problems, summary = ended.err.splitlines()
+    assert [line.partition(": ")[0] for line in problems] == [f"q.jsonl:{number}" for number in (4, 5, 6)]
+    assert all("nothing to answer" in line for line in problems) and "3 of 6 prompts" in summary
+    answers = sorted(read_answers(tmp_path / "a.jsonl"), key=lambda answer: answer["index"])
+    assert [answer["index"] for answer in answers] == [0, 1, 2]
+    for answer, row, messages in zip(answers, rows, (turns[:3], turns[:1], system + turns[:3]), strict=True):
+        assert {key: answer[key] for key in answer if key not in ("index", "completions")} == row
+        asked = tokenizer.render(messages, add_generation_prompt=True)[0]
+        assert [found["text"] for found in answer["completions"]] == texts(directory, asked, max_new_tokens=9)
+    assert run(tmp_path, *flags).err.splitlines()[0] == head(6, 3, 2048).strip()  # continued
+
+
 def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
     bad = [
         (b"{'prompt': 1}", "property name"),

@@ -491,6 +491,32 @@ def test_pairs_that_cannot_be_read(row: object, problem: str) -> None:
     assert pair is None and problem in detail and "\n" not in detail
 
 
+@pytest.mark.parametrize(
+    "marks, unfinished",
+    [
+        ({"finish_reason": "length"}, True),
+        ({"finish_reason": "stop"}, False),
+        ({"chosen_finish_reason": "length", "rejected_finish_reason": "stop"}, True),
+        ({"rejected_finish_reason": "length"}, True),
+        ({"completions": [{"text": "坏", "finish_reason": "length"}]}, True),
+        ({"completions": [{"text": "好", "finish_reason": "length"}]}, True),
+        ({"completions": [{"text": "坏", "finish_reason": "stop"}, {"text": "", "finish_reason": "length"}]}, False),
+        ({"completions": ["坏", None, {"finish_reason": "length"}]}, False),
+        ({"completions": "坏"}, False),
+        ({}, False),
+    ],
+)
+def test_answers_that_were_cut_off(marks: dict, unfinished: bool) -> None:
+    row = {"prompt": "问", "chosen": "好", "rejected": "坏"} | marks
+    assert shapes.is_unfinished(row, pair_of(row)[0]) is unfinished
+
+
+def test_answers_of_sample_are_no_pairs_yet() -> None:
+    row = {"messages": [user("问"), assistant("好")], "completions": [{"text": "坏", "finish_reason": "stop"}]}
+    pair, detail = pair_of(row)
+    assert pair is None and "answers of sample.py: prepare.py --pair_by=dataset or reward" in detail
+
+
 def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
