@@ -1,13 +1,15 @@
-# make demo    raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
-#              download, two CPU cores
-# make test    every test         make lint    ruff         make clean    remove what the others made, but .venv
+# make demo        raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
+#                  download, two CPU cores
+# make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
+# make test        every test         make lint    ruff         make clean    remove what the others made, but .venv
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint clean
+.PHONY: demo demo-chat test lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -24,9 +26,20 @@ demo: $(VENV)/core
 		--out_dir=data/demo --vocab_size=4096
 	$(PY) pretrain.py config/demo.py
 	$(PY) sample.py --init_from=out/demo --prompt=The --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
-	$(PY) prepare.py --input=python-docs --kind=chat --out_dir=data/demo_chat --tokenizer_dir=data/demo
+	$(PY) prepare.py --input=python-docs --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
 	$(PY) sft.py config/demo_sft.py
-	$(PY) sample.py --init_from=out/demo_sft --prompt='What does the method list.append do?' --temperature=0
+	$(PY) sample.py --init_from=out/demo_sft --prompt='$(QUESTION)' --temperature=0
+
+demo-chat: demo
+	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
+		--n=4 --max_new_tokens=96 --batch_size=64
+	$(PY) prepare.py --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
+		--length_within=0.2 --val_fraction=0.05 --out_dir=data/demo_pairs
+	$(PY) reward.py config/demo_reward.py
+	$(PY) dpo.py config/demo_dpo.py
+	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
+	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
+		--reward_from=out/demo_reward
 
 test: lint
 	$(PY) -m pytest -q
@@ -35,5 +48,7 @@ lint: $(VENV)/tests
 	$(PY) -m ruff check .
 
 clean:
-	rm -rf data/demo data/demo_chat data/debug out/demo out/demo_sft out/debug out/debug_sft out/debug_dpo out/debug_reward .pytest_cache .ruff_cache .hypothesis
+	rm -rf data/demo data/demo_chat data/demo_pairs data/demo_answers.jsonl data/demo_answers.jsonl.config.json data/debug
+	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo
+	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

@@ -1,10 +1,11 @@
-"""Text that is on every machine that has Python and this repository, and conversations made of it: what the demo and
-the debug runs learn from."""
+"""Text that is on every machine that has Python and this repository, and conversations and preference pairs made of
+it: what the demo and the debug runs learn from."""
 
 import ast
 import builtins
 import decimal
 import doctest
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -14,8 +15,9 @@ import sysconfig
 import textwrap
 import tokenize
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 # folders that hold tests, tables, programs, or what is installed later
@@ -135,6 +137,7 @@ class Subject(NamedTuple):
     kind: str  # a key of QUESTIONS
     text: str  # its documentation
     call: str | None = None  # (*iterables, key=None), None if unknown
+    module: str = ""  # where it is documented: heapq, or "topics" for the reference
 
 
 def docs_conversations() -> Iterator[list[dict]]:
@@ -142,15 +145,11 @@ def docs_conversations() -> Iterator[list[dict]]:
     questions in Chinese. What a function, method, class, module or topic of the language is, how it is called, what
     an example prints (run first: examples that do not print what is written are left out). Always the same, in the
     same order, with the same Python; each subject occurs once."""
+    subjects, again = itertools.tee(docs_subjects())
+    for subject, answer in described(subjects):
+        yield conversation(subject, answer)
     seen = set()
-    examples = []
-    for subject in itertools.chain(topic_subjects(), c_subjects(), library_subjects()):
-        examples += executed(subject)
-        answer = first_paragraph(subject.text)
-        if answer and subject.name not in seen and is_public(subject):
-            seen.add(subject.name)
-            yield conversation(subject, answer)
-    for question, answer in examples:
+    for question, answer in itertools.chain.from_iterable(map(executed, again)):
         if question not in seen:
             seen.add(question)
             ask = phrase("example", question)
@@ -158,21 +157,39 @@ def docs_conversations() -> Iterator[list[dict]]:
 
 
 def docs_rows(kind: str) -> Iterator[str | dict]:
-    """The input `python-docs` of prepare.py as rows of this kind: text or chat. Raises CorpusError."""
+    """The input `python-docs` of prepare.py as rows of this kind: text, chat or preference."""
     if kind == "text":
         return python_docs()
     if kind == "chat":
         return ({"messages": messages} for messages in docs_conversations())
-    raise CorpusError(f"prepare: python-docs holds no pairs of answers for kind={kind}; use kind=text or kind=chat")
+    return docs_pairs()
+
+
+def docs_subjects() -> Iterator[Subject]:
+    return itertools.chain(topic_subjects(), c_subjects(), library_subjects())
+
+
+def described(subjects: Iterable[Subject]) -> Iterator[tuple[Subject, str]]:
+    """Each subject that can be asked about, once, with its description."""
+    seen = set()
+    for subject in subjects:
+        answer = first_paragraph(subject.text)
+        if answer and subject.name not in seen and is_public(subject):
+            seen.add(subject.name)
+            yield subject, answer
 
 
 def conversation(subject: Subject, answer: str) -> list[dict]:
-    messages = [message("user", phrase(subject.kind, subject.name, subject.name)), message("assistant", answer)]
+    messages = [question_about(subject), message("assistant", answer)]
     if subject.call is None or zlib.crc32(subject.name.encode()) % FOLLOW_UP_EVERY:
         return messages
     none = "It takes no arguments: " if subject.call == "()" else ""
     how = f"{none}{subject.name}{subject.call}"
     return [*messages, message("user", phrase("call", subject.name)), message("assistant", how)]
+
+
+def question_about(subject: Subject) -> dict:
+    return message("user", phrase(subject.kind, subject.name, subject.name))
 
 
 def message(role: str, content: str) -> dict:
@@ -207,23 +224,30 @@ def topic_subjects() -> Iterator[Subject]:
         parts = re.split(r"\n\s*?\n", text)
         while parts and (not parts[0][:1].isalpha() or NO_TOPIC.search(parts[0])):
             parts.pop(0)
-        yield Subject(title.strip(), "topic", "\n\n".join(parts))
+        yield Subject(title.strip(), "topic", "\n\n".join(parts), module="topics")
         for match in DEFINITION.finditer(topics[name]):
-            yield Subject(match[1], "method" if match[2] else "attribute", textwrap.dedent(match[3]))
+            kind = "method" if match[2] else "attribute"
+            yield Subject(match[1], kind, textwrap.dedent(match[3]), module="topics")
 
 
 def c_subjects() -> Iterator[Subject]:
     for module in C_MODULES:
-        prefix = "" if module is builtins else f"{module.__name__}."
-        for name, value in sorted(vars(module).items()):
-            if inspect.isbuiltin(value):
-                yield Subject(prefix + name, "function", inspect.getdoc(value) or "", signature(value))
-            elif inspect.isclass(value):
-                yield Subject(prefix + name, "class", inspect.getdoc(value) or "", signature(value))
-                for own, method in sorted(vars(value).items()):
-                    if inspect.ismethoddescriptor(method):
-                        call = signature(method, bound=not isinstance(method, staticmethod))
-                        yield Subject(f"{prefix}{name}.{own}", "method", inspect.getdoc(method) or "", call)
+        for subject in subjects_of(module):
+            yield subject._replace(module=module.__name__)
+
+
+def subjects_of(module: ModuleType) -> Iterator[Subject]:
+    """The functions, classes and methods of a module that is written in C."""
+    prefix = "" if module is builtins else f"{module.__name__}."
+    for name, value in sorted(vars(module).items()):
+        if inspect.isbuiltin(value):
+            yield Subject(prefix + name, "function", inspect.getdoc(value) or "", signature(value))
+        elif inspect.isclass(value):
+            yield Subject(prefix + name, "class", inspect.getdoc(value) or "", signature(value))
+            for own, method in sorted(vars(value).items()):
+                if inspect.ismethoddescriptor(method):
+                    call = signature(method, bound=not isinstance(method, staticmethod))
+                    yield Subject(f"{prefix}{name}.{own}", "method", inspect.getdoc(method) or "", call)
 
 
 def signature(value: object, bound: bool = False) -> str | None:
@@ -239,7 +263,8 @@ def signature(value: object, bound: bool = False) -> str | None:
 def library_subjects() -> Iterator[Subject]:
     for module, source in library_sources():
         name = {"_pydecimal": "decimal"}.get(module, module)  # the documentation of what C replaces
-        yield from subjects_in(ast.parse(source), name)
+        for subject in subjects_in(ast.parse(source), name):
+            yield subject._replace(module=name)
 
 
 def subjects_in(node: ast.AST, name: str, in_class: bool = False) -> Iterator[Subject]:
@@ -358,3 +383,57 @@ def imports(sources: list[str], module: str, names: dict) -> str:
 def at_prompt(source: str) -> str:
     first, *rest = source.rstrip("\n").split("\n")
     return "".join([f">>> {first}\n", *(f"... {line}\n" for line in rest)])
+
+
+# ---- preference pairs ------------------------------------------------------------------------------------
+
+SIMILAR = 0.2  # two lengths differ by this share of the longer one at most
+SENTENCE = re.compile(r"\S.*?(?:[.!?](?=\s)|$)", re.DOTALL)
+MAX_SENTENCE = 200  # characters of one that is said again
+
+
+def docs_pairs() -> Iterator[dict]:
+    """{"prompt", "chosen", "rejected"}: the first questions of docs_conversations, but for the examples, each with the
+    right description and one that is wrong in one of three ways: it describes something else in the same module, it
+    stops in the middle of a sentence, or it repeats itself. Which, is decided by a hash of the name, so that the
+    longer answer is as often wrong as right. Always the same, in the same order, with the same Python."""
+    found = list(described(docs_subjects()))
+    answers = {}
+    for subject, answer in found:
+        answers.setdefault(subject.module, []).append(answer)
+    for subject, answer in found:
+        name = subject.name
+        wrong = (another(name, answer, answers[subject.module]), stopped(name, answer), repeated(name, answer))
+        if possible := list(filter(None, wrong)):
+            yield {"prompt": [question_about(subject)], "chosen": answer, "rejected": pick(f"way {name}", possible)}
+
+
+def pick(key: str, items: Sequence[str | int]) -> str | int:
+    """One of the items, by a hash of the key. (Not crc32: of two keys that end alike, one would tell the other.)"""
+    return items[int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % len(items)]
+
+
+def another(name: str, answer: str, answers: list[str]) -> str:
+    """Another of the answers, of similar length if there is one, else the nearest in length; "" if there is none."""
+    gaps = {text: abs(len(text) - len(answer)) for text in answers if text != answer}
+    near = [text for text, gap in gaps.items() if gap <= SIMILAR * max(len(text), len(answer))]
+    return pick(f"another {name}", near) if near else min(gaps, key=gaps.get, default="")
+
+
+def stopped(name: str, answer: str) -> str:
+    """The answer up to a word in its middle that ends no sentence; "" if it has none."""
+    ends = [match.end() for match in re.finditer(r"\S+", answer) if match[0][-1] not in ".!?:;"]
+    middle = [end for end in ends if 0.3 * len(answer) <= end <= 0.8 * len(answer)]
+    return answer[: pick(f"stopped {name}", middle)] if middle else ""
+
+
+def repeated(name: str, answer: str) -> str:
+    """The answer with one of its sentences said two or three times, or its last few words said three or four times."""
+    sentence = pick(f"sentence {name}", SENTENCE.findall(answer))
+    times = pick(f"times {name}", (2, 2, 3))
+    if pick(f"repeated {name}", (True, False)) and len(sentence) <= MAX_SENTENCE:
+        return answer.replace(sentence, " ".join([sentence] * times), 1)
+    body = answer.rstrip(". ")
+    n_words = pick(f"words {name}", (2, 3, 4, 5))
+    phrase = re.search(rf"(?:\S+\s+){{0,{n_words - 1}}}\S+$", body)[0]
+    return " ".join([body, *[phrase] * times]) + answer[len(body) :]

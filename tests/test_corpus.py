@@ -1,6 +1,7 @@
-"""corpus.docs_conversations against the live objects, Python's own prompt and inspect.signature."""
+"""corpus.docs_conversations and docs_pairs against the live objects, Python's own prompt and inspect.signature."""
 
 import ast
+import hashlib
 import importlib
 import inspect
 import json
@@ -27,6 +28,11 @@ def conversations():
 @pytest.fixture(scope="module")
 def examples(conversations):
     return [turns for turns in conversations if "\n>>> " in turns[0]["content"]]
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return list(corpus.docs_pairs())
 
 
 def phrasings(kind):
@@ -66,15 +72,15 @@ def test_every_phrasing_is_used(conversations):
             assert any(map(pattern.fullmatch, asked)), form
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_the_same_in_every_process(conversations, seed):
+@pytest.mark.parametrize(("seed", "name"), [("1", "conversations"), ("2", "pairs")])
+def test_the_same_in_every_process(request, seed, name):
     """Whatever the order of sets is there, and whatever modules are loaded."""
     code = "import hashlib, sqlite3, xml.dom, corpus\n"
-    code += "print(hashlib.sha256(repr(list(corpus.docs_conversations())).encode()).hexdigest())"
+    code += f"print(hashlib.sha256(repr(list(corpus.docs_{name}())).encode()).hexdigest())"
     env = {**os.environ, "PYTHONHASHSEED": seed}
     there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    digest = importlib.import_module("hashlib").sha256(repr(conversations).encode()).hexdigest()
-    assert there.stdout.strip() == digest
+    here = hashlib.sha256(repr(request.getfixturevalue(name)).encode()).hexdigest()
+    assert there.stdout.strip() == here
 
 
 # ---- descriptions and calls, against the live objects -----------------------------------------------------
@@ -307,30 +313,155 @@ def test_the_prompts_last_value_is_left_alone():
         assert vars(builtins).pop("_", None) == before.get("_")
 
 
+# ---- preference pairs --------------------------------------------------------------------------------------
+
+AGAIN = re.compile(r"(?<!\S)(\S.*?)(?:\s+\1)+(?!\w)", re.DOTALL)  # the same words twice in a row
+CHINESE_TEXT = "\u8fd4\u56de\u5217\u8868\u7684\u957f\u5ea6 \u6216\u8005 \u96f6"  # three words
+
+
+def way(pair):
+    """How the rejected answer is wrong, as it can be seen."""
+    chosen, rejected = pair["chosen"], pair["rejected"]
+    if chosen.startswith(rejected):
+        return "stopped"
+    words = {word.rstrip(".") for word in chosen.split()}
+    same = all(word.rstrip(".") in words for word in rejected.split())
+    return "repeated" if same and len(rejected) > len(chosen) and AGAIN.search(rejected) else "another"
+
+
+@pytest.fixture(scope="module")
+def ways(pairs):
+    found = {"stopped": [], "repeated": [], "another": []}
+    for pair in pairs:
+        found[way(pair)].append(pair)
+    return found
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+def test_pairs_ask_what_the_conversations_ask(conversations, examples, pairs):
+    asked = [(turns[:1], turns[1]["content"]) for turns in conversations if turns not in examples]
+    assert [(pair["prompt"], pair["chosen"]) for pair in pairs] == asked
+    for pair in pairs:
+        found = shapes.pair_of(pair)[0]
+        assert (found.prompt, found.chosen, found.rejected) == (pair["prompt"], pair["chosen"], pair["rejected"])
+
+
+def test_the_longer_answer_is_as_often_right_as_wrong(pairs, ways):
+    for length in (len, lambda text: len(text.split()), lambda text: len(text.encode())):
+        gaps = [length(pair["chosen"]) - length(pair["rejected"]) for pair in pairs]
+        wins, ties = sum(gap > 0 for gap in gaps), gaps.count(0)
+        assert 0.45 < (wins + ties / 2) / len(pairs) < 0.55
+    assert all(0.3 < len(found) / len(pairs) < 0.37 for found in ways.values())
+
+
+def test_stopped_answers_end_in_the_middle_of_a_sentence(ways):
+    for pair in ways["stopped"]:
+        chosen, rejected = pair["chosen"], pair["rejected"]
+        rest = chosen[len(rejected) :]
+        assert rest[0].isspace()
+        assert rest.strip()
+        assert rejected[-1] not in ".!?:;"
+        assert 0.25 < len(rejected) / len(chosen) < 0.85
+
+
+def test_other_answers_are_right_for_something_else_in_the_module(ways):
+    """As the module's file has it, whatever subject it belongs to there."""
+    sources = {name: squeezed(inspect.getsource(importlib.import_module(name))) for name in [*MODULES, "argparse"]}
+    names = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, sources)) + r")(?=[.?\u4e00-\u9fff ]|$)")
+    n_checked = 0
+    for pair in ways["another"]:
+        if found := names.search(pair["prompt"][0]["content"]):
+            assert squeezed(pair["rejected"]) in sources[found[1]], pair
+            n_checked += 1
+    assert n_checked > 30
+
+
+def test_other_answers_about_builtin_types(ways):
+    """They are described in the language reference, else where they are written in C."""
+    import builtins
+    from pydoc_data.topics import topics
+
+    values = [value for name, value in vars(builtins).items() if callable(value) and not name.startswith("_")]
+    members = [member for value in values if inspect.isclass(value) for member in vars(value).values()]
+    written_in_c = squeezed("\n".join(inspect.getdoc(value) or "" for value in [*values, *members]))
+    reference = squeezed("\n".join(topics.values()))
+    n_checked = {True: 0, False: 0}
+    for pair in ways["another"]:
+        if re.search(r" (list|str|dict|bytes|set|int|float)\.\w+", pair["prompt"][0]["content"]):
+            in_c = squeezed(pair["chosen"]) in written_in_c
+            assert squeezed(pair["rejected"]) in (written_in_c if in_c else reference), pair
+            n_checked[in_c] += 1
+    assert min(n_checked.values()) > 10
+
+
+def test_other_answers_are_of_similar_length():
+    lengths = [10, 40, 45, 90, 100, 119, 126, 130, 400]
+    answers = [letter * n for letter, n in zip("abcdefghi", lengths, strict=True)]
+    chosen = {len(corpus.another(str(k), "e" * 100, answers)) for k in range(200)}
+    assert chosen == {90, 119}  # 126 and 130 are more than a fifth longer, seen from themselves 20.6 % and 23 %
+    assert corpus.another("x", "i" * 400, answers) == "h" * 130  # the nearest
+    assert corpus.another("x", "a" * 10, answers) == "b" * 40
+    assert corpus.another("x", "e" * 100, ["e" * 100]) == ""
+
+
+def test_stopped_and_repeated_by_hand():
+    text = "Add it. Then, when all is there: go on, and end."
+    assert {corpus.stopped(str(k), text) for k in range(200)} == {
+        f"Add it. Then, {rest}" for rest in ("when", "when all", "when all is", "when all is there: go")
+    }
+    assert corpus.stopped("x", "One. Two. Three.") == corpus.stopped("x", "\u4e00\u53e5\u8bdd") == ""
+    assert corpus.stopped("x", CHINESE_TEXT) == CHINESE_TEXT[:7]  # the second word ends after 83 %
+    assert {corpus.repeated(str(k), "Add it.") for k in range(200)} == {
+        "Add it. Add it.", "Add it. Add it. Add it.", "Add it Add it Add it.", "Add it Add it Add it Add it.",
+    }  # fmt: skip
+    two = {corpus.repeated(str(k), "Is a.b it? So it is") for k in range(200)}
+    assert {"Is a.b it? Is a.b it? So it is", "Is a.b it? So it is So it is", "Is a.b it? So it is it is it is"} <= two
+    assert len(two) == 4 + 8 - 1  # sentences twice, thrice; two to five words, three or four times; one is the same
+    assert {corpus.repeated(str(k), CHINESE_TEXT) for k in range(200)} > {f"{CHINESE_TEXT} {CHINESE_TEXT}"}
+
+
 # ---- prepare.py --------------------------------------------------------------------------------------------
 
 
 def test_rows_of_each_kind():
     assert next(iter(corpus.docs_rows("text"))) == next(corpus.python_docs())
     assert next(iter(corpus.docs_rows("chat"))) == {"messages": next(corpus.docs_conversations())}
-    with pytest.raises(corpus.CorpusError, match="no pairs of answers for kind=preference; use kind=text or kind=chat"):
-        corpus.docs_rows("preference")
+
+
+def prepared(directory, monkeypatch, kind):
+    """The rows that prepare.py makes of python-docs, of train and val; its manifest."""
+    import prepare
+
+    config = {key: value for key, value in vars(prepare).items() if type(value) in (bool, int, float, str)}
+    config = {key: value for key, value in config.items() if key.islower() and not key.startswith("_")}
+    config |= {"input": "python-docs", "kind": kind, "out_dir": str(directory), "workers": 1, "near": 0.0}
+    assert prepare.main(config | {"val_fraction": 0.3}) == 0
+    lines = [(directory / f"{split}.jsonl").read_text(encoding="utf-8") for split in ("train", "val")]
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    return [json.loads(line) for line in "".join(lines).splitlines()], manifest
 
 
 def test_prepare_makes_rows_of_the_documentation(tmp_path, monkeypatch, conversations):
     """A few conversations through prepare.py: all are there again, in train and val."""
     few = conversations[::400]
     monkeypatch.setattr(corpus, "docs_conversations", lambda: iter(few))
-    import prepare
-
-    config = {key: value for key, value in vars(prepare).items() if type(value) in (bool, int, float, str)}
-    config = {key: value for key, value in config.items() if key.islower() and not key.startswith("_")}
-    config |= {"input": "python-docs", "kind": "chat", "out_dir": str(tmp_path / "x"), "workers": 1, "near": 0.0}
-    assert prepare.main(config | {"val_fraction": 0.3}) == 0
-    lines = [(tmp_path / "x" / f"{split}.jsonl").read_text(encoding="utf-8") for split in ("train", "val")]
-    rows = [json.loads(line)["messages"] for line in "".join(lines).splitlines()]
-    key = str
-    assert sorted(rows, key=key) == sorted(few, key=key)
-    manifest = json.loads((tmp_path / "x" / "manifest.json").read_text(encoding="utf-8"))
+    rows, manifest = prepared(tmp_path / "x", monkeypatch, "chat")
+    assert sorted((row["messages"] for row in rows), key=str) == sorted(few, key=str)
     assert manifest["kind"] == "chat"
     assert manifest["info"]["inputs"][0]["path"] == "python-docs"
+
+
+def test_prepare_makes_pairs_of_the_documentation(tmp_path, monkeypatch, pairs):
+    few = pairs[::400]
+    monkeypatch.setattr(corpus, "docs_pairs", lambda: iter(few))
+    rows, manifest = prepared(tmp_path / "x", monkeypatch, "preference")
+    key = lambda row: (row["prompt"][0]["content"], text_of(row["chosen"]), text_of(row["rejected"]))  # noqa: E731
+    assert sorted(map(key, rows)) == sorted(map(key, few))
+    assert manifest["kind"] == "preference"
+
+
+def text_of(answer):
+    return answer if isinstance(answer, str) else answer[-1]["content"]
