@@ -27,7 +27,7 @@ import data as token_files
 import ddp
 import prepare
 from data import Batches, ShardWriter, TokenData, val_batches
-from model import ModelConfig, Transformer, parameter_table
+from model import ModelConfig, Transformer, flops_per_token, parameter_table
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
 
@@ -145,6 +145,16 @@ def test_one_and_many_micro_steps_give_the_same_losses(run, tmp_path):
     for name, flags in {"8x1": ["--batch_size=8"], "2x4": ["--batch_size=2"]}.items():
         assert run("--max_steps=8", "--total_batch_tokens=256", f"--out_dir={tmp_path / name}", *flags) == 0
     assert losses(tmp_path / "8x1") == pytest.approx(losses(tmp_path / "2x4"), rel=1e-5)
+
+
+def test_speed_is_that_of_all_micro_steps(run, tmp_path):
+    """Tokens per second and MFU by the log's own clock, of 4 micro-steps of 2 rows on a device of 1 GFLOP/s."""
+    assert run("--max_steps=2", "--total_batch_tokens=256", "--peak_tflops=0.001") == 0
+    flops = flops_per_token(checkpoint.load_config(tmp_path / "out" / "latest"), 32)
+    for event in events(tmp_path / "out", "train"):
+        seconds = event["step_ms"] / 1000
+        assert event["tokens_per_s"] * seconds == pytest.approx(256)
+        assert event["mfu"] * 1e9 * seconds == pytest.approx(256 * flops)
 
 
 def test_bfloat16_computes_in_bfloat16(run, monkeypatch):

@@ -1,0 +1,27 @@
+"""What the documents name is there."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NAMED = r"`tests/(test_\w+\.py)::(test_\w+)(?:\[(check_\w+)?-?\d?\])?`(?: \(`(check_\w+)`\))?"
+
+
+@functools.cache
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_known_bug_names_tests_that_exist():
+    """A test of several ranks runs functions check_*, which are named in brackets as pytest does, or by themselves."""
+    rows = (ROOT / "docs" / "bugs_we_test_for.md").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in rows if row.startswith("|") and not row.startswith(("| The bug", "|---"))]
+    assert len(rows) > 60
+    for row in rows:
+        _, bug, seen, tests, _ = row.split("|")
+        named = re.findall(NAMED, tests)
+        assert bug.strip() and seen.strip() and named and len(named) == tests.count("::"), row
+        for file, *names in named:
+            assert {name for name in names if name} <= functions(ROOT / "tests" / file), row
