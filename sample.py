@@ -143,7 +143,8 @@ def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, talk: bool, system: str, rewarded: bool, prompt: str | list[dict], plain: bool = False
+    tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False,
+    rewarded: bool = False,
 ) -> list[int]:  # fmt: skip
     """Ids of a conversation up to the answer: of messages, without an answer that they end with, and with `talk` of
     what a user says; else, or if it is `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
@@ -261,7 +262,7 @@ if __name__ == "__main__":
     model = checkpoint.load_model(directory, torch_device)
     judge = Judge(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
     rank = partial(judge.rank, n=n) if judge else None
-    encode = partial(prompt_ids, tokenizer, talk, system, bool(judge))
+    encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(judge))
     with train_utils.autocast(torch_device, torch_dtype), quiet_end():
         if as_json:
             answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
