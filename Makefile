@@ -34,7 +34,7 @@ demo-chat: demo
 	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
 		--n=4 --max_new_tokens=96 --batch_size=64
 	$(PY) prepare.py --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
-		--length_within=0.2 --val_fraction=0.05 --out_dir=data/demo_pairs
+		--length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/demo_pairs
 	$(PY) reward.py config/demo_reward.py
 	$(PY) dpo.py config/demo_dpo.py
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0

@@ -6,7 +6,7 @@
 A line has the fields of its prompt and "completions": [{"text", "finish_reason", and with a reward model "reward"}].
 The prompt is what the model answered: the messages before a last one of the assistant, which is the data set's own
 answer. Only answers that the model ended itself count: one that was cut off says nothing of how it would have ended.
-FILE.config.json, which sample.py writes beside FILE, says which model answered, and how.
+answer_files.py has the format, and FILE.config.json, which says which model answered, and how.
 """
 
 import itertools
@@ -15,15 +15,48 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import answer_files
+import data
 import readers
 import shapes
-from pipeline import PrepareError
-
-SETTINGS = ".config.json"  # behind the name of a file of answers
+from pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, PrepareError, Problems, as_score, parse_score
 
 
 class NoPair(Exception):
     """Why a line gives no pair."""
+
+
+class BadLine(NoPair):
+    """Why a line is not one of answers."""
+
+
+def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
+    """(the inputs with files of pairs in `work` in the place of those that are answers, what the manifest says of
+    these, what could not be read of them). config: pair_by, pair_margin, length_within, score and strict as
+    prepare.py has them. Raises PrepareError if there are no answers, or no pairs; AnswerFileError.
+    """
+    found, infos, lost = [], [], Counts()
+    settings = [config[key] for key in ("pair_by", "pair_margin", "length_within", "score", "strict")]
+    for file in inputs:
+        if answer_files.is_settings_file(file.path):
+            continue
+        if file.problem or not is_answers(file.path):
+            found.append(file)
+            continue
+        if file.name == "-":
+            hint = f"write them to a file, its {answer_files.SUFFIX} beside it"
+            raise PrepareError(f"prepare: answers cannot come from standard input (-); {hint}")
+        path = work / f"pairs_{len(infos)}.jsonl"
+        info, problems = write_pairs(file.path, path, *settings)
+        infos.append(info | {"sha256": data.file_sha256(Path(file.path))})
+        lost += problems
+        found.append(file._replace(path=str(path), size=path.stat().st_size, stamp=data.file_sha256(path)))
+    if not infos:
+        what = f"pair_by={config['pair_by']} needs answers of sample.py, rows with completions; no input has them"
+        raise PrepareError(f"prepare: {what}; leave pair_by out if the rows are pairs")
+    if len(infos) == len(found) and not any(info["pairs"] for info in infos):
+        raise PrepareError(f"prepare: no pair: {'; '.join(describe(infos))}")
+    return found, infos, lost
 
 
 def is_answers(path: str) -> bool:
@@ -33,57 +66,61 @@ def is_answers(path: str) -> bool:
     return isinstance(first, dict) and "completions" in first
 
 
-def write_pairs(path: str, out: Path, pair_by: str, margin: float, within: float, strict: bool = False) -> dict:
-    """Write the pairs of a file of answers to `out`; what the manifest says of them.
+def write_pairs(
+    path: str, out: Path, pair_by: str, margin: float = 0.0, within: float = 0.0, score: str = "", strict: bool = False
+) -> tuple[dict, Counts]:
+    """Write the pairs of a file of answers to `out`, and lines that are no answers to `out`.problems, as the units of
+    pipeline.py have them; (what the manifest says of it all, the counts of such lines).
 
     pair_by: dataset | reward. margin: least difference of two rewards, any if 0. within: the longer answer has at most
-    this share more characters than the shorter one; 0 = any. Raises PrepareError: FILE.config.json is missing or
-    damaged; by reward, and no answer of the file has one; if `strict`, a line is no answer.
+    this share more characters than the shorter one; 0 = any. score: whose numbers are kept, too. Raises PrepareError:
+    by reward, and no answer of the file has one; if `strict`, a line is no answer. AnswerFileError: FILE.config.json
+    is missing or damaged.
     """
-    settings = read_settings(path)
-    info = {"path": path, "settings": settings, "lines": 0, "answers": 0, "pairs": 0}
+    settings = answer_files.need_settings(path)
+    keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, _, _ in parse_score(score)]
     lines, answers = Counter(), Counter()  # that give nothing, by reason
-    n_scored = 0
-    with open(out, "w", encoding="utf-8") as f:
+    n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
+    with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
+        problems = Problems(path, problems_file, strict)
         for record in readers.read_records(path):
-            info["lines"] += 1
+            n_lines += 1
             try:
-                row = row_of(record, path if strict else "")
+                row = row_of(record)
                 prompt, own = conversation_of(row, settings)
-                info["answers"] += len(row["completions"])
+                n_answers += len(row["completions"])
                 n_scored += sum(reward_of(answer) is not None for answer in row["completions"])
                 finished = usable(row["completions"], pair_by, answers)
                 if pair_by == "dataset":
                     pairs = pairs_by_dataset(finished, own, within, answers)
                 else:
                     pairs = pairs_by_reward(finished, margin, within, answers)
+            except BadLine as problem:
+                lines[str(problem)] += 1
+                reason, detail = record.problem or "bad_field", record.detail or str(problem)
+                problems.add(path, record.line, record.offset, reason, detail)
+                continue
             except NoPair as problem:
                 lines[str(problem)] += 1
                 continue
+            about = numbers_of(row, keys) | {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
             for pair in pairs:
-                whole = numbers_of(row) | {"prompt": prompt} | pair | {"made_by": settings["model"]}
-                f.write(json.dumps(whole) + "\n")
-            info["pairs"] += len(pairs)
-    if pair_by == "reward" and info["answers"] and not n_scored:
+                f.write(json.dumps(about | pair | {"made_by": settings["model"]}) + "\n")
+            n_pairs += len(pairs)
+    if pair_by == "reward" and n_answers and not n_scored:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them: reward.py --score=FILE"
         raise PrepareError(f"prepare: no answer in {path} has a reward, which pair_by=reward needs; {hint}")
-    return info | {"lines_left_out": dict(lines), "answers_left_out": dict(answers)}
+    info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
+    info |= {"lines_bad": problems.problems.total(), "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
+    return info, counts_of(path, n_lines, problems)
 
 
-def read_settings(path: str) -> dict:
-    """What FILE.config.json says of the answers in FILE. Raises PrepareError."""
-    name = path + SETTINGS
-    try:
-        settings = json.loads(Path(name).read_text(encoding="utf-8"))
-        if isinstance(settings, dict) and isinstance(settings.get("model"), str):
-            return settings
-        problem = "does not name the model"
-    except FileNotFoundError:
-        problem = "is missing"
-    except (OSError, ValueError) as error:
-        problem = f"cannot be read ({error})"
-    hint = "sample.py writes it beside its answers, keep the two together"
-    raise PrepareError(f"prepare: {name} {problem}, so nobody knows what made the answers; {hint}")
+def counts_of(path: str, n_lines: int, problems: Problems) -> Counts:
+    """The lines that are no answers, as pipeline.py counts records that cannot be read."""
+    n_bad = problems.problems.total()
+    torn = [path] if problems.problems["truncated_file"] else []
+    bad, passed = Counter({path: n_bad} if n_bad else {}), Counter({path: n_lines - n_bad})
+    return Counts(n_bad, Counter(problems.problems), torn=torn, bad=bad, passed=passed, shown=problems.shown)
 
 
 def describe(infos: list[dict]) -> list[str]:
@@ -102,23 +139,20 @@ def describe(infos: list[dict]) -> list[str]:
 # ---- one line --------------------------------------------------------------------------------
 
 
-def row_of(record: readers.Record, strict_path: str) -> dict:
-    """A line with a list of answers. Raises NoPair, and PrepareError instead if there is a strict_path."""
+def row_of(record: readers.Record) -> dict:
+    """A line with a list of answers. Raises BadLine."""
+    if record.problem:
+        raise BadLine(record.problem)
     listed = record.value.get("completions") if isinstance(record.value, dict) else None
-    problem = record.problem
-    if not problem and not isinstance(listed, list):
-        problem = "no list of completions"
-    if not problem and not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
-        problem = "a completion without a text"
-    if problem and strict_path:
-        raise PrepareError(f"prepare: {strict_path}:{record.line}: {problem}; mend it, or leave it out, strict=False")
-    if problem:
-        raise NoPair(problem)
+    if not isinstance(listed, list):
+        raise BadLine("no list of completions")
+    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
+        raise BadLine("a completion without a text")
     return record.value
 
 
 def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
-    """(the messages that the model answered, the data set's own answer or ""). Raises NoPair."""
+    """(the messages that the model answered, the data set's own answer or ""). Raises NoPair, BadLine."""
     key = next((key for key in ("messages", "prompt") if key in row), "")
     if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
         raise NoPair("a text that was continued, not a question that was answered")
@@ -127,7 +161,7 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     else:
         prompt, problem = shapes.messages_of({"messages": row[key]})
         if problem:
-            raise NoPair("messages that are not understood")
+            raise BadLine("messages that are not understood")
         own = prompt.pop()["content"] if prompt[-1]["role"] == "assistant" else ""
     if not prompt:
         raise NoPair("no question before the answer")
@@ -154,20 +188,21 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
     others are counted in `left_out`."""
     found = []
     for answer in completions:
-        reason = "unfinished" if answer.get("finish_reason") != "stop" else ""
-        reason = reason or ("" if answer["text"].strip() else "empty")
-        reason = reason or ("no reward" if pair_by == "reward" and reward_of(answer) is None else "")
-        if reason:
-            left_out[reason] += 1
+        if answer.get("finish_reason") != "stop":
+            left_out["unfinished"] += 1
+        elif not answer["text"].strip():
+            left_out["empty"] += 1
+        elif pair_by == "reward" and reward_of(answer) is None:
+            left_out["no reward"] += 1
         else:
             found.append(answer | {"text": shapes.answer_at(answer, "text")})
     return found
 
 
-def numbers_of(row: dict) -> dict:
-    """The row's own numbers, such as difficulty, which prepare.py may filter by."""
-    plain = ((key, value) for key, value in row.items() if key not in ("index", "margin"))
-    return {key: value for key, value in plain if isinstance(value, int | float) and not isinstance(value, bool)}
+def numbers_of(row: dict, keys: list[str]) -> dict:
+    """The row's own numbers under these keys."""
+    numbers = ((key, as_score(row, key)) for key in keys)
+    return {key: value for key, value in numbers if math.isfinite(value)}
 
 
 # ---- its pairs -------------------------------------------------------------------------------
@@ -190,14 +225,15 @@ def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Cou
         raise no_pair("no answer of the data set", answers, left_out)
     pairs, seen = [], set()
     for text in (answer["text"] for answer in answers):
-        reason = "equal to the data set's" if alike(own, text) else ""
-        reason = reason or ("equal to an earlier one" if text.strip() in seen else "")
-        reason = reason or ("" if lengths_fit(own, text, within) else "the lengths differ too much")
-        seen.add(text.strip())
-        if reason:
-            left_out[reason] += 1
+        if alike(own, text):
+            left_out["equal to the data set's"] += 1
+        elif text.strip() in seen:
+            left_out["equal to an earlier one"] += 1
+        elif not lengths_fit(own, text, within):
+            left_out["the lengths differ too much"] += 1
         else:
             pairs.append({"chosen": own, "rejected": text})
+        seen.add(text.strip())
     if not pairs:
         raise NoPair("no answer to set against the data set's")
     return pairs

@@ -69,21 +69,13 @@ def pair_problem(row: object) -> tuple[shapes.Pair | None, str, str]:
     pair, detail = shapes.pair_of(row)
     if not pair:
         reason = PROBLEMS.get(detail, "not understood")
-        return None, reason, missing_side(row) or detail if reason == "not understood" else ""
+        return None, reason, detail if reason == "not understood" else ""
     if pair.chosen.strip() == pair.rejected.strip():
         return None, "equal answers", "but for white space"
     if shapes.is_unfinished(row, pair):
         return None, "unfinished answer", ""
     problem = shapes.chat_problem([*pair.prompt, {"role": "assistant", "content": pair.chosen}])
     return (None, "prompt: " + problem, "") if problem else (pair, "", "")
-
-
-def missing_side(row: object) -> str:
-    """Which answer a row lacks that has the other one, as text; "" if that is not what is wrong."""
-    keys = shapes.rename(row) if isinstance(row, dict) else {}
-    there = [side for side in ("chosen", "rejected") if keys.get(side)]
-    other = {"chosen": "rejected", "rejected": "chosen"}
-    return f"a {there[0]} answer but none under {other[there[0]]!r}" if len(there) == 1 else ""
 
 
 # ---- many pairs ------------------------------------------------------------------------------------------------------
@@ -314,9 +306,8 @@ def read_raw(path: str, tokenizer: Tokenizer, block_size: int, val_fraction: flo
             found.append(ids)
             positions.append(split_position(said(pair.prompt).encode()))
     reader.check(path, len(found))
-    splits, _ = assign(np.array(positions, np.uint64), Recipe(val_fraction=val_fraction))
-    if splits.all():  # there is one prompt only
-        splits[:] = 0
+    recipe = Recipe(kind="preference", val_fraction=val_fraction)
+    splits, _ = assign(np.array(positions, np.uint64), recipe)
     train, val = (list(itertools.compress(found, splits == k)) for k in (0, 1))
     return Source(train, val, reader.dropped, reader.places)
 

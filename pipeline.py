@@ -49,11 +49,13 @@ BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slo
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
+PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
 PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
+ANSWER_PLACE = "@answers"  # [line, byte] of the line that a pair was made of, in a row of answer_pairs.py
 # Why a document was dropped; of several rules that it breaks the first is told. A row of `ROW` holds the index.
 REASONS = (
-    "kept", "question_length", "answer_missing", "unfinished_answer", *filters.RULE_NAMES, "score", "contaminated",
-    "exact_duplicate", "near_duplicate",
+    "kept", "question_length", "answer_missing", "unfinished_answer", "other_prompt", *filters.RULE_NAMES, "score",
+    "contaminated", "exact_duplicate", "near_duplicate",
     *(problem.replace(" ", "_") for problem in shapes.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
@@ -67,7 +69,7 @@ ROW = np.dtype([
     ("offset", "<u8"),  # of its record
     ("score", "<f4"),  # of the first score key; nan if there is none
     ("reason", "u1"),  # KEPT, or why it did not pass
-    ("held_out", "?"),  # a conversation whose prompt is in the hold_out share
+    ("held_out", "?"),  # a conversation whose first question is in the hold_out share
 ])  # fmt: skip
 
 
@@ -124,11 +126,12 @@ class Recipe:
     val_fraction: float = 0.0
     test_fraction: float = 0.0
     hold_out: float = 0.0
+    prompts_from: str = ""
     fold: str = ""
     order: str = "input"
     strict: bool = False
     shard_tokens: int = 2**27
-    aids: str = ""  # sha256 of the files that keep, words and decontaminate name
+    aids: str = ""  # sha256 of the files that keep, words, decontaminate and prompts_from name
 
     def settings(self) -> dict:
         """As plain values, without the names of the inputs: these count by what is in them."""
@@ -269,11 +272,12 @@ class Item(NamedTuple):
     more: str = ""  # a pair: the rejected answer, to be compared with other rows together with the text
     row: str = ""  # kinds chat and preference: what is kept of it, as JSON
     notes: str = ""  # a pair: its numbers and who made it, as JSON; no part of what is compared
-    prompt: str = ""  # a conversation or pair: what is said before the last answer
-    question_chars: int = -1
+    prompt: str = ""  # a pair: what is said before the answers
+    question: str = ""  # a conversation or pair: the first
     problem: str = ""  # a conversation or pair: why it cannot be learnt from
     trimmed: bool = False  # a conversation: it went on after the last answer
     scores: tuple[float, ...] = ()
+    place: tuple[int, int] | None = None  # a pair made of answers: their line and byte
 
     @property
     def compared(self) -> str:
@@ -327,8 +331,8 @@ def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> 
     answered = cleaned if problem else shapes.trim_chat(cleaned)
     row = json.dumps({"messages": answered}, ensure_ascii=False)
     return Item(
-        said(answered), len(said(messages).encode()), row=row, prompt=said(answered[:-1]), problem=problem,
-        question_chars=len(first_question(answered)), trimmed=len(answered) < len(cleaned), scores=scores,
+        said(answered), len(said(messages).encode()), row=row, question=first_question(answered), problem=problem,
+        trimmed=len(answered) < len(cleaned), scores=scores,
     )  # fmt: skip
 
 
@@ -338,10 +342,12 @@ def pair_item(row: dict, pair: shapes.Pair, scores: tuple[float, ...], clean: Cl
     before, text = (f"{said(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
     answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
     problem = "" if answered else "answer missing"
+    place = row.get(ANSWER_PLACE)
     return Item(
         text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
-        pair_notes(row), said(prompt), len(first_question(prompt)),
+        pair_notes(row), said(prompt), first_question(prompt),
         "unfinished answer" if shapes.is_unfinished(row, pair) else problem, scores=scores,
+        place=tuple(place) if isinstance(place, list) else None,
     )  # fmt: skip
 
 
@@ -353,11 +359,12 @@ def pair_notes(row: dict) -> str:
     return json.dumps(notes, ensure_ascii=False) if notes else ""
 
 
-def is_held_out(prompt: str, share: float) -> bool:
-    """Whether a prompt is in the share that is kept from training: by another hash than that of the splits. Without a
-    prompt there is nothing to ask a model, so a conversation that the assistant begins never is."""
-    digest = blake2b(prompt.encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
-    return bool(prompt) and int.from_bytes(digest, "little") < share * 2**64
+def is_held_out(question: str, share: float) -> bool:
+    """Whether a conversation's first question is in the share that is kept from training: by another hash than that of
+    the splits, and whatever follows, as tuning learns the answer to each turn. Without a question there is nothing to
+    ask a model, so a conversation that has none never is."""
+    digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
+    return bool(question.strip()) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def split_position(raw: bytes) -> int:
@@ -423,6 +430,36 @@ def evals_of(path: Path, aids: str) -> Evals:
     return Evals.load(path)
 
 
+@lru_cache(maxsize=8)
+def questions_in(files: str, aids: str, steps: filters.Cleaning) -> frozenset[str]:
+    """The first questions of the conversations in files, cleaned. aids: changes with the files. Raises PrepareError: a
+    row is no conversation with a question."""
+    found = set()
+    for path in readers.find_files(files):
+        for record in readers.read_records(path):
+            messages, problem = shapes.messages_of(readers.mend(record.value)[0])
+            question = filters.clean(first_question(messages), steps).strip()
+            if not question:
+                what = f"prompts_from: {path}:{record.line}: {record.problem or problem or 'no question'}"
+                raise PrepareError(f"prepare: {what}; give conversations, such as a held_out.jsonl")
+            found.add(question)
+    return frozenset(found)
+
+
+def signatures_of(items: list[Item], units: dedup.Units, n_perm: int) -> np.ndarray:
+    """MinHash signatures (n, n_perm) uint32 of items; units: those of what is compared.
+
+    Two pairs are as similar as their prompts with the chosen answers are, times as similar as the rejected answers are:
+    unlike answers to one prompt are no copies, however long the rest is, and near copies of whole pairs are. A pair
+    with an answer without units is like no other."""
+    if not any(item.more for item in items):
+        return dedup.signatures(units, n_perm)
+    first = dedup.signatures(dedup.units([item.text for item in items]), n_perm)
+    second = dedup.signatures(dedup.units([item.more for item in items]), n_perm)
+    empty = (first == dedup.NO_UNITS) | (second == dedup.NO_UNITS)
+    return np.where(empty, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)  # equal where both are
+
+
 class Judge:
     """Tells of documents whether they pass, each on its own: all but the comparison with other documents."""
 
@@ -434,6 +471,8 @@ class Judge:
         self.rules = load_rules(source, recipe.keep, recipe.words, recipe.aids)
         self.ranges = parse_score(recipe.score)
         self.evals = evals_of(work / "evals.npz", recipe.aids) if recipe.decontaminate else None
+        listed = recipe.prompts_from
+        self.questions = questions_in(listed, recipe.aids, self.cleaning) if listed else None
 
     def understand(self, row: object) -> tuple[Item | None, str]:
         keys = tuple(key for key, _, _ in self.ranges)
@@ -454,10 +493,12 @@ class Judge:
         """(reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
         least, most = self.recipe.question_min_chars, self.recipe.question_max_chars
         if self.recipe.kind != "text":
-            if item.question_chars < least or (most and item.question_chars > most):
-                return "question_length", f"{item.question_chars} characters"
+            if len(item.question) < least or (most and len(item.question) > most):
+                return "question_length", f"{len(item.question)} characters"
             if item.problem:
                 return item.problem.replace(" ", "_"), ""
+            if self.questions is not None and item.question.strip() not in self.questions:
+                return "other_prompt", "not in prompts_from"
         rule, detail = self.rules.check(item.text)
         if rule:
             return rule, detail
@@ -513,7 +554,8 @@ class Inspector:
             units = dedup.units([items[i].compared for i in passed])
         if self.recipe.near:
             n_perm = self.recipe.near_bands * self.recipe.near_rows
-            self.sigs.write(np.ascontiguousarray(dedup.signatures(units, n_perm), "<u4").data)
+            signatures = signatures_of([items[i] for i in passed], units, n_perm)
+            self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)
         rows = [self._write(items[i], *batch[i][1:], keys[i], *verdicts[i]) for i in range(len(items))]
         self.rows.write(np.array(rows, ROW).data)
 
@@ -540,7 +582,7 @@ class Inspector:
             self._sample(reason, Sample(position, self.n_rows, self._where(part, offset), detail, item.text[:300]))
         self.n_rows += 1
         score = item.scores[0] if item.scores else float("nan")
-        halves, held_out = KEY.unpack(key), kind == "chat" and is_held_out(item.prompt, self.recipe.hold_out)
+        halves, held_out = KEY.unpack(key), kind == "chat" and is_held_out(item.question, self.recipe.hold_out)
         return halves, position, begin, len(kept), len(raw), part, offset, score, REASONS.index(reason), held_out
 
     def _where(self, part: int, offset: int) -> str:
@@ -584,19 +626,20 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
     for row in rows:
         counts.records += 1
         text, n_read = row.value.text, row.value.n_read
+        offset = row.value.place[1] if row.value.place else row.offset
         n_left = 0 if text.isspace() else len(text.encode())
         counts.bytes_read += n_read
         counts.bytes_cleaned += n_read - n_left
         if not n_left:
             counts.lost["empty"] += 1
-            problems_file.write(f"{part.name}\t\t{row.offset}\tempty\tno text, or none after cleaning\n")
+            problems_file.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
             continue
         counts.mended["unanswered_turns_cut"] += row.value.trimmed
         pieces = pieces_of(text) if recipe.kind == "text" else [text]
         counts.split_huge += len(pieces) - 1
         for piece in pieces:
             passed += 1
-            inspector.add(row.value._replace(text=piece), number, row.offset)
+            inspector.add(row.value._replace(text=piece), number, offset)
     counts.records += problems.problems.total()
     counts.lost += problems.problems
     counts.mended += problems.mended  # which leaves out counts of 0

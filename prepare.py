@@ -54,7 +54,6 @@ from pipeline import (
     EXACT,
     KEPT,
     REASONS,
-    SHOWN,
     UNIT_BYTES,
     Counts,
     Input,
@@ -78,11 +77,13 @@ from selection import (
     check_train,
     cut,
     nothing_kept,
+    print_problems,
     select,
     shares,
     single_text,
     summarize,
     write_dropped,
+    write_problems,
     write_report,
 )
 from show import show_rows
@@ -122,7 +123,8 @@ decontaminate_action = "drop"  # drop the document | cut the place out of it
 # what is made
 val_fraction = 0.01  # of the documents; of the characters if there is only one document
 test_fraction = 0.0  # likewise
-hold_out = 0.0  # chat: this share of the prompts goes to held_out.jsonl, for preferences: tuning never sees them
+hold_out = 0.0  # chat: of the first questions this share goes to held_out.jsonl, for preferences; tuning never sees it
+prompts_from = ""  # preference: keep only pairs to a first question of these conversations, such as held_out.jsonl
 pair_by = ""  # preference: make pairs of answers (answer_pairs.py): dataset | reward; "" = the rows are pairs
 pair_margin = 0.0  # pair_by=reward: least difference of the rewards; 0 = any
 length_within = 0.0  # pair_by: the longer answer has at most this share more characters, such as 0.2; 0 = any
@@ -136,7 +138,7 @@ max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot 
 verify = ""  # check this prepared directory and exit
 overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
 
-VERSION = 5  # of what is made of an input; a directory made by another version is made anew
+VERSION = 6  # of what is made of an input; a directory made by another version is made anew
 TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
@@ -210,27 +212,6 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
         if len(found) == n_before and source.name:
             print(f"prepare: warning: source {source.name} has no files of its own")
     return list(found.values())
-
-
-def pairs_of_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict]]:
-    """The inputs with pairs, in files in `work`, in the place of those that are answers; what the manifest says of
-    these. Raises PrepareError if there are none, or no pairs."""
-    found, infos, beside = [], [], {file.path + answer_pairs.SETTINGS for file in inputs}
-    settings = {"margin": config["pair_margin"], "within": config["length_within"], "strict": config["strict"]}
-    for file in inputs:
-        if file.path in beside or file.problem or not answer_pairs.is_answers(file.path):
-            found += [] if file.path in beside else [file]
-            continue
-        path = work / f"pairs_{len(infos)}.jsonl"
-        infos.append(answer_pairs.write_pairs(file.path, path, config["pair_by"], **settings))
-        infos[-1]["sha256"] = data.file_sha256(Path(file.path))
-        found.append(made_file(path, file.name, file.source))
-    if not infos:
-        what = f"pair_by={config['pair_by']} needs answers of sample.py, rows with completions; no input has them"
-        raise PrepareError(f"prepare: {what}; leave pair_by out if the rows are pairs")
-    if len(infos) == len(found) and not any(info["pairs"] for info in infos):
-        raise PrepareError(f"prepare: no pair: {'; '.join(answer_pairs.describe(infos))}")
-    return found, infos
 
 
 def is_within(path: str, directory: Path) -> bool:
@@ -537,9 +518,11 @@ def publish(work: Path, out_dir: Path) -> None:
 
 
 def build(
-    inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict
-) -> dict:
-    """Make work/out, all that out_dir will hold, and return its manifest. info: what else the manifest is to hold."""
+    inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict,
+    lost: Counts | None = None,
+) -> dict:  # fmt: skip
+    """Make work/out, all that out_dir will hold, and return its manifest. info: what else the manifest is to hold.
+    lost: what could not be read before."""
     out, workers = work / "out", config["workers"] or os.cpu_count() or 1
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -547,9 +530,10 @@ def build(
         info["decontaminate"] = {"items": evals.n_items, "unprotected": len(evals.unprotected)}
     units = plan_units(inputs, recipe)
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    counts = sum(run(inspect, units, workers, "read"), Counts())
-    print_problems([file for file in inputs if file.problem], counts)
-    write_problems([file for file in inputs if file.problem], units, work)
+    counts = sum(run(inspect, units, workers, "read"), lost or Counts())
+    unreadable, answers = [file for file in inputs if file.problem], info.get("answers", [])
+    print_problems(unreadable, counts)
+    write_problems(unreadable, [work / f"pairs_{k}.jsonl.problems" for k in range(len(answers))], units, work)
     chosen = select(units, recipe, work) if units else None
     if chosen is None or not (chosen.fates == KEPT).any():
         raise nothing_kept(counts, chosen)
@@ -573,7 +557,7 @@ def build(
         tokenize(units, recipe, tokenizer, workers, work)
     check_unchanged([file for file in inputs if not file.problem and not Path(file.path).is_relative_to(work)])
     write_dropped(chosen, units, out)
-    write_report(info, chosen, units, work)
+    write_report(info, answer_pairs.describe(answers), chosen, units, work)
     if recipe.kind != "text":
         splits = write_jsonl(parts, chosen, work)
         manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": splits, "info": info}
@@ -612,21 +596,6 @@ def check_unchanged(inputs: list[Input]) -> None:
     for file in inputs:
         if look(file.path, file.name, file.source) != file:
             raise PrepareError(f"prepare: {file.name} changed while it was read; run again")
-
-
-def print_problems(unreadable: list[Input], counts: Counts) -> None:
-    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
-    print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
-
-
-def write_problems(unreadable: list[Input], units: list[Unit], work: Path) -> None:
-    """out/errors.tsv: all problems in the order of the inputs, files that cannot be opened first."""
-    with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
-        out.write("path\tline\tbyte\treason\tdetail\n")
-        out.writelines(f"{file.name}\t0\t0\tunreadable_file\t{file.problem}\n" for file in unreadable)
-        for unit in units:
-            with open(unit.file(work, "problems"), encoding="utf-8") as f:
-                shutil.copyfileobj(f, out)
 
 
 def make_debug_data(out_dir: str | Path) -> None:
@@ -681,7 +650,8 @@ def check_config(config: dict) -> Recipe:
     if not (0 <= val and 0 <= test and val + test < 1):
         raise ConfigError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
     least = {"shard_tokens": 1, "workers": 0, "min_chars": 0, "max_chars": 0, "question_min_chars": 0, "pack": 0}
-    for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0}).items():
+    for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0,
+                              "pair_margin": 0, "length_within": 0}).items():  # fmt: skip
         if config[key] < minimum:
             raise ConfigError(f"config: {key} must be at least {minimum}, got {config[key]}")
     if not 0 <= config["hold_out"] < 1:
@@ -705,7 +675,7 @@ def check_config(config: dict) -> Recipe:
 def check_kind(config: dict) -> None:
     """Raise ConfigError for a setting that would do nothing."""
     for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
-    for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0}
+    for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
     idle = {"question_min_chars": 0, "question_max_chars": 0} if config["kind"] == "text" else for_text
     idle |= {} if config["kind"] == "chat" else {"hold_out": 0}
     idle |= {} if config["kind"] == "preference" else for_pairs
@@ -732,7 +702,8 @@ def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
 def aids(config: dict) -> str:
     """sha256 of the files that settings name: the result depends on what is in them. Raises ConfigError."""
     files = [config["keep"].rpartition(":")[0] if config["keep"] else "", config["words"]]
-    files += readers.find_files(config["decontaminate"]) if config["decontaminate"] else []
+    for key in ("decontaminate", "prompts_from"):
+        files += readers.find_files(config[key]) if config[key] else []
     try:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files if file)).hexdigest()
     except OSError as error:
@@ -792,14 +763,17 @@ def main(config: dict) -> int:
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             load_evals(recipe, Path(folder))
-            recipe = replace(recipe, sources=tuple(readable_twice(recipe, Path(folder), config)))
-            return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder))
+            sources, names = readable_twice(recipe, Path(folder), config)
+            recipe = replace(recipe, sources=sources)
+            return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder), names)
     with work_dir(out_dir) as work:
         inputs, manifest = find_inputs(recipe.sources, out_dir, work, recipe.kind), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
             raise PrepareError(unreadable[0])
-        inputs, answers = pairs_of_answers(inputs, config, work) if config["pair_by"] else (inputs, [])
+        answers, lost = [], Counts()
+        if config["pair_by"]:
+            inputs, answers, lost = answer_pairs.replace_answers(inputs, config, work)
         tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         to_train = to_train if recipe.kind == "text" else "none"
@@ -815,7 +789,7 @@ def main(config: dict) -> int:
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")
             check_replaceable(out_dir, config["overwrite"])
-            manifest = build(inputs, recipe, tokenizer, work, config, info)
+            manifest = build(inputs, recipe, tokenizer, work, config, info, lost)
             write_config(config, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")
             publish(work, out_dir)
             report(manifest, time.perf_counter() - start)
@@ -829,21 +803,32 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
         names = ", ".join(failed[:3])
         print(f"prepare: {len(failed)} of {n_inputs} files could not be read, or not to the end: {names}")
     bad = sum(n for reason, n in dropped.items() if reason not in REASONS and reason != "empty")
-    too_many = bad > max_bad_fraction * info["documents"]["read"]
+    n_read = info["documents"]["read"]
+    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
+        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
+    too_many = bad > max_bad_fraction * n_read
     if too_many:
-        print(f"prepare: {bad} of {info['documents']['read']} records could not be read; {max_bad_fraction=}")
+        print(f"prepare: {bad} of {n_read} records could not be read; {max_bad_fraction=}")
     return 1 if failed or too_many else 0
 
 
-def readable_twice(recipe: Recipe, folder: Path, config: dict) -> Iterator[Source]:
-    """The sources with a file in the place of standard input, and of answers, which become pairs."""
-    pairs: list[Input] = []
+def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[Source, ...], dict[str, str]]:
+    """The sources with a file in the place of standard input, and of answers, which become pairs; {path: what the user
+    calls it} of these files."""
+    sources, names = [], {}
     if config["pair_by"]:
-        pairs, _ = pairs_of_answers(find_inputs(recipe.sources, Path(), folder, recipe.kind), config, folder)
+        inputs = find_inputs(recipe.sources, Path(), folder, recipe.kind)
+        pairs, _, _ = answer_pairs.replace_answers(inputs, config, folder)
+        names = {file.path: file.name for file in pairs}
     for number, source in enumerate(recipe.sources):
-        names = [file.path for file in pairs if file.source == number] if pairs else source.input.split(",")
-        names = [str(spool_stdin(folder)) if name.strip() == "-" else name for name in names]
-        yield replace(source, input=",".join(names))
+        paths = [name.strip() for name in source.input.split(",")]
+        if config["pair_by"]:
+            paths = [file.path for file in pairs if file.source == number]
+        elif "-" in paths:
+            path = str(spool_stdin(folder))
+            paths, names = [path if name == "-" else name for name in paths], {path: "-"}
+        sources.append(replace(source, input=",".join(paths)))
+    return tuple(sources), names
 
 
 def verify_directory(directory: Path) -> int:

@@ -4,7 +4,9 @@ What is dropped by a rule of its own is decided before (pipeline.py). Of several
 in the order of the input: never one in favour of another that is dropped itself.
 """
 
+import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +35,7 @@ from pipeline import (
 )  # fmt: skip
 
 SPLITS = ("train", "val", "test")
-ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: prompts that instruction tuning never sees
+ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
 
 # ---- documents compared with each other ------------------------------------------------------
@@ -190,12 +192,21 @@ class Share(NamedTuple):
 
 
 def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
+    """The kept documents of each source with their splits. Pairs are split as one: a prompt may be in several sources,
+    and must not be in two splits."""
     of_unit = np.array([unit.source for unit in units], np.int64)
     of_row = np.repeat(of_unit, np.diff(chosen.starts))
     found = []
+    kept = np.flatnonzero(chosen.fates == KEPT)
+    of_pairs = np.zeros(len(chosen.rows), np.uint8)
+    if recipe.kind == "preference":
+        of_pairs[kept] = splits_of(chosen.rows["position"][kept], recipe, "")
     for number, source in enumerate(recipe.sources):
-        rows = np.flatnonzero((chosen.fates == KEPT) & (of_row == number))
+        rows = kept[of_row[kept] == number]
         own = [unit for unit in units if unit.source == number]
+        if recipe.kind == "preference":
+            found.append(Share(source, own, rows, of_pairs[rows]))
+            continue
         held_out = chosen.rows["held_out"][rows]
         if recipe.hold_out and len(rows) and not held_out.any():
             of = f" of source {source.name}" if source.name else ""
@@ -267,8 +278,25 @@ def summarize(
     info["failed"] = sorted(unreadable | counts.failed())
 
 
-def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -> None:
-    """out/report.md: counts by reason, and for people to judge the rules by: documents that each dropped, and kept."""
+def print_problems(unreadable: list[Input], counts: Counts) -> None:
+    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
+    print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
+
+
+def write_problems(unreadable: list[Input], others: Iterable[Path], units: list[Unit], work: Path) -> None:
+    """out/errors.tsv: all problems, first files that cannot be opened, then those in the files `others`, then those of
+    the units, in the order of the inputs."""
+    with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
+        out.write("path\tline\tbyte\treason\tdetail\n")
+        out.writelines(f"{file.name}\t0\t0\tunreadable_file\t{file.problem}\n" for file in unreadable)
+        for path in (*others, *(unit.file(work, "problems") for unit in units)):
+            with open(path, encoding="utf-8") as f:
+                shutil.copyfileobj(f, out)
+
+
+def write_report(info: dict, notes: list[str], chosen: Selection, units: list[Unit], work: Path) -> None:
+    """out/report.md: counts by reason, notes, and for people to judge the rules by: documents that each dropped, and
+    kept."""
     documents, n_bytes = info["documents"], info["bytes"]
     lines = ["# What became of the input", "", "| | documents | bytes of text |", "|---|---:|---:|"]
     lines.append(f"| read | {documents['read']:,} | {n_bytes['read']:,} |")
@@ -277,6 +305,7 @@ def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -
     lines.append(f"| cleaned away, cut out | | {n_bytes['cleaned'] + n_bytes['cut']:,} |")
     lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
     lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
+    lines += [f"\n{note}." for note in notes]
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
     lines.append(f"\nBytes per kept document (least, 10 %, median, 90 %, 99 %, most): {marks}.")

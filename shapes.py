@@ -149,6 +149,9 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     if not isinstance(row, dict):
         raise BadRow(f"{type(row).__name__}, not an object")
     shape = recognise(row, kind)
+    lone = missing_side(row) if kind == "preference" else ""
+    if lone and not (shape and has_all(row, shape)):
+        raise BadRow(f"{lone} ({keys_of(row)})")
     if shape:
         return shape.read(rename(row))
     other = next((k for k in SHAPES if k != kind and recognise(row, k)), "")
@@ -166,9 +169,22 @@ def recognise(row: dict, kind: str) -> Shape | None:
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
     for shape in SHAPES[kind]:
-        if all(row.get(key) is not None for key in shape.keys.split(",")):
+        if has_all(row, shape):
             return shape
     return next((shape for shape in SHAPES[kind] if all(key in row for key in shape.keys.split(","))), None)
+
+
+def has_all(row: dict, shape: Shape) -> bool:
+    """Whether a row has something under each key of a shape."""
+    return all(rename(row).get(key) is not None for key in shape.keys.split(","))
+
+
+def missing_side(row: dict) -> str:
+    """Which answer a row lacks that has the other one, as text; "" if that is not what is wrong."""
+    row = rename(row)
+    there = [side for side in ("chosen", "rejected") if row.get(side)]
+    other = {"chosen": "rejected", "rejected": "chosen"}
+    return f"a {there[0]} answer but none under {other[there[0]]!r}" if len(there) == 1 else ""
 
 
 def rename(row: dict) -> dict:

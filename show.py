@@ -14,7 +14,7 @@ import dedup
 import readers
 import shapes
 from corpus import docs_rows
-from pipeline import Item, Judge, Recipe, Source
+from pipeline import Item, Judge, Recipe, Source, signatures_of
 from tokenizer import Tokenizer, TokenizerError
 
 MAX_TOKENS = 120  # shown of one text
@@ -22,16 +22,17 @@ MAX_CHARS = 600  # likewise, without a tokenizer
 TRAINED = "[[", "]]"  # around what the model learns to say
 
 
-def show_rows(recipe: Recipe, n: int, tokenizer_dir: str, work: Path) -> int:
-    """Print what is understood of n rows of each source; the exit status, 1 if a row is not understood."""
+def show_rows(recipe: Recipe, n: int, tokenizer_dir: str, work: Path, names: dict[str, str]) -> int:
+    """Print what is understood of n rows of each source; the exit status, 1 if a row is not understood. names: what the
+    user calls files that he did not give, by their path."""
     tokenizer = Tokenizer.load(tokenizer_dir) if tokenizer_dir else None
-    shown = Shown(recipe, tokenizer, work)
+    shown = Shown(recipe, tokenizer, work, names)
     for source in recipe.sources:
-        names = [name.strip() for name in source.input.split(",") if name.strip()]
-        for name in filter(is_prepared, names):
+        parts = [name.strip() for name in source.input.split(",") if name.strip()]
+        for name in filter(is_prepared, parts):
             show_tokens(Path(name), n)
-        names = [name for name in names if not is_prepared(name)]
-        files = [file for name in names for file in ([name] if name == "python-docs" else readers.find_files(name))]
+        parts = [name for name in parts if not is_prepared(name)]
+        files = [file for name in parts for file in ([name] if name == "python-docs" else readers.find_files(name))]
         each = -(-n // max(1, len(files)))
         for file in files[:n]:
             shown.file(file, source, each)
@@ -44,8 +45,8 @@ def show_rows(recipe: Recipe, n: int, tokenizer_dir: str, work: Path) -> int:
 class Shown:
     """The rows so far; copies are looked for among them only."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer | None, work: Path) -> None:
-        self.recipe, self.tokenizer, self.work = recipe, tokenizer, work
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer | None, work: Path, names: dict[str, str]) -> None:
+        self.recipe, self.tokenizer, self.work, self.names = recipe, tokenizer, work, names
         self.n_rows, self.n_kept, self.n_strange = 0, 0, 0
         self.keys: dict[bytes, str] = {}
         self.kept: list[str] = []  # where the rows that are kept are from
@@ -60,9 +61,10 @@ class Shown:
             return
         with readers.open_stream(path) as stream:
             container = readers.container(path, stream.peek(), source.txt_split)
-        print(f"\n==== {path}: {CONTAINERS.get(container, container)}")
+        name = self.names.get(path, path)
+        print(f"\n==== {name}: {CONTAINERS.get(container, container)}")
         for record in islice(readers.read_records(path, source.txt_split), n):
-            where = f"{path}:{record.line}"
+            where = f"{name}:{record.line}"
             if record.problem:
                 self.not_understood(where, f"{record.problem}: {record.detail}")
                 continue
@@ -72,6 +74,7 @@ class Shown:
             if problem:
                 self.not_understood(where, problem)
             else:
+                where = f"{name}:{item.place[0]}" if item.place else where
                 shape = f"text_key={source.text_key}" if source.text_key and isinstance(row, dict) else ""
                 self.understood(item, judge, where, shape or shapes.shape_name(row, self.recipe.kind))
 
@@ -105,7 +108,7 @@ class Shown:
             hint = "; the place would be cut out" if self.recipe.decontaminate_action == "cut" else ""
             return f"contaminated: {found[0]!r} is in an evaluation file{hint}"
         if self.recipe.near and len(units.hashes):
-            signature = dedup.signatures(units, self.recipe.near_bands * self.recipe.near_rows)[0]
+            signature = signatures_of([item], units, self.recipe.near_bands * self.recipe.near_rows)[0]
             alike = [float((signature == other).mean()) for other in self.signatures]
             if alike and max(alike) >= self.recipe.near:
                 return f"near_duplicate: {max(alike):.2f} like {self.kept[alike.index(max(alike))]}"

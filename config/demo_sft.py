@@ -5,8 +5,8 @@ CPU cores in two minutes.
     python sft.py config/demo_sft.py
     python sample.py --init_from=out/demo_sft                                  # a chat
 
-Some 4,600 questions and answers, each about another function, class or topic; a quarter of all is left for config/
-demo_reward.py and demo_dpo.py.
+Some 4,600 questions and answers, each about another function, class or topic. A quarter of all questions is left for
+config/demo_reward.py and demo_dpo.py: this model never sees them.
 """
 
 out_dir = "out/demo_sft"

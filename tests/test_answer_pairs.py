@@ -1,5 +1,6 @@
 """answer_pairs.py against hand-made files of answers and a plain search through all pairs of a line."""
 
+import io
 import json
 import random
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import prepare
+from answer_files import AnswerFileError
 from answer_pairs import describe, is_answers, lengths_fit, write_pairs
 from configurator import ConfigError, is_key
 from pipeline import PrepareError
@@ -42,8 +44,14 @@ def write(path: Path, rows: list, settings: dict | None = SETTINGS) -> str:
 
 def pairs_of(tmp_path: Path, rows: list, by: str, margin: float = 0.0, within: float = 0.0, settings: dict = SETTINGS):
     """(the rows made, what the manifest says)."""
-    info = write_pairs(write(tmp_path / "a.jsonl", rows, settings), tmp_path / "out.jsonl", by, margin, within)
-    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()], info
+    path = Path(write(tmp_path / "a.jsonl", rows, settings))
+    info, _ = write_pairs(str(path), tmp_path / "out.jsonl", by, margin, within)
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    for row in found:
+        line, byte = row.pop("@answers")
+        source = path.read_text("utf-8").split("\n")[line - 1]
+        assert path.read_bytes()[byte:].startswith(source.encode()) and row["rejected"] in source
+    return found, info
 
 
 def prepared(out: Path, **settings) -> tuple[dict[str, list[dict]], dict]:
@@ -81,7 +89,7 @@ def test_each_finished_answer_that_differs_makes_a_pair_with_the_data_sets_own(t
         {"prompt": [user("Why?")], "chosen": "Because.", "rejected": "No.", "made_by": MODEL},
     ]
     assert info == {
-        "path": str(tmp_path / "a.jsonl"), "settings": SETTINGS, "lines": 8, "answers": 9, "pairs": 3,
+        "path": str(tmp_path / "a.jsonl"), "settings": SETTINGS, "lines": 8, "answers": 9, "pairs": 3, "lines_bad": 3,
         "lines_left_out": {
             "no answer of the data set": 1, "a text that was continued, not a question that was answered": 1,
             "bad_json": 1, "no list of completions": 1, "a completion without a text": 1,
@@ -202,7 +210,7 @@ def test_answers_of_unknown_origin_are_refused(tmp_path, settings, said):
     if settings is not None:
         text = settings if isinstance(settings, str) else json.dumps(settings)
         Path(f"{path}.config.json").write_text(text, "utf-8")
-    with pytest.raises(PrepareError, match=f"a.jsonl.config.json {said}") as caught:
+    with pytest.raises(AnswerFileError, match=f"a.jsonl.config.json {said}") as caught:
         write_pairs(path, tmp_path / "out", "dataset", 0.0, 0.0)
     assert caught.value.one_line and "\n" not in str(caught.value)
 
@@ -276,6 +284,8 @@ def test_what_gives_no_pair_is_one_line(tmp_path):
     assert "length_within=0.2 has no effect without pair_by" in error(input=cut, length_within=0.2)
     assert "pair_by=dataset has no effect with kind=chat" in error(input=cut, kind="chat", pair_by="dataset")
     assert "answers of sample.py: prepare.py --pair_by=dataset" in error(input=cut)
+    for key in ("pair_margin", "length_within"):
+        assert f"{key} must be at least 0, got -1.0" in error(input=cut, pair_by="reward", **{key: -1.0})
     broken = write(tmp_path / "b.jsonl", [{"prompt": "q", "answer": "a", "completions": [answer("b")]}, "{"])
     assert "b.jsonl:2: bad_json" in error(input=broken, pair_by="dataset", strict=True)
 
@@ -286,6 +296,57 @@ def test_show_tells_what_answers_become(tmp_path, capsys):
     assert prepare.main(KEYS | shown) == 0
     out = capsys.readouterr().out
     assert "rejected : assistant: [[坏答案]]" in out and "1 rows: 1 would be kept" in out
+
+
+def test_places_are_those_of_the_answers(tmp_path, capsys):
+    """In dropped.tsv, report.md and --show: not those of the file of pairs, which is gone when one looks."""
+    wrong = [answer("短"), answer("坏坏")]
+    rows = [{"prompt": f"问{k}？", "answer": "好的", "completions": wrong} for k in (2, 25, 3)]
+    path = write(tmp_path / "a.jsonl", rows)
+    settings = {"input": path, "pair_by": "dataset", "question_max_chars": 3}
+    _, manifest = prepared(tmp_path / "out", **settings)
+    assert manifest["info"]["documents"]["dropped"] == {"question_length": 2}
+    dropped = [line.split("\t")[:3] for line in (tmp_path / "out" / "dropped.tsv").read_text("utf-8").splitlines()[1:]]
+    byte = len(Path(path).read_bytes().split(b"\n")[0]) + 1
+    assert dropped == [[path, str(byte), "question_length"]] * 2
+    assert f"{path} at byte {byte}: 4 characters" in (tmp_path / "out" / "report.md").read_text("utf-8")
+    capsys.readouterr()
+    assert prepare.main(KEYS | settings | {"kind": "preference", "show": 9, "min_chars": 1}) == 0
+    shown = capsys.readouterr().out
+    assert f"==== {path}: " in shown and shown.count(f"-- {path}:2: ") == 2 and "pairs_0" not in shown
+
+
+def test_lines_that_are_no_answers_are_told_as_those_of_other_files(tmp_path, capsys):
+    """In errors.tsv with line and byte, in the report, and by the exit status, by lines and not by pairs."""
+    good = {"prompt": "问题？", "answer": "好的回答", "completions": [answer(f"坏的 {k}") for k in range(4)]}
+    rows = [good, "{broken", good | {"prompt": "另一个？"}, {"prompt": "q"}, good | {"prompt": "三"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    settings = {"input": path, "pair_by": "dataset", "max_bad_fraction": 0.4}
+    found, manifest = prepared(tmp_path / "out", **settings)
+    raw = Path(path).read_bytes()
+    errors = [line.split("\t") for line in (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]]
+    assert [error[:4] for error in errors] == [
+        [path, "2", str(raw.index(b"{broken")), "bad_json"],
+        [path, "4", str(raw.index(b'{"prompt": "q"')), "bad_field"],
+    ] and errors[1][4] == "no list of completions"
+    documents = manifest["info"]["documents"]
+    assert documents["dropped"] == {"bad_json": 1, "bad_field": 1} and documents["read"] == 14
+    assert len(found["train"]) == 12
+    report = (tmp_path / "out" / "report.md").read_text("utf-8")
+    assert f"{path}: 5 lines with 12 answers give 12 pairs" in report and "| bad_json | 1 |" in report
+    assert f"{path}:2: bad_json" in capsys.readouterr().out
+    few = {"kind": "preference", "out_dir": str(tmp_path / "out"), "near": 0.0, "min_chars": 1, "val_fraction": 0.0}
+    assert prepare.main(KEYS | few | settings | {"workers": 1, "max_bad_fraction": 0.39}) == 1
+    assert "2 of 5 records could not be read" in capsys.readouterr().out
+
+
+def test_answers_have_numbers_that_settings_name(tmp_path):
+    rows = [{"prompt": f"q{k}", "answer": "good", "completions": [answer("bad")], "ifd": k, "difficulty": k, "other": 1}
+            for k in range(4)]  # fmt: skip
+    path = write(tmp_path / "a.jsonl", rows)
+    found, manifest = prepared(tmp_path / "out", input=path, pair_by="dataset", score="ifd=1..2")
+    assert [row["difficulty"] for row in found["train"]] == [1.0, 2.0] and "other" not in found["train"][0]
+    assert manifest["info"]["documents"]["dropped"] == {"score": 2}
 
 
 def test_the_road_from_held_out_prompts_to_pairs(tmp_path):
@@ -299,3 +360,11 @@ def test_the_road_from_held_out_prompts_to_pairs(tmp_path):
     questions = {row["prompt"][0]["content"] for split in pairs.values() for row in split}
     assert questions == {row["messages"][0]["content"] for row in found["held_out"]} and len(questions) > 8
     assert not questions & {row["messages"][0]["content"] for row in found["train"] + found["val"]}
+
+
+def test_answers_from_standard_input_are_refused_by_name(tmp_path, monkeypatch):
+    line = json.dumps({"prompt": "q", "answer": "a", "completions": [answer("b")]}).encode()
+    for more in ({}, {"show": 2}):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\n"), encoding="utf-8"))
+        with pytest.raises(PrepareError, match=r"answers cannot come from standard input \(-\); write them to a file"):
+            prepared(tmp_path / "out", input="-", pair_by="dataset", **more)

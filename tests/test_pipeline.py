@@ -380,7 +380,7 @@ def place(text: str, key: bytes) -> float:
 
 
 def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
-    """By the prompt alone: several answers to one prompt stay together, also those of another system message."""
+    """By the first question alone: all that was said after it stays together, whatever the system message."""
     rows, prompts = [], {}
     for k in range(300):
         asked = [("user", f"第{k}个问题？")] + [("assistant", "好"), ("user", f"and {k}?")] * (k % 3 == 0)
@@ -388,7 +388,7 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
         for answer in range(1 + (k % 4 == 0)):
             turns = [*asked, ("assistant", f"answer {answer} of {k}")]
             rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-            prompts[str(rows[-1])] = "\n".join(content for role, content in asked if role != "system")
+            prompts[str(rows[-1])] = f"第{k}个问题？"
     rows += [{"messages": [{"role": "assistant", "content": f"I am number {k}."}]} for k in range(40)]  # nothing asked
     path = write_rows(tmp_path / "x.jsonl", rows)
     settings = {"kind": "chat", "min_chars": 1, "near": 0.0, "val_fraction": 0.2, "tokenizer_dir": tok}
@@ -433,6 +433,24 @@ def test_more_conversations_and_other_splits_do_not_move_what_is_held_out(tmp_pa
     assert len(rows_in(tmp_path / "out")["val"]) > 20  # of another hash: the fold has its share of the rest
 
 
+def test_no_first_question_that_is_held_out_is_learnt(tmp_path):
+    """Tuning learns each answer of a conversation, so a longer one goes with its first question, however it is set."""
+    rows = []
+    for k in range(200):
+        asked = [{"role": "user", "content": f"第{k}个问题？"}, {"role": "assistant", "content": f"answer {k}"}]
+        more = [{"role": "user", "content": f"and {k}?"}, {"role": "assistant", "content": f"more {k}"}]
+        spaced = [asked[0] | {"content": asked[0]["content"] + " \n"}, asked[1]]
+        rows += [asked, asked + more, [{"role": "system", "content": "brief"}, *asked], spaced]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": row} for row in rows])
+    run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.25, val_fraction=0.1, exact=False)
+    found = rows_in(tmp_path / "out")
+    asked = {split: {next(m["content"] for m in row["messages"] if m["role"] == "user").strip() for row in own}
+             for split, own in found.items()}  # fmt: skip
+    assert sum(map(len, found.values())) == 800 and 30 < len(asked["held_out"]) < 70
+    assert len(found["held_out"]) == 4 * len(asked["held_out"])
+    assert not asked["held_out"] & (asked["train"] | asked["val"])
+
+
 def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write_rows(tmp_path / "x.jsonl", [{"messages": talk}])
@@ -472,6 +490,42 @@ def test_pairs_of_one_prompt_are_learnt(tmp_path):
     path = write_rows(tmp_path / "x.jsonl", rows)
     run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.5)
     assert {split: len(own) for split, own in rows_in(tmp_path / "out").items()} == {"train": 5}
+
+
+def test_no_prompt_of_two_sources_is_in_two_splits(tmp_path):
+    """Also where one has so few that val would take the next one of it, or one is all that it has."""
+    def rows(numbers: range, side: str) -> list[dict]:
+        return [{"prompt": f"Question {k}?", "chosen": "good", "rejected": f"{side} {k}"} for k in numbers]
+
+    for n in range(2, 12):
+        first = write_rows(tmp_path / "a.jsonl", rows(range(n), "bad"))
+        second = write_rows(tmp_path / "b.jsonl", rows(range(1, n, 2), "worse"))
+        settings = {"kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.02}
+        run(tmp_path / "out", input=f"a: {first}; b: {second}", **settings)
+        found = rows_in(tmp_path / "out")
+        train, val = ({row["prompt"][0]["content"] for row in found.get(split, [])} for split in ("train", "val"))
+        assert not train & val and len(train | val) == n and len(val) == 1
+
+
+def test_only_pairs_to_listed_questions_are_kept(tmp_path):
+    """By the first question, as hold_out has it; the others are counted, and the file is part of what is compared."""
+    listed = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": f"问题 {k}？ "},
+                            {"role": "assistant", "content": "其他"}]} for k in range(0, 40, 4)]  # fmt: skip
+    questions = write_rows(tmp_path / "held_out.jsonl", listed)
+    asked = [[{"role": "user", "content": f"问题 {k}？"}] for k in range(40)]
+    asked[4] += [{"role": "assistant", "content": "好"}, {"role": "user", "content": "然后呢？"}]
+    rows = [{"prompt": prompt, "chosen": f"好 {k}", "rejected": f"坏 {k}"} for k, prompt in enumerate(asked)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    settings = {"input": path, "kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", prompts_from=questions, **settings)
+    assert rows_in(tmp_path / "out")["train"] == rows[::4]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"other_prompt": 30}
+    write_rows(questions, listed[1:])
+    run(tmp_path / "out", prompts_from=questions, **settings)
+    assert rows_in(tmp_path / "out")["train"] == rows[4::4]
+    write_rows(questions, [*listed, {"text": "no conversation"}])
+    with pytest.raises(PrepareError, match=r"prompts_from: .*held_out.jsonl:11: unknown shape: .*; give conversations"):
+        run(tmp_path / "out", prompts_from=questions, **settings)
 
 
 def test_pairs_with_an_answer_that_was_cut_off_are_dropped(tmp_path):
@@ -646,6 +700,32 @@ def test_pairs_that_differ_in_the_rejected_answer_are_no_copies(tmp_path):
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
 
 
+def test_unlike_rejected_answers_to_one_prompt_are_no_copies(tmp_path):
+    """However long the prompt and the chosen answer are; near copies of whole pairs are, in every part of them."""
+    texts = [text[:240] for text in pieces(60)]
+    rows, copies = [], []
+    for k in range(0, 60, 6):
+        prompt, chosen = f"Question {k}: {texts[k] * 3}", texts[k + 1] * 3
+        rows += [{"prompt": prompt, "chosen": chosen, "rejected": text} for text in texts[k + 2 : k + 6]]
+        like = {"prompt": prompt + " Please.", "chosen": "Yes. " + chosen, "rejected": rows[-1]["rejected"] + " 好"}
+        copies.append(like)
+        shorter = rows[-1] | {"rejected": rows[-1]["rejected"][:100]}  # less than half of it is the same
+        rows.append(shorter)
+        rows.append({"prompt": texts[k + 2], "chosen": texts[k + 1], "rejected": texts[2]})  # so often said, and wrong
+    path = write_rows(tmp_path / "x.jsonl", rows + copies)
+    run(tmp_path / "out", input=path, kind="preference", val_fraction=0.0)
+    kept = [(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in rows_in(tmp_path / "out")["train"]]
+    assert kept == [(row["prompt"], row["chosen"], row["rejected"]) for row in rows]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": len(copies)}
+
+
+def test_pairs_without_words_are_no_copies(tmp_path):
+    pair = {"prompt": "How was the film that we saw?", "chosen": "It was good."}
+    rows = [pair | {"rejected": mark} for mark in ("!?", "...")]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="preference", val_fraction=0.0)
+    assert len(rows_in(tmp_path / "out")["train"]) == 2
+
+
 def test_numbers_of_csv_count_as_scores(tmp_path, tok):
     lines = ["text,bpb"] + [f'"{t.replace(chr(34), "")}",{i / 10}' for i, t in enumerate(pieces(10))]
     (tmp_path / "x.csv").write_text("\n".join(lines), "utf-8")
@@ -678,6 +758,7 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
         ({"kind": "preference", "order": "length"}, "order=length has no effect"),
         ({"hold_out": 0.25}, "hold_out=0.25 has no effect with kind=text"),
         ({"kind": "preference", "hold_out": 0.25}, "hold_out=0.25 has no effect with kind=preference"),
+        ({"kind": "chat", "prompts_from": "x"}, "prompts_from=x has no effect with kind=chat"),
         ({"kind": "chat", "hold_out": 1.0}, "hold_out must be from 0 to below 1, got 1.0"),
         ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
         ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
