@@ -1,8 +1,7 @@
 """Answers to a file of prompts: read line by line, written as they finish, continued where they were interrupted.
 
 A line of prompts is {"prompt": text or messages}, {"messages": [...]}, {"text": text to continue} or just a text. Its
-answer is the line itself with its number (from 0) as "index" and with "completions"; beside the file of answers lies
-FILE.config.json with the settings that decided them, so that one file never holds answers of different settings.
+answer is the line itself with its number (from 0) as "index" and with "completions" (answer_files.py has the format).
 Messages that end with the assistant's answer are answered from what precedes it; the line keeps its own answer.
 """
 
@@ -12,12 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from tqdm import tqdm
 
-import checkpoint
+from answer_files import check_settings
 from generate import Result, completed
 from model import Transformer
 from sampling import SampleError, SamplingParams
@@ -46,7 +44,8 @@ class Row(NamedTuple):
 class Answers:
     """The answers in `out` ("" = standard output) to a file of prompts, or, if `prompts` is "", to `prompt`.
 
-    Raises SampleError: prompts cannot be read; `out` is damaged, has other settings, or answers other prompts.
+    Raises SampleError: prompts cannot be read; `out` is damaged, or answers other prompts. Raises AnswerFileError: it
+    has other settings.
     """
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
@@ -172,27 +171,6 @@ def named(positions: list[dict[int, float] | None], tokenizer: Tokenizer) -> lis
 
 
 # ---- the file of answers --------------------------------------------------------------------------------------------
-
-
-def check_settings(out: str, settings: dict) -> None:
-    """Record the settings of a new file of answers; raise SampleError if an old one was begun with others."""
-    path = Path(out + ".config.json")
-    if path.exists():
-        old = checkpoint.read_json(path)
-        for key in old | settings:
-            if old.get(key) != settings.get(key):
-                change = f"{key}={old.get(key)!r}, not {settings.get(key)!r}"
-                raise SampleError(f"sample: {out} was begun with {change}; use another out")
-        return
-    if os.path.exists(out) and os.path.getsize(out):
-        raise SampleError(f"sample: {out} has no {path.name} beside it, so it cannot be continued; use another out")
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        os.replace(tmp, path)
-    except OSError as error:
-        raise SampleError(f"sample: cannot write {path}: {error.strerror}") from None
 
 
 def finished(out: str) -> dict[int, str]:

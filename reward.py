@@ -24,6 +24,7 @@ import checkpoint
 import ddp as dist
 import prepare
 import reward_model
+import reward_scores
 import run_card
 import runs
 import train_utils
@@ -118,7 +119,7 @@ DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
 ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
 DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}  # recorded only where they differ from these
 # Made by the script, to try it without anything prepared.
-DEBUG_DATA = "data/debug/pairs.jsonl"
+DEBUG_DATA = "data/debug/reward.jsonl"
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -137,11 +138,9 @@ def check_config(config: dict, world_size: int) -> int:
 
 
 def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Questions about Python with the right answer, and that to another question."""
-    return [
-        {"prompt": right[:-1], "chosen": right[-1]["content"], "rejected": other[-1]["content"]}
-        for right, other in zip(talks, talks[1:] + talks[:1], strict=True)
-    ]
+    """Questions about Python with their answer, and its words in reverse."""
+    said = [(talk[:1], talk[1]["content"]) for talk in talks]
+    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
 
 
 def flops_of(cfg: ModelConfig, T: int) -> float:
@@ -183,13 +182,12 @@ def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) 
     """What --score asks for."""
     source = checkpoint.resolve(config["init_from"])
     model, tokenizer = reward_model.load(source, device), Tokenizer.load(source)
-    settings = reward_model.common_settings(config["score"])
-    key = reward_model.scoring_key(source, config["score"], dtype)
-    counts = reward_model.score_file(
-        model, tokenizer, config["score"], Path(config["out"]), key, config["batch_size"], dtype
+    settings = reward_scores.common_settings(config["score"])
+    settings = settings and settings | {"reward_model": checkpoint.model_name(source)}
+    key = reward_scores.scoring_key(source, config["score"], dtype)
+    counts = reward_scores.score_file(
+        model, tokenizer, config["score"], Path(config["out"]), key, config["batch_size"], dtype, settings
     )
-    if settings:
-        reward_model.write_settings(Path(config["out"]), settings, source)
     print(f"{config['out']}: {counts.pop(''):,} answers with a reward")
     for reason, n in counts.items():
         print(f"{config['out']}: {n:,} without: {reason}")

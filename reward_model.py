@@ -5,22 +5,16 @@
 
     bradley_terry, per_token -> losses of pairs, (B,)
     score(model, tokenizer, conversations) -> [reward of each conversation's last answer]
-    score_file(...)                        -> a file of rows, each with "reward" added
 
 On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm) with one label, which computes the
 same score for text that is padded on the right with <|pad|>. Only differences of scores mean anything: the head has no
 bias.
 """
 
-import hashlib
-import json
-import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -31,13 +25,12 @@ from torch import Tensor
 import checkpoint
 import ddp
 import lora
-import readers
-import shapes
 import train_utils
-from answer_pairs import SETTINGS, NoPair, conversation_of
 from model import ModelConfig, Transformer
-from pairs import PairBatch
 from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pairs import PairBatch
 
 ENDS = ("min", "max")
 HEAD = "lm_head.weight"  # what a language model has and a reward model has not
@@ -88,7 +81,7 @@ def per_token(scores: Tensor, first: Tensor, ends: Tensor, end: str = "min", mar
 
 
 def pair_losses(
-    model: RewardModel, batch: PairBatch, config: dict, device: torch.device, dtype: torch.dtype
+    model: RewardModel, batch: "PairBatch", config: dict, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss (B,), score of the chosen answers (B,), of the rejected ones (B,)) of the pairs, all float32. What gets a
     score is the last token of a row, <|im_end|>: known from its length, not looked for."""
@@ -154,7 +147,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate(
-    model: RewardModel, batches: Mapping[str, Iterable[PairBatch]], shares: list[float], config: dict,
+    model: RewardModel, batches: Mapping[str, Iterable["PairBatch"]], shares: list[float], config: dict,
     device: torch.device, dtype: torch.dtype,
 ) -> dict[str, object]:  # fmt: skip
     """Over validation pairs that the ranks share out: the loss per pair in a mixture of the sources by `shares`, what
@@ -298,157 +291,3 @@ def score_ids(
             scores[i] = value
     model.train(training)
     return scores
-
-
-def score_file(
-    model: RewardModel, tokenizer: Tokenizer, source: str, out: Path, key: str, batch_size: int, dtype: torch.dtype
-) -> Counter:
-    """Write the rows of `source` (files of conversations, as sft.py's, or of sample.py's answers) to `out` in their
-    order, each with "reward"; answers have it in each of their "completions".
-
-    What has no score keeps its place: its reward is null, and "reward_problem" says why; these are counted in what is
-    returned. `out` is whole or not there. What a killed call has done is kept under a hidden name with `key` in it, the
-    fingerprint of model and input, and not done again. Raises RewardError if nothing has a score."""
-    part = out.with_name(f".{out.name}.{key[:16]}.part")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows = islice(rows_of(source), whole_lines(part), None)
-    with open(part, "a", encoding="utf-8") as f:
-        while some := list(islice(rows, 64 * batch_size)):
-            done = scored(model, tokenizer, some, batch_size, dtype)
-            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in done)
-            f.flush()
-    with open(part, encoding="utf-8") as f:
-        problems = Counter(problem for line in f for problem in problems_in(json.loads(line)))
-    if not problems[""]:
-        raise RewardError(f"reward: no row of {source} has a score: {part} says why")
-    os.replace(part, out)
-    return problems
-
-
-def problems_in(row: dict) -> list[str]:
-    """Why each reward of a scored row is null; "" of one that is not."""
-    parts = [row] if "reward_problem" in row else row.get("completions", [row])
-    return [part.get("reward_problem", "").partition(":")[0] for part in parts]
-
-
-def scoring_key(directory: Path, source: str, dtype: torch.dtype) -> str:
-    """Fingerprint of all that decides the scores of the files in `source`."""
-    paths = readers.find_files(source)
-    known = [checkpoint.weights_key(directory), str(dtype), *(checkpoint.sha256(Path(path)) for path in paths)]
-    known += [json.dumps(read_settings(path)) for path in paths]
-    return hashlib.sha256("\n".join(known).encode()).hexdigest()
-
-
-def whole_lines(path: Path) -> int:
-    """How many lines of a file are whole; what is behind them is taken away. 0 if there is none."""
-    if not path.exists():
-        return 0
-    with open(path, "rb+") as f:
-        content = f.read()
-        f.truncate(content.rfind(b"\n") + 1)
-    return content.count(b"\n")
-
-
-class Asked(NamedTuple):
-    """A row of a file to score."""
-
-    row: dict
-    talks: list[list[dict]]  # the one conversation, or one for each completion; [] for one that is not finished
-    problem: str  # why there are none
-
-
-def rows_of(source: str) -> Iterator[Asked]:
-    """Each row of the files, the unreadable ones too."""
-    for path in readers.find_files(source):
-        settings = read_settings(path)
-        for record in readers.read_records(path):
-            if record.problem:
-                yield Asked({"line": record.line}, [], f"{record.problem}: {record.detail}")
-                continue
-            value = readers.mend(record.value)[0]
-            row = value if isinstance(value, dict) else {"row": value}
-            row.pop("reward_problem", None)  # that an earlier model had
-            yield Asked(row, *(answered_talks(row, settings) if "completions" in row else own_talk(value)))
-
-
-def own_talk(row: object) -> tuple[list[list[dict]], str]:
-    """([the conversation of a row], "") or ([], why it has no score)."""
-    messages, detail = shapes.messages_of(row)
-    problem = f"not understood: {detail}" if detail else shapes.chat_problem(messages)
-    if not problem and messages[-1]["role"] != "assistant":
-        problem = "no answer at the end"
-    return ([], problem) if problem else ([messages], "")
-
-
-def answered_talks(row: dict, settings: dict) -> tuple[list[list[dict]], str]:
-    """([a conversation for each of a row's completions, [] for one that is not finished], "") or ([], why there are
-    none). settings: those that sample.py answered with."""
-    found = row["completions"] if isinstance(row["completions"], list) else [None]
-    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
-        return [], "not understood: completions without a text"
-    try:
-        prompt, _ = conversation_of(row, settings)
-    except NoPair as problem:
-        return [], f"not understood: {problem}"
-    answers = [{"role": "assistant", "content": shapes.answer_at(one, "text")} for one in found]
-    ended = [one.get("finish_reason") == "stop" for one in found]
-    return [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)], ""
-
-
-def scored(
-    model: RewardModel, tokenizer: Tokenizer, rows: list[Asked], batch_size: int, dtype: torch.dtype
-) -> Iterator[dict]:
-    """The rows of `rows_of` with their rewards."""
-    most = model.cfg.block_size
-    ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in asked.talks] for asked in rows]
-    fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
-    rewards = iter(score_ids(model, fit, tokenizer.pad_id, batch_size, dtype))
-    for (row, _, problem), of_row in zip(rows, ids, strict=True):
-        if problem:
-            yield row | {"reward": None, "reward_problem": problem}
-        elif "completions" in row:
-            both = zip(row["completions"], of_row, strict=True)
-            yield row | {"completions": [with_reward(completion, one, most, rewards) for completion, one in both]}
-        else:
-            yield with_reward(row, of_row[0], most, rewards)
-
-
-def with_reward(row: dict, ids: list[int], most: int, rewards: Iterator[float]) -> dict:
-    """A row or completion with the next of the rewards, if it is finished and has at most `most` ids."""
-    row = {key: value for key, value in row.items() if key != "reward_problem"}
-    if 0 < len(ids) <= most:
-        return row | {"reward": next(rewards)}
-    problem = f"too long: {len(ids)} tokens, block_size={most}" if ids else "unfinished answer"
-    return row | {"reward": None, "reward_problem": problem}
-
-
-# ---- the settings beside a file of answers --------------------------------------------------------------------------
-
-
-def settings_of(path: str | Path) -> Path:
-    return Path(f"{path}{SETTINGS}")
-
-
-def read_settings(path: str | Path) -> dict:
-    """Those that sample.py answered with; {} of a file that has none beside it."""
-    return checkpoint.read_json(settings_of(path)) if settings_of(path).exists() else {}
-
-
-def common_settings(source: str) -> dict:
-    """The settings of all the files in `source`. Raises RewardError if they differ: the answers are of two models."""
-    first, *others = readers.find_files(source)
-    settings = read_settings(first)
-    for path in others:
-        other = read_settings(path)
-        keys = sorted((settings | other).keys() - {"reward_model"})
-        differ = [key for key in keys if settings.get(key) != other.get(key)]
-        if differ:
-            raise RewardError(f"reward: {first} and {path} were answered with another {differ[0]}; score them apart")
-    return settings
-
-
-def write_settings(out: Path, settings: dict, directory: Path) -> None:
-    """Beside the scored answers: as they were made, and by which reward model."""
-    temporary = settings_of(out).with_name(settings_of(out).name + ".tmp")
-    checkpoint.write_json(temporary, settings | {"reward_model": checkpoint.model_name(directory)})
-    os.replace(temporary, settings_of(out))

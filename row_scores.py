@@ -12,6 +12,8 @@ trains on them; any other row by its whole text, as a document of domains.py.
     ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer given its prompt, over
           those of the same tokens as a text of their own; null where nothing precedes the answer. Above 1 the prompt
           does not help; <|im_end|> is not part of it.
+
+Fields of these names, and score_problem, that a row has had before are replaced; it is said how many rows had any.
 """
 
 import hashlib
@@ -28,9 +30,9 @@ import torch
 
 import ddp
 import readers
-import reward_model
+import reward_scores
 import shapes
-from domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows
+from domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from likelihood import Scored, score_tokens
 from model import Transformer
 from tokenizer import Tokenizer
@@ -67,6 +69,8 @@ def read_work(source: str, tokenizer: Tokenizer, settings: Settings, report: rea
                 continue
             if record.encoding != "utf-8":
                 report.mended[record.encoding] += 1
+            if isinstance(record.value, dict) and not record.value.keys().isdisjoint(KEYS):
+                report.mended["replaced"] += 1
             yield work_of(readers.mend(record.value)[0], tokenizer, settings)
 
 
@@ -79,7 +83,9 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings) -> Work:
         return chat_work(fields, messages, tokenizer, settings)
     text, problem = shapes.document_of(row, settings.text_key)
     if problem:
-        return Work(fields, f"not understood: {problem if settings.text_key else not_chat}")
+        why = not_chat if shapes.shape_name(row, "chat") and not settings.text_key else problem
+        hint = "; neither a conversation nor a text, give text_key" if why.startswith("unknown shape") else ""
+        return Work(fields, f"not understood: {without_list(why)}{hint}")
     if not text.strip():
         return Work(fields, "empty text")
     ids = [begin_id(tokenizer), *tokenizer.encode(text)]
@@ -151,7 +157,9 @@ def score_file(
     part = out.with_name(f".{out.name}.{key[:16]}.part")
     if is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
-    n_done = ddp.gather_objects(reward_model.whole_lines(part) if is_main else 0)[0]
+    n_done = ddp.gather_objects(reward_scores.whole_lines(part) if is_main else 0)[0]
+    if n_done and is_main:
+        print(f"{out}: {n_done:,} rows were done already", flush=True)
     report = readers.Report(max_places=SHOWN_PLACES)
     works = islice(read_work(source, tokenizer, settings, report), n_done, settings.limit or None)
     while some := list(islice(works, ROWS * settings.batch_size)):
@@ -192,5 +200,5 @@ def summary(problems: Counter) -> str:
 
 def scoring_key(directory: Path, tokenizer: Tokenizer, source: str, settings: Settings, dtype: torch.dtype) -> str:
     """Fingerprint of all that decides the scores."""
-    parts = [reward_model.scoring_key(directory, source, dtype), tokenizer.fingerprint()]
+    parts = [reward_scores.scoring_key(directory, source, dtype), tokenizer.fingerprint()]
     return hashlib.sha256(repr([*parts, settings._replace(batch_size=0)]).encode()).hexdigest()

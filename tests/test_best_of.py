@@ -271,3 +271,10 @@ def test_mistakes_are_one_line(home, arguments, words):
     assert ended.code == 1 and ended.out == ""
     assert ended.err.count("\n") == 1 and all(word in ended.err for word in words), ended.err
     assert not list(home.glob("never.jsonl*"))
+
+
+def test_drawing_answers_loads_nothing_that_prepares_data():
+    names = {"pipeline", "selection", "dedup", "filters", "decontaminate", "pairs", "answer_pairs"}
+    code = f"import sys, sample; print(*({names} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ts.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
 BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
-BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model"}
+BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model", "reward_scores"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
@@ -38,8 +38,7 @@ MAY_IMPORT = {
     "pairs": {"chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection", "shapes"}
     | {"tokenizer"},
     "token_logps": {"model"},
-    "reward_model": {"answer_pairs", "checkpoint", "ddp", "lora", "model", "pairs", "readers", "shapes", "tokenizer"}
-    | {"train_utils"},
+    "reward_model": {"checkpoint", "ddp", "lora", "model", "pairs", "tokenizer", "train_utils"},
     "preference": {"checkpoint", "configurator", "ddp", "lora", "model", "pairs", "token_logps", "train_utils"},
     "chat_files": {"data", "pipeline", "readers", "selection", "shapes", "tokenizer"},
     "conversations": {"chat_files", "data", "mixture", "readers", "tokenizer"},
@@ -52,24 +51,27 @@ MAY_IMPORT = {
     "merge": {"checkpoint", "configurator", "lora", "model", "tokenizer"},
     "train_utils": {"ddp"},
     "run_card": {"train_utils"},
+    "answer_files": set(),
+    "score_tables": set(),
+    "reward_scores": {"answer_files", "answer_pairs", "checkpoint", "readers", "reward_model", "shapes", "tokenizer"},
     "chat_client": set(),
     "likelihood": {"ddp", "model", "train_utils"},
     "domains": {"likelihood", "model", "readers", "tokenizer"},
-    "row_scores": {"ddp", "domains", "likelihood", "model", "readers", "reward_model", "shapes", "tokenizer"},
+    "row_scores": {"ddp", "domains", "likelihood", "model", "readers", "reward_scores", "shapes", "tokenizer"},
     "choices": {"generate", "likelihood", "model", "readers", "tokenizer"},
     "evaluate": {"checkpoint", "choices", "configurator", "ddp", "domains", "generate", "generated", "judging"}
-    | {"model", "reward_model", "row_scores", "sampling", "tokenizer", "train_utils"},
+    | {"model", "readers", "reward_model", "row_scores", "sampling", "score_tables", "tokenizer", "train_utils"},
     "generated": {"chat_files", "ddp", "filters", "generate", "model", "readers", "sample", "sampling", "tokenizer"},
-    "judging": {"answers", "chat_client", "checkpoint", "conversations", "ddp", "generated", "pairs", "reward_model"}
+    "judging": {"answers", "chat_client", "conversations", "ddp", "generated", "pairs", "readers", "reward_model"}
     | {"tokenizer"},
     "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"},
     "sampling": set(),
     "completion": {"model", "sampling", "tokenizer"},
     "generate": {"completion", "lora", "model", "sampling", "tokenizer"},
     "chat": {"generate", "model", "sampling", "tokenizer"},
-    "answer_pairs": {"pipeline", "readers", "shapes"},
+    "answer_pairs": {"answer_files", "data", "pipeline", "readers", "shapes"},
     "best_of": {"checkpoint", "completion", "reward_model", "sampling", "tokenizer"},
-    "answers": {"checkpoint", "generate", "model", "sampling", "tokenizer"},
+    "answers": {"answer_files", "generate", "model", "sampling", "tokenizer"},
     "sample": {"answers", "chat", "checkpoint", "configurator", "generate", "model", "sampling", "tokenizer"}
     | {"best_of", "reward_model", "train_utils"},
 }

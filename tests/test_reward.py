@@ -1,4 +1,5 @@
-"""reward_model.py and reward.py: golden numbers, loops by hand, transformers' classifier and trl's loss; whole runs."""
+"""reward_model.py, reward_scores.py and reward.py: golden numbers, loops by hand, transformers' classifier, trl's loss;
+whole runs."""
 
 import json
 import math
@@ -22,7 +23,9 @@ from safetensors.torch import load_file
 import checkpoint
 import prepare
 import reward_model
+import reward_scores
 import train_utils
+from answer_files import AnswerFileError, read_settings, settings_path, write_settings
 from lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
 from pairs import PairBatch, PairCorpus
@@ -447,7 +450,7 @@ def talk(question: str, answer: str) -> dict:
 
 
 def score_rows(model: RewardModel, tokenizer: Tokenizer, source: Path, out: Path) -> list[dict]:
-    reward_model.score_file(model, tokenizer, str(source), out, "k" * 16, 2, torch.float32)
+    reward_scores.score_file(model, tokenizer, str(source), out, "k" * 16, 2, torch.float32)
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -457,7 +460,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     bad = [{"no": "shape"}, {"messages": good[0]["messages"][:1]}, talk("Hi", "x " * 200)]
     rows = [*good[:150], *bad, *good[150:]]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "deep" / "out.jsonl"
-    scored, done = reward_model.scored, []
+    scored, done = reward_scores.scored, []
 
     def fail(*args) -> object:
         done.append(1)
@@ -466,7 +469,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
         return scored(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(reward_model, "scored", fail)
+        patch.setattr(reward_scores, "scored", fail)
         score_rows(model, tokenizer, source, out)
     assert not out.exists()
     (part,) = out.parent.glob(".*.part")
@@ -475,7 +478,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     part.write_text(text + '{"q": 9', encoding="utf-8")  # a kill in the midst of a line
     asked: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(reward_model, "scored", lambda *args: asked.append(len(args[2])) or scored(*args))
+        patch.setattr(reward_scores, "scored", lambda *args: asked.append(len(args[2])) or scored(*args))
         found = score_rows(model, tokenizer, source, out)
     assert sum(asked) == len(rows) - 128 and not part.exists()
     assert [{k: v for k, v in row.items() if not k.startswith("reward")} for row in found] == rows
@@ -487,11 +490,15 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     assert rewards[::29] == pytest.approx(alone, abs=1e-5)
 
 
-def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path):
-    source, out = write(tmp_path / "in.jsonl", [{"no": "shape"}]), tmp_path / "out.jsonl"
-    with pytest.raises(reward_model.RewardError, match="no row"):
+@pytest.mark.parametrize("rows, says", [
+    ([], "there is no answer"),
+    ([{"no": "shape"}] * 2 + [talk("Hi", "x " * 200)], "not understood 2, too long 1"),
+])  # fmt: skip
+def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path, rows, says):
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    with pytest.raises(reward_model.RewardError, match=f"no row of .*in.jsonl has a score: {says}$"):
         score_rows(random_model(base), Tokenizer.load(base / "model"), source, out)
-    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def ended(text: str, how: str = "stop") -> dict:
@@ -514,6 +521,7 @@ def test_answers_are_scored_after_their_prompts(base, tmp_path):
         {"prompt": "Hi", "completions": []},
     ]
     source = write(tmp_path / "in.jsonl", rows)
+    write_settings(source, {"model": "m"})
     found = score_rows(model, tokenizer, source, tmp_path / "out.jsonl")
     by_hand = [(asked, "好。"), (asked, ""), (earlier, "It is."), (asked, "再见")]
     talks = [[*messages, {"role": "assistant", "content": text}] for messages, text in by_hand]
@@ -528,30 +536,107 @@ def test_answers_are_scored_after_their_prompts(base, tmp_path):
     assert found[1]["completions"][1]["reward_problem"].startswith("too long: ")
     assert all(row["reward_problem"].startswith("not understood") for row in found[4:6])
     assert found[6] == rows[6] and all("reward" not in row for row in found[:3])
-    counts = reward_model.score_file(model, tokenizer, str(source), tmp_path / "o", "k", 2, torch.float32)
+    other, settings = tmp_path / "other.jsonl", {"model": "m", "reward_model": "r"}
+    counts = reward_scores.score_file(model, tokenizer, str(source), other, "k", 2, torch.float32, settings)
     assert counts == {"": 5, "unfinished answer": 1, "too long": 1, "not understood": 2}
-    assert score_rows(model, tokenizer, tmp_path / "out.jsonl", tmp_path / "again.jsonl") == found
+    assert read_settings(other) == settings
+    assert score_rows(model, tokenizer, other, tmp_path / "again.jsonl") == found
 
 
-def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, base, tmp_path, capsys):
-    """The system message that sample.py was given is before every question that has none."""
-    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
+@pytest.fixture
+def judge(base, tmp_path) -> Path:
+    """The directory of a reward model."""
     (tmp_path / "judge").mkdir()
-    reward_model.write_model(tmp_path / "judge", model, tokenizer)
-    settings = {"system": "Be kind.", "seed": 1, "model": "step_000008 0123"}
-    for name, other in (("a", {}), ("b", {"seed": 2})):
-        write(tmp_path / f"{name}.jsonl", [{"index": 0, "prompt": "你好?", "completions": [ended("好。")]}])
-        write(tmp_path / f"{name}.jsonl.config.json", [settings | other])
-    flags = [f"--init_from={tmp_path / 'judge'}", f"--out={tmp_path / 'out.jsonl'}"]
-    assert run(*flags, f"--score={tmp_path / 'a.jsonl'}") == 0
+    reward_model.write_model(tmp_path / "judge", random_model(base), Tokenizer.load(base / "model"))
+    return tmp_path / "judge"
+
+
+def write_answers(path: Path, question: str, answer: str, settings: dict) -> Path:
+    write_settings(path, settings)
+    return write(path, [{"index": 0, "prompt": question, "completions": [ended(answer)]}])
+
+
+ANSWERED = {"system": "Be kind.", "seed": 1, "model": "step_000008 0123"}
+
+
+def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, base, judge, tmp_path, capsys):
+    """The system message that sample.py was given is before every question that has none."""
+    source = write_answers(tmp_path / "a.jsonl", "你好?", "好。", ANSWERED)
+    write_answers(tmp_path / "b.jsonl", "你好?", "好。", ANSWERED | {"seed": 2})
+    flags = [f"--init_from={judge}", f"--out={tmp_path / 'out.jsonl'}"]
+    assert run(*flags, f"--score={source}") == 0
     assert "1 answers with a reward" in capsys.readouterr().out
     said = [{"role": "system", "content": "Be kind."}, *talk("你好?", "好。")["messages"]]
+    model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     (completion,) = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["completions"]
     assert completion["reward"] == pytest.approx(reward_model.score(model, tokenizer, [said])[0], abs=1e-5)
-    beside = json.loads((tmp_path / "out.jsonl.config.json").read_text(encoding="utf-8"))
-    assert beside.pop("reward_model") == checkpoint.model_name(tmp_path / "judge") and beside == settings
+    beside = read_settings(tmp_path / "out.jsonl")
+    assert beside == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
     with pytest.raises(reward_model.RewardError, match="answered with another seed"):
         run(*flags, f"--score={tmp_path / '[ab].jsonl'}")
+
+
+def test_a_directory_of_answers_is_scored_without_their_settings(run, judge, tmp_path):
+    """Answers of one model, one file scored before; a conversation beside them."""
+    (tmp_path / "in").mkdir()
+    write_answers(tmp_path / "in" / "a.jsonl", "Hi", "一", ANSWERED)
+    write_answers(tmp_path / "in" / "b.jsonl", "Hi", "二", ANSWERED | {"reward_model": "older"})
+    write(tmp_path / "in" / "c.jsonl", [talk("Hi", "三")])
+    assert run(f"--init_from={judge}", f"--score={tmp_path / 'in'}", f"--out={tmp_path / 'out.jsonl'}") == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["completions"][0]["text"] for row in rows[:2]] == ["一", "二"] and len(rows) == 3
+    assert rows[2]["messages"][-1]["content"] == "三" and isinstance(rows[2]["reward"], float)
+    assert read_settings(tmp_path / "out.jsonl") == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
+    for source, says in ((tmp_path / "in" / "*.config.json", "settings of answers only"), ("-", "standard input")):
+        with pytest.raises(reward_model.RewardError, match=says):
+            run(f"--init_from={judge}", f"--score={source}", f"--out={tmp_path / 'x'}")
+
+
+def test_answers_without_their_settings_are_refused(run, judge, tmp_path):
+    """Behind others too, and behind a conversation in their own file; not what another file says in their stead."""
+    write_answers(tmp_path / "a.jsonl", "Hi", "Yes", ANSWERED)
+    settings_path(write_answers(tmp_path / "b.jsonl", "Hi", "No", ANSWERED)).unlink()
+    mixed = [talk("Hi", "Yes"), {"prompt": "Hi", "completions": [ended("No")]}]
+    write(tmp_path / "c.jsonl", mixed)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for name, missing in (("b.jsonl", "b"), ("[ab].jsonl", "b"), ("c.jsonl", "c")):
+        with pytest.raises(AnswerFileError, match=f"{missing}.jsonl.config.json is missing"):
+            run(f"--init_from={judge}", f"--score={tmp_path / name}", f"--out={tmp_path / 'out.jsonl'}")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    with pytest.raises(AnswerFileError, match="b.jsonl.config.json is missing"):  # before anything is scored
+        reward_scores.common_settings(str(tmp_path / "[ab].jsonl"))
+
+
+def test_older_settings_do_not_vouch_for_other_answers(run, judge, tmp_path):
+    """Rows without settings onto a file that has some: they go. Answers onto their own file: they stay."""
+    out = write_answers(tmp_path / "out.jsonl", "Hi", "Yes", ANSWERED)
+    assert run(f"--init_from={judge}", f"--score={out}", f"--out={out}") == 0
+    assert read_settings(out) == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
+    talks = write(tmp_path / "talks.jsonl", [talk("Hi", "Yes")])
+    assert run(f"--init_from={judge}", f"--score={talks}", f"--out={out}") == 0
+    assert out.read_text(encoding="utf-8").count("\n") == 1 and read_settings(out) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["judge", "out.jsonl", "talks.jsonl"]
+
+
+@pytest.mark.parametrize("when, name", [("before", "old.jsonl"), ("after", "old.jsonl"), ("before", "new.jsonl")])
+def test_a_kill_leaves_no_settings_of_other_answers(base, tmp_path, monkeypatch, when, name):
+    """Before or after the new rows get their name; those of answers that are scored in their own place stay."""
+    source = write_answers(tmp_path / "new.jsonl", "Hi", "Yes", ANSWERED)
+    write_answers(tmp_path / "old.jsonl", "Hi", "No", ANSWERED | {"seed": 9})
+    model, tokenizer, replace = random_model(base), Tokenizer.load(base / "model"), os.replace
+
+    def killed(old: Path, new: Path) -> None:
+        if when == "after":
+            replace(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reward_scores.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        reward_scores.score_file(
+            model, tokenizer, str(source), tmp_path / name, "k", 2, torch.float32, ANSWERED | {"reward_model": "r"}
+        )
+    assert ("Yes" in (tmp_path / "old.jsonl").read_text(encoding="utf-8")) == (when == "after")
+    assert read_settings(tmp_path / name) == (ANSWERED if name == "new.jsonl" else None)
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -631,6 +716,49 @@ def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
     shutil.copy(base / "qwen" / "model.safetensors", tmp_path / "base" / "model.safetensors")
     with pytest.raises(reward_model.RewardError, match="not those that"):
         run(*common, "--max_steps=3")
+
+
+def test_the_debug_run_learns(run, tmp_path, monkeypatch):
+    """As it is shipped; the longer answer is not the better one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reward.py", str(ROOT / "config/debug_reward.py"), "--out_dir=debug"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
+    first, *_, last = tp.events(tmp_path / "debug", "eval")
+    assert first["val_loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert last["val_loss"] < 0.5 and last["accuracy"] > 0.75 and last["longer_wins"] < 0.6
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+
+def run_tool(name: str, monkeypatch, *flags: str) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", [f"tools/{name}.py", *flags])
+    runpy.run_path(str(ROOT / "tools" / f"{name}.py"), run_name="__main__")
+
+
+def test_a_tool_says_what_it_lacks(base, monkeypatch):
+    init, pairs = f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}"
+    for name, flags, says in (
+        ("pair_baselines", [init], "data is empty"),
+        ("pair_baselines", [init, pairs, "--val_fraction=0"], "no pair is held out"),
+        ("bench_dpo", [pairs], "init_from is empty"),
+        ("bench_dpo", [init], "data is empty"),
+    ):
+        with pytest.raises(Exception, match=says) as caught:
+            run_tool(name, monkeypatch, *flags)
+        assert caught.value.one_line and "\n" not in str(caught.value)
+
+
+def test_a_share_of_all_held_out_pairs_comes_with_scipys_interval(base, monkeypatch, capsys):
+    from scipy.stats import binomtest
+
+    run_tool("pair_baselines", monkeypatch, f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bag of words"))
+    n = int(line.split()[-3])
+    interval = binomtest(n, n).proportion_ci(method="wilson")  # manners alone tell these pairs apart
+    assert line.split(maxsplit=3)[3] == f"100.0% ({100 * interval.low:.1f} to 100.0) of {n} held-out pairs" and n < 20
 
 
 def test_every_shipped_config_trains(run, tmp_path):

@@ -190,7 +190,10 @@ def peak_of(name: str) -> str:
 
 
 if __name__ == "__main__":
-    configure(globals())
+    config = configure(globals())
+    for key in ("init_from", "data"):
+        if not config[key]:
+            raise ConfigError(f"config: {key} is empty; give --init_from=DIR and --data=pairs.jsonl")
     names = sides.split(",")
     strange = [name for name in names if name not in SIDES]
     if strange:

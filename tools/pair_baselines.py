@@ -4,6 +4,7 @@
 
 The bag of words is a logistic regression on how often each token is in the chosen answer more than in the rejected one,
 log(1 + count) each. It knows nothing of the prompt and of the order of words: what it gets right, style alone tells.
+Each share comes with its 95 % Wilson interval.
 """
 
 import sys
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import checkpoint
 from configurator import ConfigError, configure
+from judging import wilson
 from pairs import PairCorpus, Pairs
 from tokenizer import Tokenizer, chat_ready
 
@@ -79,11 +81,13 @@ if __name__ == "__main__":
         raise ConfigError("config: data is empty; give --data=pairs.jsonl")
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(checkpoint.resolve(init_from))))
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
+    if not corpus.val:
+        raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
     print("\n".join(corpus.report()))
     train = torch.cat([features(pairs, tokenizer.vocab_size)[0] for pairs in corpus.train])
     found = [features(pairs, tokenizer.vocab_size) for pairs in corpus.val.values()]
     val, longer = torch.cat([rows for rows, _ in found]), torch.cat([lengths for _, lengths in found])
     strength = choose_strength(train, seed)
     for name, right in (("longer wins", accuracy(longer)), ("bag of words", accuracy(val @ fit(train, strength)))):
-        error = (right * (1 - right) / len(val)) ** 0.5
-        print(f"{name:<14}{100 * right:5.1f}% +- {100 * error:.1f} of {len(val)} held-out pairs")
+        low, high = wilson(right, len(val))
+        print(f"{name:<14}{100 * right:5.1f}% ({100 * low:.1f} to {100 * high:.1f}) of {len(val)} held-out pairs")
