@@ -9,7 +9,9 @@ import json
 import os
 import random
 import re
+import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,25 +32,50 @@ class Trouble(Exception):
     """A request that may go well later. args: what happened, seconds that the endpoint asks to wait."""
 
 
+class Unreachable(Trouble):
+    """Nothing listens at the address, or there is no such address."""
+
+
+class Waits:
+    """What is printed of the waits of requests that run side by side: one line per wait, not one for each of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.until = threading.Lock(), 0.0
+
+    def say(self, line: str, pause: float) -> None:
+        with self.lock:
+            now = time.monotonic()
+            if now >= self.until:
+                self.until = now + pause
+                tqdm.write(line, file=sys.stderr)
+
+
 class Answer(NamedTuple):
     text: str
     finish: str  # stop | length | content_filter ...; refused = HTTP 400, 413 or 422, with the text that came
     tokens: int  # of prompt and answer as the endpoint counts them; 0 = it does not
 
 
-def ask(base_url: str, key: str, body: dict, timeout: float, max_retries: int, retry_wait: float, name: str) -> Answer:
+def ask(
+    base_url: str, key: str, body: dict, timeout: float, max_retries: int, retry_wait: float, name: str,
+    waits: Waits | None = None, is_first: bool = False,
+) -> Answer:  # fmt: skip
     """The answer to `body`. Waits retry_wait seconds before the first retry, twice as many each time after it, or as
-    long as Retry-After says; `name` is for what is printed. Raises ChatError where retries are used up or cannot help.
-    """
+    long as Retry-After says; `name` is for what is printed, through `waits` if requests share one. is_first: the first
+    request of all, to an address that may be wrong: if nobody is there it is not repeated. Raises ChatError where
+    retries are used up or cannot help."""
     rng = random.Random(name)  # so that threads that failed together do not come back together
+    waits = waits or Waits()
     for attempt in range(max_retries + 1):
         try:
             return post(base_url, key, json.dumps(body).encode(), timeout)
         except Trouble as trouble:
             what, asked_wait = trouble.args
+            if is_first and isinstance(trouble, Unreachable):
+                raise ChatError(f"chat: {base_url}: {what}; start the service, or mend base_url") from None
         pause = min(max(retry_wait * 2**attempt * rng.uniform(0.5, 1), asked_wait), MAX_WAIT)
         if attempt < max_retries:
-            tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
+            waits.say(f"{name}: {what}; again in {pause:.1f} s", pause)
             time.sleep(pause)
     raise ChatError(f"chat: {base_url}: {what}, {max_retries + 1} times; give the same command when it answers again")
 
@@ -65,7 +92,8 @@ def post(base_url: str, key: str, body: bytes, timeout: float) -> Answer:
     except urllib.error.HTTPError as error:
         return failed(base_url, error)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
-        raise Trouble(f"{type(error).__name__} {error}", 0.0) from None
+        nobody = isinstance(getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror)
+        raise (Unreachable if nobody else Trouble)(f"{type(error).__name__} {error}", 0.0) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
 

@@ -40,6 +40,7 @@ COLUMNS = {  # question, answers, right letter
     "ceval": ("question", *LETTERS, "answer"),
 }
 FILES = {"hellaswag": "val", "arc": "test"}  # a part of the name of the file with the questions
+EXAMPLES = "train"  # of that with the examples
 TASKS = (*QUESTIONS, *(f"{task}_text" for task in QUESTIONS), *FILES)
 SUBJECTS_FILE = Path(__file__).parent / "config" / "subjects.json"
 
@@ -228,6 +229,8 @@ def read_exam(task: str, path: str, shots: int, notes: Notes) -> list[Subject]:
         name = file.stem.removesuffix(f"_{split}")
         read = partial(read_questions, task=task, words=words, notes=notes)
         source = Path(path, "dev", file.name.replace(f"_{split}.csv", "_dev.csv"))
+        if shots and not source.exists():
+            raise ChoiceError(f"choices: {task}: there is no {source} with the examples; add it, or give --shots=0")
         examples = enough(read(source), shots, source) if shots else []
         title = words["names"].get(name, name.replace("_", " "))
         subjects.append(Subject(name, words[f"{kind}_intro"].format(title), examples, read(file)))
@@ -275,14 +278,14 @@ def checked(
         encodings.add(row.encoding)
     if not questions:
         raise ChoiceError(f"choices: {file} holds no question")
-    notes.other_encoding += [file.name] if encodings != {"utf-8"} else []
+    notes.other_encoding += [f"{file.parent.name}/{file.name}"] if encodings != {"utf-8"} else []
     return questions
 
 
 def read_single(task: str, path: Path, shots: int, notes: Notes) -> Subject:
     """The one subject of a benchmark in a file of rows."""
     file = only_file(path, FILES[task]) if path.is_dir() else path
-    source = only_file(file.parent, "train") if shots else None
+    source = only_file(file.parent, EXAMPLES) if shots else None
     understand = hellaswag_question if task == "hellaswag" else arc_question
     read = partial(checked, understand=understand, notes=notes)
     examples = enough(read(source, readers.read_records(str(source))), shots, source) if source else []
@@ -292,13 +295,15 @@ def read_single(task: str, path: Path, shots: int, notes: Notes) -> Subject:
 def only_file(folder: Path, word: str) -> Path:
     found = [file for file in sorted(folder.iterdir()) if word in file.name.lower() and file.is_file()]
     if len(found) != 1:
-        raise ChoiceError(f"choices: {len(found)} files in {folder} have {word!r} in their name, there must be one")
+        what = f"{len(found)} files in {folder} have {word!r} in their name, there must be one"
+        raise ChoiceError(f"choices: {what}{', or give --shots=0' if word == EXAMPLES else ''}")
     return found[0]
 
 
 def enough(examples: list[Question], shots: int, file: Path) -> list[Question]:
     if len(examples) < shots:
-        raise ChoiceError(f"choices: {file} holds {len(examples)} examples, fewer than shots={shots}")
+        n = len(examples)
+        raise ChoiceError(f"choices: {file} holds {n} examples, fewer than shots={shots}; give --shots={n} or less")
     return examples[:shots]
 
 
@@ -374,31 +379,3 @@ def arc_question(row: Any) -> tuple[str, tuple[str, ...], int]:
         texts, labels = (field(field(row, "choices", dict), name, list) for name in ("text", "label"))
     right = position(field(row, "answerKey"), strings(labels, "label"), "answerKey")
     return f"Question: {question}\nAnswer:", strings(texts, "text"), right
-
-
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
-def table(result: dict) -> str:
-    """The scores of evaluate_choices in per cent, with standard errors, for people."""
-    measures = list(result["subject_mean"])
-    lines = [f"{result['task']}, {result['shots']} shots" + "".join(f"\n  {note}" for note in result["notes"])]
-    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
-        if result[key]:
-            lines.append(f"  {result[key]} prompts {what} to fit")
-    rows = [("overall", result["overall"])]
-    rows += [*result["groups"].items()]
-    rows += [*result["subjects"].items()] if len(result["subjects"]) > 1 else []
-    width = max(len(name) for name, _ in rows)
-    lines.append(f"  {'':{width}}      n  chance" + "".join(f"  {measure:>13}" for measure in measures))
-    for name, found in rows:
-        cells = "".join(f"  {percent(found[m], found[f'{m}_stderr']):>13}" for m in measures)
-        lines.append(f"  {name:{width}}  {found['n']:5}  {100 * found['chance']:6.1f}{cells}")
-    if len(result["subjects"]) > 1:
-        means = "".join(f"  {percent(value, None):>13}" for value in result["subject_mean"].values())
-        lines.append(f"  {'mean of subjects':{width + 15}}{means}")
-    return "\n".join(lines)
-
-
-def percent(share: float, error: float | None) -> str:
-    return f"{100 * share:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")

@@ -187,23 +187,38 @@ def evaluate_domains(
         report = readers.Report(max_places=SHOWN_PLACES)
         texts = islice(read_texts(domain, settings, report), settings.limit or None)
         losses = document_losses(model, tokenizer, texts, settings, device, dtype)
-        notes = notes_of(report)
         if not losses:
             files = ", ".join(domain.files[:3]) + (f" and {len(domain.files) - 3} more" if domain.files[3:] else "")
-            why = f": {'; '.join(notes)}" if notes else ""
-            raise DomainError(f"perplexity: domain {domain.name!r} has no text in {files}{why}")
-        found[domain.name] = summarize(losses) | {"notes": notes}
+            why = "; ".join(notes_of(report, max_places=1))
+            hint = text_key_hint(report)
+            raise DomainError(f"perplexity: domain {domain.name!r} has no text in {files}{': ' * bool(why)}{why}{hint}")
+        found[domain.name] = summarize(losses) | {"notes": notes_of(report)}
         everything += losses
     return {"domains": found, "all": summarize(everything)}
 
 
-def notes_of(report: readers.Report) -> list[str]:
+def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str]:
     """What a person should know of how the files were read."""
     kinds = {"gb18030": "read as GB18030 (GBK), not UTF-8", "surrogates": "broken characters mended"}
-    kinds |= {"empty": "empty, left out"}
+    kinds |= {"empty": "empty, left out", "replaced": "an older score, or a field of that name, replaced"}
     notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
     if lost := sum(report.problems.values()):
         reasons = ", ".join(f"{reason} {n}" for reason, n in report.problems.items())
-        places = "; ".join(f"{path}:{line}: {why}" for path, line, _, why in report.places)
-        notes.append(f"not read: {lost:,} records ({reasons}); {places}")
+        places = [f"{path}:{line}: {without_list(why)}" for path, line, _, why in report.places[:max_places]]
+        notes.append(f"not read: {lost:,} records ({reasons}); {'; '.join(places)}")
     return notes
+
+
+def without_list(problem: str) -> str:
+    """Why a row was not understood, without the keys of all shapes there are."""
+    return re.sub(r"; \w+ is known by: .*", "", problem)
+
+
+def text_key_hint(report: readers.Report) -> str:
+    """'; give --text_key=NAME' with the longest field of the first row that has no text where it was looked for."""
+    path = next((path for path, _, _, why in report.places if why.startswith("bad_field")), "")
+    for record in readers.read_records(path) if path else ():
+        row = record.value if isinstance(record.value, dict) else {}
+        if texts := {key: len(value) for key, value in row.items() if isinstance(value, str)}:
+            return f"; give --text_key={max(texts, key=texts.__getitem__)}"
+    return ""

@@ -23,13 +23,9 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import sys
 import time
-import unicodedata
-from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +35,18 @@ import checkpoint
 import choices
 import ddp
 import domains
+import generated
 import judging
+import readers
 import reward_model
 import row_scores
+import score_tables
 import train_utils
 from choices import evaluate_choices
 from configurator import ConfigError, configure
 from domains import evaluate_domains, parse_domains
 from generate import never_sampled
-from generated import check_libraries, evaluate_generation
+from generated import evaluate_generation
 from model import ModelConfig, Transformer
 from sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -80,6 +79,11 @@ timeout_s = 3600.0  # several ranks: wait this long for one that is behind
 
 JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
+USED_BY = {  # settings that mean nothing to other tasks
+    **dict.fromkeys(("stride", "text_key"), ("perplexity",)), "shots": choices.TASKS,
+    **dict.fromkeys(("system", "temperature"), ("generation",)),
+    **dict.fromkeys(("judge", "base_url", "api_key_env", "people"), ("win_rate",)),
+}  # fmt: skip
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -91,6 +95,9 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     for name in names:
         if name not in TASKS:
             raise ConfigError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"config: tasks={tasks!r} names {name!r} twice; several sets of texts are domains of one")
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         found = {names[0]: data.strip()}
     else:
@@ -119,23 +126,90 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
     return domains.Settings(block_size=size, stride=config["stride"] or size, **{key: config[key] for key in keys})
 
 
-def check_config(config: dict) -> None:
-    """Raise ConfigError for what cannot be."""
+def check_config(config: dict, wanted: dict[str, str]) -> None:
+    """Raise ConfigError for what cannot be. wanted: {task: its data}."""
     for key, least in {"batch_size": 1, "shots": -1, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
         if not config[key] >= least:
             raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
     if config["score"] and not config["out"]:
         raise ConfigError("config: score needs out, the file for the scored rows")
-    if config["score"] and config["data"]:
-        raise ConfigError("config: score and data are both given; give one of them")
+    for key, usual in {"data": "", "tasks": "perplexity"}.items():
+        if config["score"] and config[key] != usual:
+            raise ConfigError(f"config: score and {key} are both given; give one of them")
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         raise ConfigError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
+    for key, users in USED_BY.items():
+        given, used = config[key] not in ("", 0, -1), wanted.keys() & set(users)
+        if given and not used and not (config["score"] and "perplexity" in users):
+            raise ConfigError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
     if bool(config["judge"]) != bool(config["base_url"]):
         raise ConfigError("config: judge and base_url belong together: a model, and the service that has it")
     if config["judge"] and not config["out"]:
         raise ConfigError("config: judge needs out; beside it is kept what the service has said")
     if config["api_key_env"] and config["api_key_env"] not in os.environ:
         raise ConfigError(f"config: there is no environment variable {config['api_key_env']!r}, as api_key_env says")
+
+
+def check_files(config: dict, wanted: dict[str, str]) -> None:
+    """Look at all that will be read, and at where the results go, before anything is loaded: a mistake in the last task
+    should not show after hours of the others. Raises ConfigError, and what reading the files raises."""
+    read = readers.find_files(config["score"])
+    for task, source in wanted.items():
+        read += task_files(task, source, config)
+    if not config["out"]:
+        return
+    out = Path(config["out"])
+    if out.is_dir():
+        raise ConfigError(f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}")
+    if os.path.realpath(out) in map(os.path.realpath, read):
+        raise ConfigError(f"config: out={config['out']!r} would be written over what is read; name another file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
+
+
+def task_files(task: str, source: str, config: dict) -> list[str]:
+    """The files of a task's data, read as far as that needs no tokenizer. Raises what is wrong with them."""
+    if task == "perplexity":
+        return [file for domain in parse_domains(source) for file in domain.files]
+    if task in choices.TASKS:
+        choices.read_task(task, source, shots_of(task, config))
+        return readers.list_directory(source) if os.path.isdir(source) else [source]
+    if task == "generation":
+        generated.check_libraries()
+        files = generated.files_of(source)
+        if "-" not in files:  # standard input can be read once
+            generated.read_questions(source, config["limit"])
+        return files
+    if task == "preference":
+        return readers.find_files(source)
+    people = [config["people"] + end for end in (".jsonl", ".key.jsonl", ".html")] if config["people"] else []
+    judging.matches_of(*map(judging.read_answers, two_paths(source)))
+    return [*two_paths(source), *people]
+
+
+def two_paths(source: str) -> list[str]:
+    paths = [path.strip() for path in source.split(",") if path.strip()]
+    if len(paths) != 2:
+        raise ConfigError(f"config: win_rate needs two files of answers, got {source!r}; give --data=A.jsonl,B.jsonl")
+    return paths
+
+
+def shots_of(task: str, config: dict) -> int:
+    usual = 0 if task in choices.FILES else 5
+    return usual if config["shots"] < 0 else config["shots"]
+
+
+def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
+    """What init_from must be: language model | reward model | "" (people judge, or a service). Raises ConfigError."""
+    elsewhere = {"win_rate"} if config["judge"] or config["people"] else set()
+    judged = sorted(wanted.keys() & set(JUDGED) - elsewhere)
+    others = sorted(wanted.keys() - set(JUDGED))
+    if judged and others:
+        what = f"{judged[0]} measures a reward model, {others[0]} a language model"
+        raise ConfigError(f"config: tasks={config['tasks']!r}: {what}; start them one after the other")
+    return "reward model" if judged else "language model" if others or config["score"] else ""
 
 
 def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
@@ -149,7 +223,7 @@ def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> Samp
 
 
 class Subject(NamedTuple):
-    """What is measured. A judge needs no model: it is in `directory`, or elsewhere (then there is none)."""
+    """What is measured, or judges. Without a model where people judge, or a service."""
 
     directory: Path | None
     device: torch.device
@@ -159,8 +233,15 @@ class Subject(NamedTuple):
     texts: domains.Settings | None = None
 
 
-def load(directory: Path, config: dict, device: torch.device, dtype: torch.dtype) -> Subject:
-    """With a language model. Raises ConfigError, CheckpointError, TokenizerError."""
+def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> Subject:
+    """With the model in init_from, of the kind that kind_of_model says. Raises ConfigError, CheckpointError,
+    TokenizerError, RewardError."""
+    if not kind:
+        return Subject(None, device, dtype)
+    directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run())
+    if kind == "reward model":
+        model = reward_model.load(directory, device)
+        return Subject(directory, device, dtype, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
         raise ConfigError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
     tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
@@ -177,33 +258,24 @@ def load(directory: Path, config: dict, device: torch.device, dtype: torch.dtype
 def measure(task: str, source: str, subject: Subject, config: dict) -> dict:
     """What the file of the task says of the subject. All ranks call it and get the same."""
     model, tokenizer, device, dtype = subject.model, subject.tokenizer, subject.device, subject.dtype
+    size, limit = config["batch_size"], config["limit"]
     if task == "perplexity":
         return evaluate_domains(model, tokenizer, parse_domains(source), subject.texts, device, dtype)
     if task in choices.TASKS:
-        usual = 0 if task in choices.FILES else 5
-        shots = usual if config["shots"] < 0 else config["shots"]
-        size, limit = subject.texts.block_size, config["limit"]
-        return evaluate_choices(
-            model, tokenizer, task, source, shots, config["batch_size"], device, dtype, limit, size
-        )  # fmt: skip
+        shots, block_size = shots_of(task, config), subject.texts.block_size
+        return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
         params = sampling_params(config, tokenizer, model.cfg.vocab_size)
         with train_utils.autocast(device, dtype):
-            return evaluate_generation(
-                model, tokenizer, source, params, config["limit"], config["batch_size"], config["system"]
-            )
+            return evaluate_generation(model, tokenizer, source, params, limit, size, config["system"])
     if task == "preference":
-        return judging.evaluate_preference(
-            str(subject.directory), source, config["batch_size"], config["limit"], device, dtype
-        )
+        return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
     return compare(source, subject, config)
 
 
 def compare(source: str, subject: Subject, config: dict) -> dict:
     """judging.win_rate of two files of answers. Raises ConfigError, JudgeError."""
-    paths = [path.strip() for path in source.split(",") if path.strip()]
-    if len(paths) != 2:
-        raise ConfigError(f"config: win_rate needs two files of answers, got {source!r}; give --data=A.jsonl,B.jsonl")
+    paths = two_paths(source)
     of_a, of_b = (judging.read_answers(path)[: config["limit"] or None] for path in paths)
     if config["people"]:
         if not Path(config["people"] + ".jsonl").exists():
@@ -215,20 +287,29 @@ def compare(source: str, subject: Subject, config: dict) -> dict:
         endpoint = judging.Endpoint(config["base_url"], config["judge"], key)
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
-        ask = partial(
-            judging.reward_judge, model=reward_model.load(subject.directory, subject.device),
-            tokenizer=Tokenizer.load(subject.directory), batch_size=config["batch_size"], dtype=subject.dtype,
-        )  # fmt: skip
-    return judging.win_rate(of_a, of_b, ask)
+        how = {"batch_size": config["batch_size"], "dtype": subject.dtype}
+        ask = partial(judging.reward_judge, model=subject.model, tokenizer=subject.tokenizer, **how)
+    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
+
+
+def score_rows(subject: Subject, config: dict, is_main: bool) -> None:
+    """row_scores.score_file, with what it says printed."""
+    source, out = config["score"], Path(config["out"])
+    key = row_scores.scoring_key(subject.directory, subject.tokenizer, source, subject.texts, subject.dtype)
+    what = (source, out, key, subject.texts, subject.device, subject.dtype, is_main)
+    problems, notes = row_scores.score_file(subject.model, subject.tokenizer, *what)
+    if is_main:
+        print("\n".join([f"{out}: {row_scores.summary(problems)}", *notes]))
+
+
+# ---- what is shown and written --------------------------------------------------------------------------------------
 
 
 def describe_result(task: str, found: dict) -> str:
     if task in choices.TASKS:
-        return choices.table(found)
-    return f"{task}\n{describe_domains(found) if task == 'perplexity' else describe(found)}"
-
-
-# ---- what is written ------------------------------------------------------------------------------------------------
+        return score_tables.describe_choices(found)
+    describe = score_tables.describe_domains if task == "perplexity" else score_tables.describe_figures
+    return f"{task}\n{describe(found)}"
 
 
 def describe_model(directory: Path) -> dict:
@@ -240,23 +321,23 @@ def describe_model(directory: Path) -> dict:
     return found | {"architecture": dataclasses.asdict(checkpoint.load_config(directory))}
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of what figures may depend on, as far as it is installed."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "numpy", "tiktoken", "sentencepiece", "sacrebleu", "rouge-score"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def describe_run(subject: Subject, n_ranks: int, begin: float) -> dict:
+    """Where and with what it ran. begin: time.perf_counter() at its start."""
+    return {
+        "hardware": train_utils.hardware(subject.device), "ranks": n_ranks, "versions": train_utils.versions(),
+        "dtype": str(subject.dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1),
+    }  # fmt: skip
 
 
 def write_results(path: Path, results: dict) -> None:
-    """As JSON, whole or not at all. JSON has no NaN and no infinity: they become null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """As JSON, whole or not at all. JSON has no NaN and no infinity: they become null. Raises ConfigError."""
     temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps(finite(results), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-    os.replace(temp, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(json.dumps(finite(results), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        os.replace(temp, path)
+    except OSError as error:
+        raise ConfigError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
 
 
 def finite(value: object) -> object:
@@ -267,96 +348,30 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns: the first to the left, others to the right. Chinese characters take two places."""
-    lines = [list(header), *([shown(cell) for cell in row] for row in rows)]
-    widths = [max(map(display_width, column)) for column in zip(*lines, strict=True)]
-    padded = []
-    for line in lines:
-        gaps = [" " * (width - display_width(cell)) for cell, width in zip(line, widths, strict=True)]
-        cells = [line[0] + gaps[0], *(gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True))]
-        padded.append("  ".join(cells).rstrip())
-    return "\n".join(padded)
-
-
-def shown(cell: object) -> str:
-    if cell is None or cell != cell:
-        return "-"
-    if isinstance(cell, float):
-        return f"{cell:.4f}" if abs(cell) < 1e6 else f"{cell:.4g}"
-    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
-
-
-def display_width(text: str) -> int:
-    """Places that a text takes in a terminal."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-DOMAIN_COLUMNS = {
-    "documents": "documents", "tokens": "tokens", "nats_per_token": "nats/token", "perplexity": "perplexity",
-    "bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "nats_per_document": "nats/doc",
-}  # fmt: skip
-
-
-def describe_domains(found: dict) -> str:
-    """The table of domains, then what was noticed when they were read."""
-    figures = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
-    rows = [[name, *(of[key] for key in DOMAIN_COLUMNS)] for name, of in figures.items()]
-    notes = [f"{name}: {note}" for name, of in found["domains"].items() for note in of["notes"]]
-    return "\n".join([table(["domain", *DOMAIN_COLUMNS.values()], rows), *notes])
-
-
-def describe(found: dict) -> str:
-    """Figures one below the other, tables of figures side by side; texts and lists are for the JSON file."""
-    parts = []
-    plain = [[key, value] for key, value in found.items() if isinstance(value, int | float | str)]
-    if plain:
-        parts.append(table(["", ""], plain).lstrip())
-    for key, value in found.items():
-        if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
-            columns = [name for name, item in next(iter(value.values())).items() if isinstance(item, int | float)]
-            parts.append(table([key, *columns], [[name, *map(item.get, columns)] for name, item in value.items()]))
-        elif isinstance(value, dict) and value:
-            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in value.items()))
-    return "\n".join(parts)
-
-
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     config = configure(globals())
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    check_config(config)
     wanted = {} if score else parse_data(tasks, data)
-    if "perplexity" in wanted:
-        parse_domains(wanted["perplexity"])  # a mistake should show now
-    if "generation" in wanted:
-        check_libraries()
+    check_config(config, wanted)
+    kind = kind_of_model(config, wanted)
+    check_files(config, wanted)
     torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
-    elsewhere = set(wanted) == {"win_rate"} and bool(judge or people)
-    directory = None if elsewhere else checkpoint.resolve(init_from or checkpoint.newest_run())
-    subject = Subject(directory, torch_device, torch_dtype)
-    if score or set(wanted) - set(JUDGED):
-        subject = load(directory, config, torch_device, torch_dtype)
+    subject = load(kind, config, torch_device, train_utils.choose_dtype(dtype, torch_device))
     world = ddp.init(torch_device.type, timeout_s)
     if world.is_main:
-        where = f"{world.world_size} x {train_utils.hardware(torch_device)}, {torch_dtype}"
-        print(f"{directory or judge or people}: {where}", flush=True)
+        where = f"{world.world_size} x {train_utils.hardware(torch_device)}, {subject.dtype}"
+        print(f"{subject.directory or judge or people}: {where}", flush=True)
     begin, results = time.perf_counter(), {}
     if score:
-        key = row_scores.scoring_key(directory, subject.tokenizer, score, subject.texts, torch_dtype)
-        what = (score, Path(out), key, subject.texts, torch_device, torch_dtype, world.is_main)
-        problems, notes = row_scores.score_file(subject.model, subject.tokenizer, *what)
-        if world.is_main:
-            print("\n".join([f"{out}: {row_scores.summary(problems)}", *notes]))
+        score_rows(subject, config, world.is_main)
     for task, source in wanted.items():
         results[task] = measure(task, source, subject, config)
         if world.is_main:
             print(f"\n{describe_result(task, results[task])}", flush=True)
         if world.is_main and out:  # after each task: an error in a later one does not cost this one
-            run = {"hardware": train_utils.hardware(torch_device), "ranks": world.world_size, "versions": versions()}
-            run |= {"dtype": str(torch_dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1)}
-            described = describe_model(directory) if directory else {}
+            described = describe_model(subject.directory) if subject.directory else {}
+            run = describe_run(subject, world.world_size, begin)
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
     ddp.close()

@@ -10,6 +10,7 @@ the units of most languages, single characters those of Chinese.
 import importlib.util
 import itertools
 import math
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -85,8 +86,10 @@ def evaluate_generation(
 
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
     """(questions, what is left out by reason, where the first of these are). Raises DataError: there is none."""
-    reader, found = Reader(), []
-    for *prompt, answer in itertools.chain.from_iterable(map(reader.read, files_of(data))):
+    reader, found, files = Reader(), [], files_of(data)
+    if not any(path == "-" or os.path.getsize(path) for path in files):
+        raise readers.DataError(f"data: {data} is empty: no row in it")
+    for *prompt, answer in itertools.chain.from_iterable(map(reader.read, files)):
         if prompt:
             found.append(Question(prompt, answer["content"]))
         else:

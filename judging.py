@@ -1,6 +1,6 @@
 """Answers judged: how often a reward model agrees with a file of pairs, and which of two models answers better.
 
-    evaluate_preference(reward_dir, "pairs.jsonl")           -> accuracy, with its standard error and by length
+    evaluate_preference(model, tokenizer, "pairs.jsonl")     -> accuracy, with its standard error and by length
     win_rate(answers_a, answers_b, judge)                    -> wins, ties, losses of A, and every verdict
     write_side_by_side(answers_a, answers_b, "out/people")   -> files for people; people_judge reads their choices
 
@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,13 +28,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import answers
-import checkpoint
 import ddp
+import readers
 import reward_model
-from chat_client import Answer, Journal, ask
+from chat_client import Answer, Journal, Waits, ask
 from conversations import names_of
 from generated import standard_error
-from pairs import Tokenized, read_source
+from pairs import PairReader, Source, Tokenized, read_source
 from reward_model import RewardModel
 from tokenizer import Tokenizer
 
@@ -71,21 +72,18 @@ Judge = Callable[[Sequence[Match]], list[Verdict]]
 
 
 def evaluate_preference(
-    reward_dir: str, data: str, batch_size: int = 16, limit: int = 0, device: torch.device | str = "cpu",
+    model: RewardModel, tokenizer: Tokenizer, data: str, batch_size: int = 16, limit: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> dict:  # fmt: skip
-    """What reward_model.measure says of the reward model in `reward_dir` on pairs: accuracy beside longer_wins, both by
-    which answer is longer too; accuracy_se, standard errors; `left_out` {reason: how many} and `places` of the first of
-    them. None where there is no pair to measure.
+    """What reward_model.measure says of a reward model on pairs: accuracy beside longer_wins, both by which answer is
+    longer too; accuracy_se, standard errors; `left_out` {reason: how many} and `places` of the first of them. None
+    where there is no pair to measure.
 
     data: as reward.py's val_data without weights; limit: of each of its parts the first so many pairs, 0 = all. Ranks
-    share the pairs. Raises RewardError, CheckpointError, DataError."""
-    directory = checkpoint.resolve(reward_dir)
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
-    model = reward_model.load(directory, device)
+    share the pairs. Raises RewardError, DataError."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
-    sources = [read_source(path, tokenizer, model.cfg.block_size, 0.0) for path in paths]
-    found = [(source.val or source.train)[: limit or None] for source in sources]
+    sources = [read_pairs(path, tokenizer, model.cfg.block_size, limit) for path in paths]
+    found = [source.val or source.train for source in sources]
     chosen, rejected = score_pairs(model, tokenizer, [pair for of_one in found for pair in of_one], batch_size, dtype)
     lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for of_one in found for pair in of_one])
     measured = reward_model.measure(chosen, rejected, *lengths.T)
@@ -100,6 +98,19 @@ def evaluate_preference(
     values = {name: None if math.isnan(value) else value for name, value in values.items()}
     left_out = sum((source.dropped for source in sources), Counter())
     return values | {"left_out": dict(left_out), "places": [place for source in sources for place in source.places]}
+
+
+def read_pairs(path: str, tokenizer: Tokenizer, block_size: int, limit: int) -> Source:
+    """As pairs.read_source, with the first `limit` pairs only (0 = all). What raw files hold behind the last of these
+    is not looked at, nor counted as left out. Raises DataError."""
+    if (Path(path) / "manifest.json").exists():
+        source = read_source(path, tokenizer, block_size, 0.0)
+        return source._replace(train=source.train[: limit or None], val=source.val[: limit or None])
+    reader = PairReader()
+    rows = (row for file in readers.find_files(path) for row in reader.pairs(file, tokenizer, block_size))
+    found = [ids for _, ids in islice(rows, limit or None)]
+    reader.check(path, len(found))
+    return Source(found, [], reader.dropped, reader.places)
 
 
 def score_pairs(
@@ -307,16 +318,19 @@ def judge_prompt(match: Match, swapped: bool) -> str:
 
 
 def ask_all(prompts: Sequence[str], begin: int, endpoint: Endpoint, fields: dict) -> Iterator[Answer]:
-    """The replies in the order of the prompts, the first of which is request number `begin`. Raises ChatError."""
+    """The replies in the order of the prompts, the first of which is request number `begin`. It goes alone: if nobody
+    answers, there is no use in waiting. Raises ChatError."""
+    waits = Waits()
 
     def one(number: int, prompt: str) -> Answer:
         body = {"model": endpoint.model, "messages": [{"role": "user", "content": prompt}], **fields}
         how = (endpoint.timeout, endpoint.max_retries, endpoint.retry_wait, f"request {number}")
-        return ask(endpoint.base_url, endpoint.key, body, *how)
+        return ask(endpoint.base_url, endpoint.key, body, *how, waits, is_first=number == begin)
 
+    yield from map(one, [begin], prompts[:1])
     pool = ThreadPoolExecutor(endpoint.parallel)
     try:
-        yield from pool.map(one, range(begin, begin + len(prompts)), prompts)
+        yield from pool.map(one, range(begin + 1, begin + len(prompts)), prompts[1:])
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 GPU_PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71, "T4": 65,
 }  # fmt: skip
+# What figures may depend on.
+PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu", "rouge-score")
 
 
 class SetupError(ValueError):
@@ -120,7 +123,7 @@ def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-# ---- memory, hardware -----------------------------------------------------------------------------------------------
+# ---- memory, machine ------------------------------------------------------------------------------------------------
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -155,6 +158,15 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """{package: version} of Python and of PACKAGES, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------
@@ -227,11 +239,12 @@ class RunLog:
 
     def since_best(self, key: str) -> int:
         """How many evaluations have passed since `key` was lowest; 0 on other ranks than the first. All evaluations of
-        the run count, before an interruption too: the file has them."""
+        the run count, before an interruption too: the file has them. One that is not finite is not better."""
         if not self.enabled:
             return 0
         events = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        found = [event[key] for event in events if event["event"] == "eval" and event.get(key) is not None]
+        found = [event[key] for event in events if event["event"] == "eval" and key in event]
+        found = [math.inf if loss is None else loss for loss in found]
         return len(found) - 1 - found.index(min(found)) if found else 0
 
     def print(self, text: str) -> None:

@@ -20,13 +20,12 @@ from choices import (
     ChoiceError,
     evaluate_choices,
     likeliest,
-    percent,
     read_task,
     subjects_file,
     summary,
-    table,
 )
 from model import ModelConfig, Transformer
+from score_tables import describe_choices
 
 CPU = torch.device("cpu"), torch.float32
 LETTERS = "ABCD"
@@ -403,11 +402,10 @@ def test_groups_are_those_of_the_publishers():
 def test_table_and_records(base):
     found = evaluate(base, "cmmlu", 1, limit=3)
     assert found["overall"]["n"] == 6 and {s["n"] for s in found["subjects"].values()} == {3}
-    text = table(found)
+    text = describe_choices(found)
     p, error = found["overall"]["acc"], found["overall"]["acc_stderr"]
     assert f"{100 * p:.1f} +- {100 * error:.1f}" in text.split("overall")[1].split("\n")[0]
     assert all(name in text for name in ("cmmlu, 1 shots", "China specific", "modern_chinese", "25.0"))
-    assert percent(0.5, None) == "50.0"
     assert json.loads(json.dumps(found)) == found
     assert found["records"][3]["where"].endswith("modern_chinese.csv:2")
 
@@ -417,11 +415,13 @@ def test_table_and_records(base):
 
 def test_gbk_files_are_read_and_said(base, tmp_path):
     write_exam(tmp_path / "cmmlu", "cmmlu")
-    path = tmp_path / "cmmlu" / "test" / "modern_chinese.csv"
-    path.write_bytes(path.read_text(encoding="utf-8").encode("gb18030"))
+    for split in ("dev", "test"):
+        path = tmp_path / "cmmlu" / split / "modern_chinese.csv"
+        path.write_bytes(path.read_text(encoding="utf-8").encode("gb18030"))
     subjects, notes = read_task("cmmlu", str(tmp_path / "cmmlu"), 2)
     expected, nothing = read_task("cmmlu", str(base / "cmmlu"), 2)
-    assert notes == ["read as GB18030 (GBK), not UTF-8: modern_chinese.csv"] and nothing == []
+    names = "dev/modern_chinese.csv, test/modern_chinese.csv"
+    assert notes == [f"read as GB18030 (GBK), not UTF-8: {names}"] and nothing == []
     plain = [[q._replace(where="") for q in (*s.examples, *s.questions)] for s in subjects]
     assert plain == [[q._replace(where="") for q in (*s.examples, *s.questions)] for s in expected]
     assert any("下列第" in question.text for question in plain[1])
@@ -434,7 +434,7 @@ def test_gbk_without_a_header_and_a_subject_of_no_group(tmp_path):
     assert subject.intro == INTRO["mmlu"].format("my subject")
     assert [q.text.split("\n")[0] for q in subject.questions] == [row[0] for row in rows]
     assert notes == [
-        "read as GB18030 (GBK), not UTF-8: my_subject_test.csv",
+        "read as GB18030 (GBK), not UTF-8: test/my_subject_test.csv",
         "of no group, only in the overall score: my_subject",
     ]
 
@@ -490,7 +490,7 @@ def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
         ("mmlu_pro", base, 0, "no task 'mmlu_pro'; there are mmlu, cmmlu, ceval"),
         ("mmlu", base / "nothing", 0, "no such file or directory"),
         ("mmlu", base / "ceval", 0, r"no test/\*.csv in .*; give the directory that holds dev and test"),
-        ("mmlu", base / "mmlu", 6, "anatomy_dev.csv holds 5 examples, fewer than shots=6"),
+        ("mmlu", base / "mmlu", 6, "anatomy_dev.csv holds 5 examples, fewer than shots=6; give --shots=5 or less"),
         ("arc", base / "hellaswag", 0, "0 files in .* have 'test' in their name"),
         ("arc", base / "arc", 9, "arc_train.jsonl holds 5 examples, fewer than shots=9"),
     ]:
@@ -498,7 +498,7 @@ def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
             read_task(task, str(path), shots)
     (base / "mmlu" / "dev").rename(tmp_path / "dev")
     try:
-        with pytest.raises(ValueError, match="anatomy_dev.csv"):
+        with pytest.raises(ValueError, match="there is no .*anatomy_dev.csv.* give --shots=0"):
             read_task("mmlu", str(base / "mmlu"), 1)
         assert len(read_task("mmlu", str(base / "mmlu"), 0)[0]) == 2
     finally:

@@ -255,3 +255,15 @@ def test_a_tokenizer_without_a_beginning_is_refused(model, tokenizer, monkeypatc
     monkeypatch.setattr(tokenizer, "eot_id", -1)
     with pytest.raises(DomainError, match="no token that begins"):
         losses_of(model, tokenizer, ["x"], settings())
+
+
+def test_a_wrong_column_is_named_once_with_the_likely_one(model, tokenizer, tmp_path):
+    rows = [{"id": "x", "body": f"a text, number {i}"} for i in range(9)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(DomainError) as caught:
+        evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), *CPU)
+    error = str(caught.value)
+    assert error.endswith("; give --text_key=body")
+    assert error.count("x.jsonl:") == 2 and len(error) < 400  # the domain's file, and the first place in it
+    found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(text_key="body"), *CPU)
+    assert found["all"]["documents"] == 9

@@ -16,7 +16,6 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import checkpoint
-import domains
 import evaluate
 import likelihood
 import reward_model
@@ -191,6 +190,24 @@ def test_rows_keep_their_place_and_their_fields(run, base, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["scored.jsonl"]
 
 
+def test_older_fields_that_are_replaced_are_counted(run, base, tmp_path):
+    rows = [{"text": "one", "loss": 1.0}, {"text": "two"}, {"text": "three", "ifd": 0, "bpb": 0}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    printed, _ = run(f"--score={tmp_path}/rows.jsonl", f"--out={tmp_path}/out.jsonl")
+    assert "an older score, or a field of that name, replaced: 2 documents" in printed
+
+
+def test_why_a_row_is_not_understood_names_what_it_was_taken_for(run, base, tmp_path):
+    rows = [{"text": "one"}, {"text": None}, {"foo": 1}, {"messages": 3}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    run(f"--score={tmp_path}/rows.jsonl", f"--out={tmp_path}/out.jsonl")
+    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    _, null, unknown, bad_turns = [json.loads(line).get("score_problem") for line in lines]
+    assert null == "not understood: no text under 'text' (keys text)"
+    assert unknown == "not understood: unknown shape: keys foo; neither a conversation nor a text, give text_key"
+    assert bad_turns == "not understood: int, not a list of turns"
+
+
 def test_scores_are_those_of_transformers(run, base, tmp_path):
     rows = scored_rows(run, base, tmp_path / "scored.jsonl")
     hand = ByHand(base / "model")
@@ -242,7 +259,10 @@ def test_a_killed_scoring_goes_on_and_scores_nothing_twice(run, base, tmp_path, 
     with open(part, "ab") as f:
         f.write(b'{"text": "half a li')
     n_before = len(calls)
-    assert scored_rows(run, base, tmp_path / "out.jsonl", "--batch_size=1") == whole
+    printed, error = run(f"--score={base}/rows.jsonl", f"--out={tmp_path}/out.jsonl", "--batch_size=1")
+    assert not error
+    assert f"{tmp_path}/out.jsonl: 6 rows were done already" in printed
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()] == whole
     assert sum(calls[n_before:]) == sum("loss" in row and row["loss"] is not None for row in whole[6:])
     assert not list(tmp_path.glob(".out*"))
     for flag in ("--block_size=40", "--stride=5", "--text_key=text", "--limit=3"):  # each is another scoring
@@ -308,6 +328,7 @@ def test_data_of_one_and_of_several_tasks():
     ("mmul", "x", "there is no task 'mmul'; choose from perplexity"),
     ("", "x", "there is no task ''"),
     ("mmlu,arc", "mmlu: x; arc: y; mmlu: z", "names a task twice"),
+    ("perplexity,perplexity", "x", "tasks='perplexity,perplexity' names 'perplexity' twice"),
     ("perplexity", "", "task perplexity has no data; give --data=FILES"),
     ("mmlu,perplexity", "mmlu: x", "task perplexity has no data; give --data='mmlu: FILES; perplexity: FILES'"),
     ("mmlu,perplexity", "mmlu: x; ceval: y", "data names 'ceval', which is not one of tasks='mmlu,perplexity'"),
@@ -332,14 +353,37 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
     (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
     (["--dat=x"], "did you mean 'data'"),
+    (["--score={base}/rows.jsonl", "--out=x.jsonl", "--tasks=generation"], "score and tasks are both given"),
+    (["--score=nowhere.jsonl", "--out=x.jsonl", "--init_from=nowhere"], "no file matches 'nowhere.jsonl'"),
+    (["--score={base}/*.jsonl", "--out={base}/../{base.name}/rows.jsonl"], "would be written over what is read"),
+    (["--data={base}/zh.txt", "--out={base}/zh.txt"], "would be written over what is read"),
+    (["--data={base}/zh.txt", "--out={base}"], "is a directory; name a file, such as {base}/scores.json"),
+    (["--data={base}/zh.txt", "--out={base}/zh.txt/x.json"], "no directory {base}/zh.txt: "),
+    (["--tasks=generation", "--data={base}/rows.jsonl", "--people=x"], "people='x' is only for win_rate"),
+    (["--tasks=generation", "--data={base}/rows.jsonl", "--stride=7"], "stride=7 is only for perplexity"),
+    (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
+    (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl"],
+     "preference measures a reward model, perplexity a language model"),
+    (["--tasks=perplexity,mmlu", "--data=perplexity: {base}/zh.txt; mmlu: nowhere"], "no such file or directory"),
+    (["--tasks=preference", "--data=nowhere", "--init_from={base}/reward"], "no file matches 'nowhere'"),
+    (["--tasks=win_rate", "--data=a,nowhere", "--init_from={base}/reward"], "cannot read 'a'"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run, base, flags, why):
     (base / "bare").mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         (base / "bare" / name).write_bytes((base / "model" / name).read_bytes())
-    error = run(*(flag.format(base=base) for flag in flags))[1]
+    before = {path: path.read_bytes() for path in base.glob("*.*")}
+    printed, error = run(*(flag.format(base=base) for flag in flags))
     assert why.format(base=base) in error
     assert "\n" not in error
+    assert not printed  # nothing was measured before
+    assert {path: path.read_bytes() for path in base.glob("*.*")} == before
+
+
+def test_a_file_that_cannot_be_written_at_the_end_is_one_line(tmp_path):
+    (tmp_path / "x.json.tmp").mkdir()
+    with pytest.raises(ConfigError, match=re.escape(f"cannot write out='{tmp_path}/x.json'")):
+        evaluate.write_results(tmp_path / "x.json", {})
 
 
 def test_a_tokenizer_that_the_model_has_no_embeddings_for_is_refused(run, base, tmp_path):
@@ -368,12 +412,12 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
     monkeypatch.setattr(evaluate, "evaluate_choices", spy("choices", *names))
     names = ("model", "tokenizer", "data", "params", "limit", "batch_size", "system")
     monkeypatch.setattr(evaluate, "evaluate_generation", spy("generation", *names))
-    names = ("reward_dir", "data", "batch_size", "limit", "device", "dtype")
+    names = ("model", "tokenizer", "data", "batch_size", "limit", "dtype")
     monkeypatch.setattr(evaluate.judging, "evaluate_preference", spy("preference", *names))
-    config = {"init_from": "", "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file", "compile": False}
-    config |= {"batch_size": 3, "limit": 9, "shots": -1, "system": "Hi", "temperature": 0.5, "max_new_tokens": 11}
-    config |= {"seed": 5}
-    subject = evaluate.load(base / "model", config, torch.device("cpu"), torch.float32)
+    config = {"init_from": str(base / "model"), "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file"}
+    config |= {"compile": False, "batch_size": 3, "limit": 9, "shots": -1, "system": "Hi", "temperature": 0.5}
+    config |= {"max_new_tokens": 11, "seed": 5}
+    subject = evaluate.load("language model", config, torch.device("cpu"), torch.float32)
     evaluate.measure("ceval_text", "DIR", subject, config)
     assert {"task": "ceval_text", "directory": "DIR", "shots": 5, "batch_size": 3}.items() <= calls["choices"].items()
     assert (calls["choices"]["limit"], calls["choices"]["block_size"]) == (9, 40)
@@ -388,7 +432,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
     assert of["params"].eos_ids == subject.tokenizer.stop_ids
     evaluate.measure("preference", "FILE", subject, config)
     of = calls["preference"]
-    assert (of["reward_dir"], of["data"], of["batch_size"], of["limit"]) == (str(base / "model"), "FILE", 3, 9)
+    assert (of["model"], of["data"], of["batch_size"], of["limit"]) == (subject.model, "FILE", 3, 9)
 
 
 def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
@@ -402,6 +446,9 @@ def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
     assert (found["n"], found["ties"], found["win_rate"]) == (3, 3, 0.5)  # its head is zero: all scores are equal
     assert re.search(r"win_rate +0\.5000", printed)
+    low, high = found["interval"]
+    assert re.search(rf"interval +{low:.4f} to {high:.4f}", printed)
+    assert re.search(rf"A +{tmp_path}/a.jsonl\nB +{tmp_path}/b.jsonl", printed)
     printed, error = run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere")
     assert not error
     assert re.search(r"to_choose +2", printed)
@@ -438,38 +485,9 @@ def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base
     assert "no environment variable 'NO_KEY'" in run(*flags[:-2], "--api_key_env=NO_KEY")[1]
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
-
-
-def test_tables_are_aligned_where_characters_are_wide():
-    shown = evaluate.table(["name", "n", "share"], [["中文", 1234, 0.5], ["x", 5, math.nan], ["big", 0, 1e9]])
-    assert shown.splitlines() == [
-        "name      n   share",
-        "中文  1,234  0.5000",
-        "x         5       -",
-        "big       0   1e+09",
-    ]
-
-
-def test_figures_of_any_task_are_shown():
-    found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}, "of": {"a": {"n": 1, "t": "s"}}}
-    shown = evaluate.describe(found)
-    assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("n", "3"), ("rate", "0.2500"), ("note", "x")]
-    assert "left: long 2" in shown
-    assert "rows" not in shown
+# ---- what is written ------------------------------------------------------------------------------------------------
 
 
 def test_json_has_no_nan(tmp_path):
     evaluate.write_results(tmp_path / "x.json", {"a": [math.nan, 1.5], "b": {"c": (math.inf, "中")}})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [None, 1.5], "b": {"c": [None, "中"]}}
-
-
-def test_notes_of_domains_are_shown():
-    figures = domains.summarize([domains.Loss(8 * math.log(2), 4, 8, 2)])
-    found = {"domains": {"zh": figures | {"notes": ["empty, left out: 1 documents"]}}, "all": figures}
-    header, row, note = evaluate.describe_domains(found).splitlines()
-    assert dict(zip(header.split(), row.split(), strict=True)) == {
-        "domain": "zh", "documents": "1", "tokens": "4", "nats/token": "1.3863", "perplexity": "4.0000",
-        "bits/byte": "1.0000", "bits/char": "4.0000", "nats/doc": "5.5452",
-    }  # fmt: skip
-    assert note == "zh: empty, left out: 1 documents"

@@ -215,6 +215,9 @@ def test_mistakes_are_said_in_one_line(tmp_path, tiny, monkeypatch):
     empty, alone = write(tmp_path / "empty.jsonl", []), {"messages": [{"role": "assistant", "content": "I"}]}
     with pytest.raises(DataError, match="empty"):
         read_questions(empty)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(DataError, match="empty.txt is empty: no row in it$"):
+        read_questions(str(tmp_path / "empty.txt"))
     with pytest.raises(generated.GeneratedError, match="before its answer"):
         read_questions(write(tmp_path / "alone.jsonl", [alone]))
     with pytest.raises(generated.GeneratedError, match="names no file"):

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import socket
 import statistics
 from pathlib import Path
 
@@ -67,21 +68,14 @@ def judge() -> tuple[RewardModel, Tokenizer]:
     return made()
 
 
-@pytest.fixture(scope="module")
-def reward_dir(judge, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("reward")
-    reward_model.write_model(directory, *judge)
-    return directory
-
-
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def test_preference_is_what_reward_py_measures(reward_dir, judge, tmp_path):
+def test_preference_is_what_reward_py_measures(judge, tmp_path):
     """Its batches are padded pairs; ours are rows by length, whatever the batch size."""
     model, tokenizer = judge
     path = write(tmp_path / "pairs.jsonl", [*map(pair, range(60)), {"nothing": 1}, pair(1) | {"chosen": "long " * 99}])
-    found = evaluate_preference(str(reward_dir), path, batch_size=7)
+    found = evaluate_preference(*judge, path, batch_size=7)
     corpus = PairCorpus(path, tokenizer, 96, seed=1, val_data=path)
     config = {"loss": "last", "end": "min", "margin_scale": 0.0, "center": 0.0}
     want = reward_model.evaluate(model, corpus.val_batches(16, 0), [1.0], config, torch.device("cpu"), torch.float32)
@@ -95,7 +89,7 @@ def test_preference_is_what_reward_py_measures(reward_dir, judge, tmp_path):
     assert found["accuracy_se/alike"] == pytest.approx(statistics.stdev(right) / math.sqrt(n))
 
 
-def test_preference_on_several_files_and_few_pairs(reward_dir, judge, tmp_path):
+def test_preference_on_several_files_and_few_pairs(judge, tmp_path):
     model, tokenizer = judge
     paths = [write(tmp_path / f"{name}.jsonl", list(map(pair, some))) for name, some in
              (("a", range(9)), ("b", range(20, 31)))]  # fmt: skip
@@ -105,12 +99,19 @@ def test_preference_on_several_files_and_few_pairs(reward_dir, judge, tmp_path):
         texts = [[*row["prompt"], {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
         better, worse = reward_model.score(model, tokenizer, texts)
         right.append(better > worse)
-    found = evaluate_preference(str(reward_dir), ",".join(paths), limit=5)
+    found = evaluate_preference(*judge, ",".join(paths), limit=5)
     assert found["n"] == 10 and found["accuracy"] == pytest.approx(sum(right) / 10)
     assert (found["accuracy/a.jsonl"], found["accuracy/b.jsonl"]) == (sum(right[:5]) / 5, sum(right[5:]) / 5)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    alone = evaluate_preference(str(reward_dir), paths[0], limit=1)
+    alone = evaluate_preference(*judge, paths[0], limit=1)
     assert alone["accuracy_se"] is None and None in [alone[f"accuracy/{name}"] for name in reward_model.LENGTH_BUCKETS]
+
+
+def test_what_is_left_out_is_counted_up_to_the_limit(judge, tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [pair(0), {"nothing": 1}, pair(1), {"nothing": 1}, pair(2)])
+    found = evaluate_preference(*judge, path, limit=2)
+    assert (found["n"], found["left_out"], len(found["places"])) == (2, {"not understood": 1}, 1)
+    assert evaluate_preference(*judge, path)["left_out"] == {"not understood": 2}
 
 
 # ---- which prompts belong together -----------------------------------------------------------------------------------
@@ -319,6 +320,26 @@ def test_what_was_broken_off_goes_on(service, tmp_path):
         endpoint_judge(matches, Endpoint(service.url, "other"), str(tmp_path / "part"))
     with pytest.raises(ChatError, match="matches="):
         endpoint_judge(matches[1:], Endpoint(service.url, "m"), str(tmp_path / "part"))
+
+
+def test_a_service_that_is_not_there_is_said_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        with pytest.raises(ChatError, match="refused.*start the service, or mend base_url"):
+            endpoint_judge([Match(ask("x"), "a", "b")] * 9, Endpoint(url, "m"), str(tmp_path / "j"))
+    assert "again in" not in capsys.readouterr().err
+
+
+def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsys):
+    """Eight at once, all told to wait. The first one goes alone, and well."""
+    service.reply = longest
+    service.failures = dict.fromkeys(range(1, 9), 503)
+    matches, _ = judging.matches_of(six("a"), six("b"))
+    endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=0.5), str(tmp_path / "j"))
+    assert capsys.readouterr().err.count("again in") == 1
+    assert len(service.requests) == 12 + 8
 
 
 # ---- people ----------------------------------------------------------------------------------------------------------
