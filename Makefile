@@ -42,7 +42,7 @@ demo-chat: demo
 		--reward_from=out/demo_reward
 
 test: lint
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

@@ -111,13 +111,13 @@ plan_only = False  # print the plan and stop
 eval_every = 250  # steps; also before the first and after the last step
 eval_steps = 50  # batches of batch_size windows, over all ranks; 0 = the whole validation split
 stop_after = 0  # stop when so many evaluations in a row have not been better; 0 = never
-stop_on = ""  # by which loss: a name that the log has behind val_loss/ (a source, or one of val_data); "" = the whole
+stop_on = ""  # by which loss, for `best` too: a name behind val_loss/ in the log (a source, one of val_data); "" = all
 sample_prompts = ""  # continued at each evaluation; several separated by |
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
 keep_last = 2  # newest checkpoints kept; 0 = all
-keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
+keep_best = 2  # best checkpoints kept besides (0 to 2), of those saved at an evaluation; stop_after saves each best
 
 ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in globals()]
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
@@ -298,6 +298,8 @@ if __name__ == "__main__":
     if resume_from:
         runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
         runs.check_same_parts(resume_from, state["config"], config)
+        if keep_best and (was := state["config"].get("stop_on", stop_on)) != stop_on:
+            raise ConfigError(f"config: {out_dir} ranked its best by stop_on={was!r}, not {stop_on!r}; or keep_best=0")
         if rank == 0:
             print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
@@ -347,12 +349,12 @@ if __name__ == "__main__":
     stages = mixture.changes(batches.samples_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    watched = f"val_loss/{stop_on}" if stop_on else "val_loss"
     save_failed, stopping = False, False
 
-    def no_better() -> bool:
-        """Whether the run ends before max_steps, on all ranks alike."""
-        key = f"val_loss/{stop_on}" if stop_on else "val_loss"
-        return bool(stop_after) and dist.any_rank(log.since_best(key) >= stop_after)
+    def evaluations_since_best() -> int:
+        """How many in a row have not been better, on all ranks alike."""
+        return int(dist.all_reduce_sum(torch.tensor(float(log.since_best(watched)))).item())
 
     # ---- the loop
     gc.collect()
@@ -360,7 +362,7 @@ if __name__ == "__main__":
     if start_step == 0:
         scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         report_evaluation(log, 0, scores, sample_texts(model, tokenizer, sample_prompts, seed))
-    ended = start_step > 0 and no_better()
+    ended = bool(start_step and stop_after) and evaluations_since_best() >= stop_after
     mark_time, mark_step = time.perf_counter(), start_step
     for step in range(start_step + 1, 0 if ended else max_steps + 1):
         lr = learning_rate_at(
@@ -402,15 +404,17 @@ if __name__ == "__main__":
             if skipped[1] >= max_skipped:
                 runs.stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
             mark_time, mark_step = time.perf_counter(), step
-        pause, val_loss = time.perf_counter(), None
+        pause, val_loss, better = time.perf_counter(), None, False
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
             ddp.flush()  # updates that wait for the next forward
         if step % eval_every == 0 or last:
             scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
-            val_loss = scores["val_loss"]
+            val_loss = scores[watched]
             report_evaluation(log, step, scores, sample_texts(model, tokenizer, sample_prompts, seed))
-            ended = no_better()
-        if step % save_every == 0 or last or stopping or ended:
+            if stop_after:
+                n_worse = evaluations_since_best()
+                better, ended = n_worse == 0, n_worse >= stop_after
+        if step % save_every == 0 or last or stopping or ended or (better and keep_best):
             save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
@@ -420,11 +424,12 @@ if __name__ == "__main__":
         if ended and not last:
             break
 
+    why = f"no better {watched} in {stop_after} evaluations" if ended else "stopped by a signal" if stopping else ""
     if ended:
-        log.print(f"no better val_loss{stop_on and '/'}{stop_on} in {stop_after} evaluations: that is the end")
+        log.print(f"{why}: that is the end")
     batches.close()
     log.close()
     if world.is_main:
-        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
+        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size, watched, why)
     dist.close()
     sys.exit(stop_signal.exit_code if stopping else int(save_failed))

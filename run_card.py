@@ -7,31 +7,31 @@ import ast
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import train_utils
 
-PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors")
 WIDTH, HEIGHT = 64, 14  # of the curve, in characters
 
 
 def write(
-    out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int
+    out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int,
+    watched: str = "val_loss", why: str = "",
 ) -> Path:  # fmt: skip
-    """Write out_dir/README.md and return its path. script: its file; config: as resolved; data: lines about it."""
+    """Write out_dir/README.md and return its path. script: its file; config: as resolved; data: lines about it;
+    watched: the loss that tells which is best; why: what ended the run before its last step, if that is known."""
     out, name = Path(out_dir), Path(script).name
     events = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = [
         f"# {out.name}: a run of {name}",
-        summary(events, config["max_steps"]),
+        summary(events, config["max_steps"], why),
         "## Result",
-        result_table(events),
+        result_table(events, watched),
+        checkpoints(out),
         curve(events),
         "## To do it again",
         fenced(again(name, out, world_size)),
@@ -49,26 +49,32 @@ def write(
     return path
 
 
-def summary(events: Sequence[dict], max_steps: int) -> str:
+def summary(events: Sequence[dict], max_steps: int, why: str = "") -> str:
     last = max((event["step"] for event in events), default=0)
-    ended = "Complete" if last == max_steps else "Ended before its last step"
+    ended = "Complete" if last == max_steps else "Ended before its last step" + (f", {why}" if why else "")
     trained = [event for event in events if event["event"] == "train"]
     tokens = f", {trained[-1]['tokens']:,} tokens" if trained and "tokens" in trained[-1] else ""
     return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {time.strftime('%Y-%m-%d %H:%M')}."
 
 
-def result_table(events: Sequence[dict]) -> str:
+def result_table(events: Sequence[dict], watched: str = "val_loss") -> str:
     """The figures of the first, the best and the last evaluation beside each other, as Markdown."""
-    evaluations = [event for event in events if event["event"] == "eval" and event.get("val_loss") is not None]
+    evaluations = [event for event in events if event["event"] == "eval" and event.get(watched) is not None]
     if not evaluations:
         return "No evaluation was logged."
-    best = min(evaluations, key=lambda event: event["val_loss"])
+    best = min(evaluations, key=lambda event: event[watched])
     columns = {"first": evaluations[0], "best": best, "last": evaluations[-1]}
     keys = [key for key, value in evaluations[-1].items() if key != "event" and isinstance(value, int | float)]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for key in keys:
         lines.append(f"| {key} | " + " | ".join(figure(event.get(key)) for event in columns.values()) + " |")
     return "\n".join(lines)
+
+
+def checkpoints(out: Path) -> str:
+    """Which checkpoints `best` and `latest` are; "" without any. The best evaluation may have been of none."""
+    found = [f"`{name}` is {(out / name).resolve().name}" for name in ("best", "latest") if (out / name).exists()]
+    return f"Checkpoints: {', '.join(found)}." if found else ""
 
 
 def figure(value: object) -> str:
@@ -122,17 +128,10 @@ def defaults_of(script: Path) -> dict:
 
 
 def machine(device: torch.device, world_size: int) -> str:
-    versions = ", ".join(f"{name} {installed(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {version}" for name, version in train_utils.versions().items())
     ranks = f"{world_size} x " if world_size > 1 else ""
     hardware = f"{ranks}{train_utils.hardware(device)}, {os.cpu_count()} cores, {platform.platform()}"
-    return f"{hardware}  \nPython {sys.version.split()[0]}, {versions}"
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    return f"{hardware}  \n{versions}"
 
 
 def fenced(text: str, language: str = "text") -> str:

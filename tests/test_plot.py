@@ -297,32 +297,50 @@ def test_panels_are_those_that_are_logged():
     pretrained = run_of("a", train(1, loss=3.0, lr=0.1), evaluation(1, val_loss=3.5))
     both = {"loss": 0.5, "accuracy": 0.7, "margin": 1.0, "rewards/accuracies": 0.7, "rewards/margins": 1.0}
     rewarding = run_of("r", train(1, loss=0.5, accuracy=0.7), evaluation(1, accuracy=0.8))
-    assert [title for title, _ in curves.panels_of("", [pretrained], 0)[0]] == ["loss+val_loss", "lr"]
-    titles = [title for title, _ in curves.panels_of("", [run_of("d", train(1, **both))], 0)[0]]
+    assert [panel.title for panel in curves.panels_of("", [pretrained], 0)[0]] == ["loss+val_loss", "lr"]
+    titles = [panel.title for panel in curves.panels_of("", [run_of("d", train(1, **both))], 0)[0]]
     assert titles == ["loss+val_loss", "rewards/accuracies", "rewards/margins"]  # trl's names once, not both
-    ((_, drawn),) = [panel for panel in curves.panels_of("", [rewarding], 0)[0] if panel[0] == "accuracy"]
-    assert [(curve.label, curve.points, curve.y.tolist()) for curve in drawn] == [
-        ("r", False, [0.7]), ("r (val)", True, [0.8]),
-    ]  # fmt: skip
+    (drawn,) = [panel.curves for panel in curves.panels_of("", [rewarding], 0)[0] if panel.title == "accuracy"]
+    assert [(curve.points, curve.y.tolist()) for curve in drawn] == [(False, [0.7]), (True, [0.8])]
+    beside = curves.panels_of("", [run_of("d", train(1, **both)), rewarding], 0)[0]  # what one has twice stays of both
+    assert {panel.title: [curve.run for curve in panel.curves] for panel in beside} == {
+        "loss+val_loss": [0, 1], "rewards/accuracies": [0], "rewards/margins": [0], "accuracy": [1, 1],
+    }  # fmt: skip
+    assert [len(panel.curves) for panel in curves.panels_of("accuracy", [run_of("d", train(1, **both))], 0)[0]] == [1]
+
+
+def test_panels_of_several_validation_texts_are_among_the_usual():
+    names = [f"val_{kind}{name}" for kind in ("loss", "bpb") for name in ("", "/中文", "/code")]
+    run = run_of("a", evaluation(5, **dict.fromkeys(names, 1.0)))
+    panels = {panel.title: panel.keys for panel in curves.panels_of("", [run], 0)[0]}
+    assert panels == {
+        "loss+val_loss": ["loss"], "val_bpb": ["bpb"], "val_loss/*": ["中文", "code"], "val_bpb/*": ["中文", "code"],
+    }  # fmt: skip
 
 
 def test_panels_that_are_asked_for():
     event = evaluation(5, **{"val_bpb": 1.0, "val_bpb/中文": 2.0, "val_bpb/code": 3.0, "val_loss": 4.0})
     panels, missing = curves.panels_of("val_bpb/* , nope+val_loss,nope", [run_of("a", event)], 0.9)
-    assert [title for title, _ in panels] == ["val_bpb/*", "nope+val_loss"]
-    assert [curve.label for curve in panels[0][1]] == ["bpb/中文 (val)", "bpb/code (val)"]
+    assert [(panel.title, panel.keys) for panel in panels] == [
+        ("val_bpb/*", ["中文", "code"]), ("nope+val_loss", ["loss"]),
+    ]  # fmt: skip
+    assert [(curve.key, curve.points, curve.y.tolist()) for curve in panels[0].curves] == [
+        (0, True, [2]), (1, True, [3]),
+    ]  # fmt: skip
+    mixed, _ = curves.panels_of("val_bpb/*+val_loss", [run_of("a", event)], 0)
+    assert mixed[0].keys == ["bpb/中文", "bpb/code", "loss"]  # of two groups: whole
     assert len(missing) == 1 and "'nope'" in missing[0] and "val_bpb/中文" in missing[0]
     assert curves.panels_of("nope", [run_of("a")], 0.9) == ([], [])  # nothing is logged yet: it may come
 
 
-def test_curves_of_two_runs_have_their_colors_and_the_schedule_is_not_smoothed():
+def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed():
     runs = [run_of(name, train(1, loss=4.0, lr=1.0), train(2, loss=2.0, lr=3.0), evaluation(2, val_loss=3.0))
             for name in "ab"]  # fmt: skip
-    drawn = curves.curves_of(["loss", "val_loss"], runs, 0.5)
-    assert [(c.label, c.color) for c in drawn] == [("a", 0), ("a (val)", 0), ("b", 1), ("b (val)", 1)]
+    drawn = curves.panel_of("", ["loss", "val_loss"], runs, 0.5).curves
+    assert [(c.run, c.key, c.points) for c in drawn] == [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
     assert drawn[0].mean.tolist() == [4, pytest.approx(8 / 3)] and drawn[0].y.tolist() == [4, 2]
     assert drawn[1].mean is None
-    assert curves.curves_of(["lr"], runs, 0.5)[0].mean is None
+    assert curves.panel_of("", ["lr"], runs, 0.5).curves[0].mean is None
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -331,9 +349,9 @@ def test_curves_of_two_runs_have_their_colors_and_the_schedule_is_not_smoothed()
 def test_terminal_plot_by_hand():
     """Eleven columns, one for each step, three rows."""
     steps = np.arange(11.0)
-    line = curves.Curve("a", 0, False, steps, np.where(steps < 5, 0.0, 2.0), None)
-    points = curves.Curve("a (val)", 0, True, np.array([0.0, 10.0]), np.array([1.0, math.nan]), None)
-    text = plot.panel_lines("loss", [line, points], "step", (0, 10), 21, 3)
+    line = curves.Curve(0, 0, False, steps, np.where(steps < 5, 0.0, 2.0), None)
+    points = curves.Curve(0, 0, True, np.array([0.0, 10.0]), np.array([1.0, math.nan]), None)
+    text = plot.panel_lines(curves.Panel("loss", ["loss"], [line, points]), ["a"], "step", (0, 10), 21, 3)
     assert [row.rstrip() for row in text] == [
         "loss  a=a",
         "        2|     aaaaaa",
@@ -345,14 +363,21 @@ def test_terminal_plot_by_hand():
     ]
 
 
+def test_terminal_plot_has_a_letter_for_each_key_of_each_run():
+    runs = [run_of(name, evaluation(1, **{"r/x": 1.0, "r/y": 2.0})) for name in ("one", "two")]
+    for drawn, expected in ((runs[:1], "r/*  a=x  b=y"), (runs, "r/*  a=one x  b=one y  c=two x  d=two y")):
+        (panel,), names = curves.panels_of("r/*", drawn, 0)[0], [run.name for run in drawn]
+        assert plot.draw_ascii([panel], names, "step", 80, 24).splitlines()[0] == expected
+
+
 def test_terminal_plot_fits_the_terminal():
     events = [train(step, loss=1 / step, lr=1.0, grad_norm=float(step)) for step in range(1, 200)]
     panels = curves.panels_of("", [run_of("a", *events), run_of("b", *events[:7])], 0.9)[0]
     for width, height in ((80, 40), (120, 30), (200, 50)):
-        rows = plot.draw_ascii(panels, "step", width, height).splitlines()
+        rows = plot.draw_ascii(panels, ["a", "b"], "step", width, height).splitlines()
         assert max(map(len, rows)) <= width and len(rows) <= height
         assert all(row.isascii() for row in rows)
-    assert plot.draw_ascii([], "step", 80, 24) == "nothing logged yet"
+    assert plot.draw_ascii([], [], "step", 80, 24) == "nothing logged yet"
 
 
 def test_chinese_names_take_two_columns():
@@ -376,7 +401,7 @@ def test_picture_has_what_the_log_has(tmp_path):
     again = [train(step, loss=4.0 - step / 10, lr=0.1) for step in (3, 4, 5)]
     events, _ = curves.parse(lines(*one, *again, evaluation(5, val_loss=3.0)))
     panels = curves.panels_of("", [run_of("run 一", *events)], 0.5)[0]
-    figure = plot.draw(panels, "step")
+    figure = plot.draw(panels, ["run 一"], "step")
     losses, rates = figure.axes
     raw, mean, points = losses.lines
     assert raw.get_xdata().tolist() == [1, 2, 3, 4, 5]  # no jump backwards
@@ -384,7 +409,46 @@ def test_picture_has_what_the_log_has(tmp_path):
     np.testing.assert_allclose(mean.get_ydata(), curves.moving_average(raw.get_ydata(), 0.5))
     assert (points.get_xdata().tolist(), points.get_ydata().tolist()) == ([5], [3])
     assert len(rates.lines) == 1 and losses.get_xlim() == rates.get_xlim()
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["run 一", "run 一 (val)"]
+    assert legend_of(figure) == ["run 一", "training", "evaluation"] and losses.get_legend() is None
+
+
+def legend_of(figure: object) -> list[str]:
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_color_is_a_run_and_a_style_of_lines_a_key():
+    pytest.importorskip("matplotlib")
+    runs = [run_of(f"run {k}", *[train(s, loss=k + 1.0, **{"rewards/chosen": k, "rewards/rejected": -k - 1})
+                                 for s in (1, 2)]) for k in range(6)]  # fmt: skip
+    panels = curves.panels_of("loss,rewards/chosen+rewards/rejected", runs, 0.0)[0]
+    figure = plot.draw(panels, [run.name for run in runs], "step")
+    losses, rewards = figure.axes
+    of_run = {line.get_color() for line in losses.lines}
+    assert len(of_run) == 6 and {line.get_linestyle() for line in losses.lines} == {"-"}
+    for line in rewards.lines:
+        run = int(line.get_ydata()[0]) if line.get_ydata()[0] >= 0 else -int(line.get_ydata()[0]) - 1
+        chosen = line.get_ydata()[0] >= 0
+        assert line.get_color() == losses.lines[run].get_color()
+        assert line.get_linestyle() == ("-" if chosen else "--")
+    assert legend_of(figure) == [*(run.name for run in runs), "chosen", "rejected"]
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert not any(legend.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # where there is no Chinese font
+@pytest.mark.parametrize("names", [["a"], [f"a long name of a run, number {k}" for k in range(12)], ["模型" * 9] * 5])
+def test_the_legend_fits_the_picture(names):
+    pytest.importorskip("matplotlib")
+    runs = [run_of(name, train(1, loss=1.0), evaluation(1, val_loss=1.0)) for name in names]
+    for y in ("loss", "loss,val_loss,loss"):
+        figure = plot.draw(curves.panels_of(y, runs, 0.0)[0], names, "step")
+        figure.draw_without_rendering()
+        legend = figure.legends[0].get_window_extent()
+        assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
+        assert figure.axes[0].get_window_extent().height > 200  # of 340
 
 
 @pytest.mark.parametrize("text", [b"", b'{"event": "tr', lines(train(1, loss=None, lr=0.1)) + b"{"])
@@ -395,7 +459,8 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, text):
     done = plot_py("--runs=run,missing", "--out=x.png", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "x.png.tmp").exists()
-    first, second = done.stdout.splitlines()
+    first, second, third = done.stdout.splitlines()
+    assert third == "wrote x.png"
     assert first.startswith("run: ") and ("empty" in first or "half written" in first)
     assert second == "plot: cannot read missing/log.jsonl: No such file or directory"
 
@@ -412,11 +477,13 @@ DEFAULTS = {"runs": "run", "out": "x.png", "ascii": True, "x": "steps", "y": "",
         ({"watch": -1.0}, "watch must be"),
         ({"out": "x.gif", "ascii": False}, "out must end in .png"),
         ({"y": "los"}, "no log has 'los'; they have loss, step"),
+        ({"runs": "run/best"}, "run/best is a checkpoint of a run, which has no log; give --runs=run$"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, setting, said):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/log.jsonl", train(1, loss=1.0))
+    (tmp_path / "run/best").mkdir()
     with pytest.raises(ValueError, match=said) as caught:
         plot.main(DEFAULTS | setting)
     assert caught.value.one_line and "\n" not in str(caught.value)
@@ -434,7 +501,7 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
 def test_without_matplotlib_the_line_to_install_it_is_given(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(curves.PlotError, match="pip install matplotlib"):
-        plot.draw([], "step")
+        plot.draw([], [], "step")
 
 
 def test_watching_draws_again_when_the_log_grows(tmp_path):

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 import run_card
+import train_utils
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +26,38 @@ def test_table_holds_the_first_the_best_and_the_last_evaluation():
     rows = [line.strip("| ").split(" | ") for line in run_card.result_table(events).splitlines()]
     assert rows[2:] == [["step", "0", "10", "20"], ["val_loss", "6.25", "4.5", "4.75"], ["pairs", *["1,200"] * 3]]
     assert run_card.result_table([event("train", 1, loss=2.0)]) == "No evaluation was logged."
+
+
+def test_best_is_by_the_watched_loss():
+    events = [event("eval", step, val_loss=9.0 - step, **{"val_loss/中文": 3.0 + abs(step - 2)}) for step in range(5)]
+    header, _, steps, *_ = run_card.result_table(events, "val_loss/中文").splitlines()
+    assert (header, steps) == ("| | first | best | last |", "| step | 0 | 2 | 4 |")
+    assert run_card.result_table(events).splitlines()[2] == "| step | 0 | 4 | 4 |"
+
+
+def test_summary_says_why_a_run_ended():
+    events = [event("train", 5, loss=1.0, tokens=5000)]
+    assert run_card.summary(events, 9, "stopped by a signal").startswith(
+        "Ended before its last step, stopped by a signal: step 5 of 9, 5,000 tokens. Written 2"
+    )
+    assert run_card.summary(events, 9).startswith("Ended before its last step: step 5 of 9")
+    assert run_card.summary(events, 5, "no better").startswith("Complete: step 5 of 5")
+
+
+def test_checkpoints_are_those_that_the_names_point_to(tmp_path):
+    assert run_card.checkpoints(tmp_path) == ""
+    for name in ("step_000002", "step_000004"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to("step_000004")
+    assert run_card.checkpoints(tmp_path) == "Checkpoints: `latest` is step_000004."
+    (tmp_path / "best").symlink_to("step_000002")
+    assert run_card.checkpoints(tmp_path) == "Checkpoints: `best` is step_000002, `latest` is step_000004."
+
+
+def test_versions_are_those_of_what_is_installed(monkeypatch):
+    monkeypatch.setattr(train_utils, "PACKAGES", ("numpy", "no-such-package", "pytest"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert train_utils.versions() == {"python": python, "numpy": numpy.__version__, "pytest": pytest.__version__}
 
 
 def test_curve_puts_each_point_at_its_place():

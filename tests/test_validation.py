@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from test_pretrain import data_dir, events, mixed, refused, run  # noqa: F401 - fixtures
+from test_pretrain import data_dir, events, finish, mixed, refused, run, start  # noqa: F401 - fixtures
 
+import checkpoint
+import train_utils
 from data import Corpus, DataError, TokenData, val_batches
 
 VAL = "--val_data={0}/even=3,{0}/odd=1"
@@ -56,6 +59,53 @@ def test_training_goes_on_while_it_gets_better(run, tmp_path, mixed):  # noqa: F
     run(f"--data_dir={mixed}/even", "--max_steps=8", "--eval_every=2", "--stop_after=1")
     found = [event["val_loss"] for event in events(tmp_path / "out", "eval")]
     assert len(found) == 5 and found == sorted(found, reverse=True)
+
+
+# Learns the odd ids, then unlearns them for the even ones, of which the whole validation text has three times as many.
+UNLEARNS = ["--data_dir=0: {0}/odd=1; 6: {0}/even=1", VAL, "--stop_on=odd", "--max_steps=40", "--eval_every=2"]
+UNLEARNS += ["--schedule=constant", "--optimizer=adamw"]
+
+
+def check_best_is_of_odd(out: Path) -> None:
+    """`best` is the step with the lowest loss on the odd ids, which the whole loss would not say, and the card's."""
+    by_loss = {event["val_loss/odd"]: event for event in events(out, "eval") if event["step"] > 0}
+    best, last = by_loss[min(by_loss)], events(out, "eval")[-1]
+    assert 0 < best["step"] < last["step"] < 40 and last["val_loss"] < best["val_loss"]
+    assert (out / "best").resolve().name == f"step_{best['step']:06d}"
+    assert checkpoint.read_loss(out / "best") == best["val_loss/odd"]
+    assert [e["step"] for e in events(out, "save")][-1] == last["step"]
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"| step | 0 | {best['step']} | {last['step']} |" in card
+    assert f"`best` is step_{best['step']:06d}, `latest` is step_{last['step']:06d}." in card
+    assert "Ended before its last step, no better val_loss/odd in 3 evaluations: step " in card
+
+
+def test_best_checkpoint_is_that_of_the_watched_loss(run, tmp_path, mixed, capsys):  # noqa: F811
+    flags = [flag.format(mixed) for flag in UNLEARNS]
+    assert run(*flags, "--stop_after=3") == 0
+    check_best_is_of_odd(tmp_path / "out")
+    says = refused(run, capsys, *flags[:2], *flags[3:], "--stop_after=3")
+    assert "ranked its best by stop_on='odd', not ''" in says
+    again = [*flags, f"--out_dir={tmp_path / 'again'}", "--save_every=4"]  # ranked by it also if it never stops
+    run(*again)
+    of_odd = {event["step"]: event["val_loss/odd"] for event in events(tmp_path / "again", "eval")}
+    best = min((step for step in of_odd if step and step % 4 == 0), key=of_odd.get)
+    assert (tmp_path / "again/best").resolve().name == f"step_{best:06d}"
+
+
+@pytest.mark.slow
+def test_best_checkpoint_on_two_ranks(tmp_path, mixed):  # noqa: F811
+    flags = [flag.format(mixed) for flag in [*UNLEARNS, "--stop_after=3"]]
+    finish(start(*flags, f"--out_dir={tmp_path / 'out'}", ranks=2))
+    check_best_is_of_odd(tmp_path / "out")
+
+
+def test_evaluations_that_are_not_finite_are_not_better(tmp_path):
+    log = train_utils.RunLog(str(tmp_path), 9, 0, enabled=True)
+    for step, loss in enumerate([float("nan"), 2.0, 3.0, float("nan")]):
+        log.write("eval", step, {"val_loss": loss})
+        assert log.since_best("val_loss") == [0, 0, 1, 2][step]
+    log.close()
 
 
 @pytest.mark.parametrize("flags, says", [

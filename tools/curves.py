@@ -24,12 +24,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PANELS = (
-    "loss+val_loss,val_bpb,lr,grad_norm,tokens_per_s,mean_token_accuracy,"
-    "rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward"
+    "loss+val_loss,val_bpb,val_loss/*,val_bpb/*,lr,grad_norm,tokens_per_s,"
+    "mean_token_accuracy,rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward"
 )
 # dpo.py logs these a second time under trl's names, and only those in evaluations.
 TWICE = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
-VAL = " (val)"  # behind the name of a curve of evaluations
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # exact as they are
 
 
@@ -50,6 +49,9 @@ def find_logs(runs: str) -> list[str]:
     found = {}  # in order, each once
     for name in filter(None, map(str.strip, runs.split(","))):
         log = name if name.endswith(".jsonl") else name.rstrip("/") + "/log.jsonl"
+        run = Path(name).parent
+        if os.path.isdir(name) and not os.path.exists(log) and (run / "log.jsonl").exists():
+            raise PlotError(f"plot: {name} is a checkpoint of a run, which has no log; give --runs={run}")
         is_pattern = has_magic(log) and not (os.path.exists(log) or remote(log))
         logs = sorted(glob(log, recursive=True)) if is_pattern else [log]
         if not logs:
@@ -274,12 +276,18 @@ def flops_of(log: Log) -> float:
 
 
 class Curve(NamedTuple):
-    label: str
-    color: int  # of a run's key: training and evaluation have the same
+    run: int  # which of the runs
+    key: int  # which of the panel's keys: those of training and evaluation, loss and val_loss, are one
     points: bool  # of evaluations, few
     x: np.ndarray
     y: np.ndarray
     mean: np.ndarray | None  # the moving average of y
+
+
+class Panel(NamedTuple):
+    title: str
+    keys: list[str]  # what its keys are called in it
+    curves: list[Curve]
 
 
 class Run(NamedTuple):
@@ -288,38 +296,42 @@ class Run(NamedTuple):
     axis: tuple[np.ndarray, np.ndarray]  # steps, x
 
 
-def panels_of(y: str, runs: Sequence[Run], smooth: float) -> tuple[list[tuple[str, list[Curve]]], list[str]]:
-    """([(title, curves)] in the order of `y`, a line for each panel that was asked for and that no log has)."""
-    events = [event for run in runs for event in run.events]
-    keys = list(dict.fromkeys(key for event in events for key in event if number(event, key) is not None))
+def panels_of(y: str, runs: Sequence[Run], smooth: float) -> tuple[list[Panel], list[str]]:
+    """(panels in the order of `y`, a line for each that was asked for and that no log has)."""
+    keys_of = [dict.fromkeys(key for event in run.events for key in event if number(event, key) is not None)
+               for run in runs]  # fmt: skip
+    keys = list(dict.fromkeys(key for of_run in keys_of for key in of_run))
     panels, missing = [], []
     for title in filter(None, map(str.strip, (y or PANELS).split(","))):
         patterns = [pattern.strip() for pattern in title.split("+")]
         chosen = [key for pattern in patterns for key in keys if fnmatchcase(key, pattern)]
-        curves = curves_of(list(dict.fromkeys(chosen)), runs, smooth)
-        if curves and (y or TWICE.get(title) not in keys):
-            panels.append((title, curves))
+        shown = runs
+        if not y:
+            shown = [run._replace(events=[]) if TWICE.get(title) in of_run else run
+                     for run, of_run in zip(runs, keys_of, strict=True)]  # fmt: skip
+        panel = panel_of(title, list(dict.fromkeys(chosen)), shown, smooth)
+        if panel.curves:
+            panels.append(panel)
         elif y and keys:
             missing.append(f"plot: no log has {title!r}; they have {', '.join(sorted(keys))}")
     return panels, missing
 
 
-def curves_of(keys: Sequence[str], runs: Sequence[Run], smooth: float) -> list[Curve]:
+def panel_of(title: str, keys: Sequence[str], runs: Sequence[Run], smooth: float) -> Panel:
+    """The curves of these keys. Keys of one group, rewards/chosen and rewards/rejected, go by what differs."""
     curves, bases = [], list(dict.fromkeys(key.removeprefix("val_") for key in keys))
-    for number, run in enumerate(runs):
+    for which, run in enumerate(runs):
         for key in keys:
-            base = key.removeprefix("val_")
-            color = number * len(bases) + bases.index(base)
-            label = run.name if len(bases) == 1 else f"{run.name} {base}" if len(runs) > 1 else base
+            base = bases.index(key.removeprefix("val_"))
             for kind in ("train", "eval"):
                 steps, values = series(run.events, kind, key)
                 if not len(steps):
                     continue
                 averaged = kind == "train" and smooth > 0 and key not in NOT_SMOOTHED
                 mean = moving_average(values, smooth) if averaged else None
-                said = label + (VAL if kind == "eval" else "")
-                curves.append(Curve(said, color, kind == "eval", at_steps(steps, *run.axis), values, mean))
-    return curves
+                curves.append(Curve(which, base, kind == "eval", at_steps(steps, *run.axis), values, mean))
+    one_group = len(bases) > 1 and len({base.rpartition("/")[0] for base in bases}) == 1
+    return Panel(title, [base.rpartition("/")[2] for base in bases] if one_group else bases, curves)
 
 
 def summary(name: str, events: Sequence[dict], remarks: Sequence[str]) -> str:

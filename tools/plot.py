@@ -8,8 +8,8 @@
 A run is its directory or its log.jsonl, a pattern of such names, or `host:` and a name there (host: whatever ssh takes,
 with a key that asks for no password). Of a log that grows only what is new is read. Steps that an interrupted run
 logged and its continuation took again count once, as they came last. `+` in y puts keys into one panel, `*` stands for
-any letters: --y='val_bpb/*'. Points and broken lines are evaluations; thin lines are the values of training, thick ones
-their moving average.
+any letters: --y='val_bpb/*'. A color is a run, a style of lines a key. Points are evaluations; pale lines are the
+values of training, thick ones their moving average.
 
 x: `tokens` are those in the log, else tokens per second times seconds. `hours` are those of training, without
 evaluations and saves, from the speeds in the log. `flops` are model.flops_per_token for each token, with the shape in
@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from curves import VAL, Curve, Log, PlotError, Run, axis_of, find_logs, panels_of, parse, short_names, summary
+from curves import Curve, Log, Panel, PlotError, Run, axis_of, find_logs, panels_of, parse, short_names, summary
 
 from configurator import ConfigError, configure
 
@@ -46,14 +46,17 @@ y = ""  # panels, comma-separated, keys of one panel joined by +, patterns allow
 smooth = 0.8  # weight of the past in the moving average of training values; 0 = none
 watch = 0.0  # seconds between two looks at the logs, until Ctrl-C; 0 = draw once
 
+DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel, one after another
+MARKERS = "osv^Dp*"  # of evaluations, likewise
 X_LABELS = {"steps": "step", "tokens": "tokens", "flops": "FLOPs", "hours": "hours of training"}
 
 
 # ---- picture ---------------------------------------------------------------------------------------------------------
 
 
-def draw(panels: Sequence[tuple[str, list[Curve]]], x_label: str) -> "Figure":
-    """The panels as a matplotlib figure, up to three beside each other. Raises PlotError without matplotlib."""
+def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":
+    """The panels as a matplotlib figure, up to three beside each other, with one legend below. names: of the runs.
+    Raises PlotError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -61,38 +64,71 @@ def draw(panels: Sequence[tuple[str, list[Curve]]], x_label: str) -> "Figure":
         raise PlotError("plot: a picture needs matplotlib; run: pip install matplotlib; or use --ascii=True") from None
     n_columns = min(3, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
+    keys = list(dict.fromkeys(key for panel in panels if len(panel.keys) > 1 for key in panel.keys))
     with matplotlib.rc_context({"font.family": fonts()}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
         if not panels:
             figure.text(0.5, 0.5, "nothing logged yet", ha="center", va="center")
-        limits = bounds([curve.x for _, curves in panels for curve in curves])
-        for position, (title, curves) in enumerate(panels, start=1):
+        limits = bounds([curve.x for panel in panels for curve in panel.curves])
+        for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
-            draw_panel(axes, title, curves, x_label)
+            draw_panel(axes, panel, keys, x_label)
             axes.set_xlim(limits[0] - 0.03 * (limits[1] - limits[0]), limits[1] + 0.03 * (limits[1] - limits[0]))
+        draw_legend(figure, panels, names, keys)
     return figure
 
 
-def draw_panel(axes: object, title: str, curves: Sequence[Curve], x_label: str) -> None:
+def draw_panel(axes: object, panel: Panel, keys: Sequence[str], x_label: str) -> None:
+    """keys: those of the panels that have several, in the order of their styles."""
     from matplotlib.ticker import EngFormatter
 
-    for curve in curves:
-        color = f"C{curve.color % 10}"
+    for curve in panel.curves:
+        color = color_of(curve.run)
+        number = keys.index(panel.keys[curve.key]) if len(panel.keys) > 1 else 0
+        dash = DASHES[number % len(DASHES)]
         if curve.points:
-            axes.plot(curve.x, curve.y, "o--", color=color, markersize=3.5, linewidth=1, label=curve.label)
+            marker = MARKERS[number % len(MARKERS)]
+            axes.plot(curve.x, curve.y, linestyle=dash, marker=marker, color=color, markersize=4, linewidth=1)
         elif curve.mean is None:
-            axes.plot(curve.x, curve.y, color=color, linewidth=1.5, label=curve.label)
+            axes.plot(curve.x, curve.y, linestyle=dash, color=color, linewidth=1.5)
         else:
             axes.plot(curve.x, curve.y, color=color, linewidth=0.8, alpha=0.35)
-            axes.plot(curve.x, curve.mean, color=color, linewidth=1.8, label=curve.label)
-    axes.set_title(title.replace("+", ", "), fontsize=10)
+            axes.plot(curve.x, curve.mean, linestyle=dash, color=color, linewidth=1.8)
+    axes.set_title(panel.title.replace("+", ", "), fontsize=10)
     axes.set_xlabel(x_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     if x_label in ("tokens", "FLOPs"):
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if len(curves) > 1:
-        axes.legend(fontsize=8, frameon=False)
+
+
+def draw_legend(figure: "Figure", panels: Sequence[Panel], names: Sequence[str], keys: Sequence[str]) -> None:
+    """One for all panels, beneath them: the color of each run, the style of each key, what has points."""
+    from matplotlib.lines import Line2D
+
+    curves = [curve for panel in panels for curve in panel.curves]
+    runs = sorted({curve.run for curve in curves})
+    lines = [(names[run], Line2D([], [], color=color_of(run), linewidth=4)) for run in runs]
+    has_points = {curve.points for curve in curves}
+    for number, key in enumerate(keys):
+        marker = MARKERS[number % len(MARKERS)] if True in has_points else ""
+        dash = DASHES[number % len(DASHES)]
+        lines.append((key, Line2D([], [], color="black", linestyle=dash, marker=marker, markersize=4)))
+    if len(has_points) == 2:
+        lines.append(("training", Line2D([], [], color="gray", linewidth=1.8)))
+        lines.append(("evaluation", Line2D([], [], color="gray", linewidth=1, marker="o", markersize=4)))
+    if lines:
+        labels, handles = zip(*lines, strict=True)
+        inches = 0.8 + 0.08 * max(int(widths(label).sum()) for label in labels)  # of one entry in this size
+        n_columns = max(1, min(len(labels), int(figure.get_figwidth() / inches)))
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / n_columns))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=n_columns, fontsize=8, frameon=False, handlelength=3.5
+        )
+
+
+def color_of(run: int) -> str:
+    return f"C{run % 10}"
 
 
 def fonts() -> list[str]:
@@ -116,15 +152,15 @@ def save(figure: "Figure", path: str) -> None:
 # ---- terminal --------------------------------------------------------------------------------------------------------
 
 
-def draw_ascii(panels: Sequence[tuple[str, list[Curve]]], x_label: str, width: int, height: int) -> str:
+def draw_ascii(panels: Sequence[Panel], names: Sequence[str], x_label: str, width: int, height: int) -> str:
     """The panels as text of `width` columns and, if they fit, `height` lines; 0 = 12 for each plot. Each run's key has
-    its letter, small in training, a capital in evaluations."""
+    its letter, small in training, a capital in evaluations. names: of the runs."""
     n_columns = min(len(panels), max(1, width // 50)) or 1
     n_rows = math.ceil(len(panels) / n_columns)
     lines_each = max(5, (height - 1) // n_rows - 4) if height and panels else 12  # beside title, x, an empty line
-    limits = bounds([curve.x for _, curves in panels for curve in curves])
+    limits = bounds([curve.x for panel in panels for curve in panel.curves])
     size = (max(20, width // n_columns - 2), lines_each)
-    drawn = [panel_lines(title, curves, x_label, limits, *size) for title, curves in panels]
+    drawn = [panel_lines(panel, names, x_label, limits, *size) for panel in panels]
     lines = []
     for first in range(0, len(drawn), n_columns):
         beside = drawn[first : first + n_columns]
@@ -133,20 +169,20 @@ def draw_ascii(panels: Sequence[tuple[str, list[Curve]]], x_label: str, width: i
 
 
 def panel_lines(
-    title: str, curves: Sequence[Curve], x_label: str, limits: tuple[float, float], width: int, height: int
+    panel: Panel, names: Sequence[str], x_label: str, limits: tuple[float, float], width: int, height: int
 ) -> list[str]:  # fmt: skip
     """One panel: title and legend, `height` lines of plot, the x axis, an empty line; each `width` wide."""
     plot, margin = width - 10, 9
-    kept = [trimmed(curve) for curve in curves]
+    kept = [trimmed(curve) for curve in panel.curves]
     (left, right), (bottom, top) = limits, bounds([values for _, values in kept])
     grid = [[" "] * plot for _ in range(height)]
-    for curve, (xs, ys) in zip(curves, kept, strict=True):
+    for curve, (xs, ys) in zip(panel.curves, kept, strict=True):
         columns, values = on_columns(xs, ys, curve.points, left, right, plot)
         rows = np.rint((top - values) / (top - bottom) * (height - 1)).astype(int)
         for column, row in zip(columns, rows, strict=True):
-            grid[row][column] = letter(curve)
-    legend = dict.fromkeys(f"{letter(curve).lower()}={curve.label.removesuffix(VAL)}" for curve in curves)
-    lines = [f"{title.replace('+', ', ')}  {'  '.join(legend)}"]
+            grid[row][column] = letter(curve, panel)
+    legend = dict.fromkeys(f"{letter(c, panel).lower()}={called(c, panel, names)}" for c in panel.curves)
+    lines = [f"{panel.title.replace('+', ', ')}  {'  '.join(legend)}"]
     labels = [f"{top:.4g}", *[""] * (height - 2), f"{bottom:.4g}"]
     for label, row in zip(labels, grid, strict=True):
         lines.append(f"{label:>{margin}}|" + "".join(row))
@@ -158,9 +194,14 @@ def panel_lines(
 
 def fitted(line: str, width: int) -> str:
     """The line cut or filled up to `width` columns; a Chinese character takes two."""
-    ends = np.cumsum([1 + (east_asian_width(character) in ("W", "F")) for character in line])
+    ends = np.cumsum(widths(line))
     n = int(np.searchsorted(ends, width, side="right"))
     return line[:n] + " " * (width - int(ends[n - 1] if n else 0))
+
+
+def widths(text: str) -> np.ndarray:
+    """Columns that each character takes in a terminal."""
+    return np.array([1 + (east_asian_width(character) in ("W", "F")) for character in text], dtype=int)
 
 
 def trimmed(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -188,9 +229,16 @@ def on_columns(
     return columns, np.interp(columns, place, ys)
 
 
-def letter(curve: Curve) -> str:
+def letter(curve: Curve, panel: Panel) -> str:
     letters = "abcdefghijklmnopqrstuvwxyz"
-    return (letters.upper() if curve.points else letters)[curve.color % 26]
+    return (letters.upper() if curve.points else letters)[(curve.run * len(panel.keys) + curve.key) % 26]
+
+
+def called(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
+    """What tells a curve from the others of the panel: the run, the key or both."""
+    if len(panel.keys) == 1:
+        return names[curve.run]
+    return f"{names[curve.run]} {panel.keys[curve.key]}" if len(names) > 1 else panel.keys[curve.key]
 
 
 # ---- one look at all logs --------------------------------------------------------------------------------------------
@@ -229,18 +277,20 @@ def check_config(config: dict) -> None:
 
 
 def show(drawn: Sequence[Run], config: dict) -> list[str]:
-    """Draw the runs: into the file, or on the terminal, which is cleared first if they are watched. Returns what was
-    asked for and is not there, which while a run is watched may still come; else it raises PlotError."""
+    """Draw the runs: into the file, or on the terminal, which is cleared first if they are watched. Returns lines: what
+    was asked for and is not there, which while a run is watched may still come (else it raises PlotError), and which
+    file was written."""
     (panels, missing), x_label = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]]
+    names = [run.name for run in drawn]
     if missing and not config["watch"]:
         raise PlotError("\n".join(missing))
     if not config["ascii"]:
-        save(draw(panels, x_label), config["out"])
-        return missing
+        save(draw(panels, names, x_label), config["out"])
+        return [*missing, f"wrote {config['out']}"]
     size = shutil.get_terminal_size()
     height = size.lines - len(drawn) - 3 if config["watch"] else 0
     clear = "\x1b[H\x1b[2J" if config["watch"] and sys.stdout.isatty() else ""
-    print(clear + draw_ascii(panels, x_label, size.columns, height))
+    print(clear + draw_ascii(panels, names, x_label, size.columns, height))
     return missing
 
 

@@ -1,6 +1,6 @@
 """One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs; what training and a cache hold.
 
-    python tools/tour.py config/demo.py --vocab_size=4096          # keys as of pretrain.py
+    python tools/tour.py config/demo.py --vocab_size=4096          # keys as of pretrain.py, whose plan says the same
     python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
 
 The tensors are torch's fake ones, which have a shape and no memory, so any size will do. docs/tour.md explains what
@@ -18,10 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import checkpoint
+import train_utils
 from configurator import ConfigError, configure
 from generate import cache_bytes
+from lora import LoRAConfig, trainable_table
 from model import ModelConfig, RMSNorm, Transformer, flops_per_token, memory_table, parameter_table
-from pretrain import ARCHITECTURE, choose_architecture
+from pretrain import choose_architecture
+from reward_model import is_reward_model
 from run_card import defaults_of
 
 ROOT = Path(__file__).parent.parent
@@ -77,17 +80,23 @@ def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int
     return "\n".join(lines)
 
 
-def totals(cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str) -> str:
-    """Parameters, FLOPs and memory by part, as text."""
-    params = parameter_table(cfg)
-    memory = memory_table(cfg, B, T, dtype, optimizer, False, False, "cpu")
+def totals(cfg: ModelConfig, config: dict, device: torch.device, dtype: torch.dtype) -> str:
+    """Parameters, FLOPs and memory by part, as text. config: the keys of pretrain.py."""
+    params, B, T = parameter_table(cfg), config["batch_size"], config["block_size"]
+    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
+    trained = trainable_table(cfg, config["trainable"], adapters)
+    memory = memory_table(
+        cfg, B, T, dtype, config["optimizer"], config["activation_checkpointing"], config["compile"], device.type,
+        config["doc_mask"], trained["trainable"], trained["adapters"],
+    )  # fmt: skip
+    how = f"{device.type}, {str(dtype).removeprefix('torch.')}" + (", compiled" if config["compile"] else "")
     flops = flops_per_token(cfg, T)
     cache = cache_bytes(cfg, 1, T, dtype)
     return "\n".join([
         f"parameters {params['total']:,}: " + ", ".join(f"{k} {n:,}" for k, n in params.items() if n and k != "total"),
         f"training   {flops / 1e6:,.1f} MFLOPs per token: forward, and twice as much backward",
         f"           {flops * B * T / 1e9:,.1f} GFLOPs for a step of {B} x {T} tokens",
-        f"memory     {sum(memory.values()) / 2**20:,.0f} MiB for such a step: "
+        f"memory     {sum(memory.values()) / 2**20:,.0f} MiB for such a step ({how}): "
         + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
         f"cache      {cache / T / 2**10:,.1f} KiB for each token of a text that is being generated, "
         f"{cache / 2**20:,.1f} MiB for {T}",
@@ -100,12 +109,11 @@ if __name__ == "__main__":
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     if source is None and not config["vocab_size"]:
         raise ConfigError("config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096")
-    if source is not None:
-        config |= {"block_size": checkpoint.load_config(source).block_size}
-        config |= {key: namespace[key] for key in ARCHITECTURE if key not in ("block_size", "dropout")}
+    if source is not None and is_reward_model(source):
+        raise ConfigError(f"config: {source} is a reward model, without lm_head; give the checkpoint it began with")
     cfg = choose_architecture(config, source, 0)
-    B, T = config["batch_size"], config["block_size"]
-    dtype = {"float32": torch.float32}.get(config["dtype"], torch.bfloat16)
-    print(table(rows_of(cfg, B, T), cfg.n_layer))
+    device = train_utils.choose_device(config["device"])
+    dtype = train_utils.choose_dtype(config["dtype"], device)
+    print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))
     print()
-    print(totals(cfg, B, T, dtype, config["optimizer"]))
+    print(totals(cfg, config, device, dtype))
