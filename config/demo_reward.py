@@ -1,5 +1,5 @@
 """What `make demo-chat` trains after the demo's chat model: a reward model, which learns to tell the right description
-of a function from a wrong one. On two CPU cores in FIGURE minutes.
+of a function from a wrong one. On one CPU core in two minutes.
 
     python sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
         --n=4 --max_new_tokens=96 --batch_size=64
@@ -8,9 +8,9 @@ of a function from a wrong one. On two CPU cores in FIGURE minutes.
         --out_dir=data/demo_pairs
     python reward.py config/demo_reward.py
 
-All pairs are about questions that config/demo_sft.py left out: 1,417 are made of the documentation, FIGURE of the
-model's own answers, those of about the right length. Of held-out pairs FIGURE % are told apart, where the longer answer
-wins FIGURE %.
+All pairs are about questions that config/demo_sft.py left out: 1,417 are made of the documentation, 1,535 of the
+model's own answers, those of about the right length. Of 288 held-out pairs 83.7 % are told apart, where the longer
+answer wins 50.7 %.
 """
 
 out_dir = "out/demo_reward"
