@@ -356,7 +356,7 @@ if __name__ == "__main__":
             scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call
             sums += torch.cat((losses.detach()[None], metrics)).sum(1) / n_pairs
             n_tokens_seen += batch.x.numel()
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
         # <<< optimizer step

@@ -382,7 +382,7 @@ if __name__ == "__main__":
                 loss = model(x, y) * (world_size / n_targets)  # the model returns a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
         # <<< optimizer step

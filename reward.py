@@ -316,7 +316,7 @@ if __name__ == "__main__":
                 difference = chosen - rejected
                 sums += torch.stack((losses, difference > 0, difference, (chosen + rejected) / 2)).sum(1)
             seen += batch.x.numel()
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
         # <<< optimizer step

@@ -349,7 +349,7 @@ if __name__ == "__main__":
             loss_sum += loss.detach()
             by_source.index_add_(0, batch.sources, torch.stack((nats, (batch.targets != IGNORE).float()), dim=1))
             seen += torch.tensor([batch.x.numel(), n_labels])
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward (tests/test_repo.py)
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
         # <<< optimizer step

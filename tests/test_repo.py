@@ -16,6 +16,7 @@ BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokeniz
 BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
 BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model", "reward_scores"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
+BASE |= {"critic", "policy_gradient", "prompts", "rewards", "rollouts"}
 BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
 MAY_IMPORT = {
     "configurator": set(),
@@ -54,6 +55,14 @@ MAY_IMPORT = {
     "answer_files": set(),
     "score_tables": set(),
     "reward_scores": {"answer_files", "answer_pairs", "checkpoint", "readers", "reward_model", "shapes", "tokenizer"},
+    "policy_gradient": set(),
+    "rewards": {"checkpoint", "reward_model", "tokenizer"},
+    "prompts": {"answer_pairs", "chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection"}
+    | {"shapes", "tokenizer"},
+    "rollouts": {"data", "generate", "mixture", "model", "pairs", "policy_gradient", "prompts", "rewards", "sampling"}
+    | {"token_logps", "tokenizer", "train_utils"},
+    "critic": {"checkpoint", "ddp", "lora", "optim", "policy_gradient", "reward_model", "rewards", "rollouts", "runs"}
+    | {"tokenizer", "train_utils"},
     "chat_client": set(),
     "likelihood": {"ddp", "model", "train_utils"},
     "domains": {"likelihood", "model", "readers", "tokenizer"},
@@ -76,7 +85,7 @@ MAY_IMPORT = {
     | {"best_of", "reward_model", "train_utils"},
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
-SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample", "evaluate")
+SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample", "evaluate", "rl")
 
 
 def imports(path: Path) -> set[str]:

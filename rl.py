@@ -1,0 +1,522 @@
+"""Reinforcement learning: the model answers prompts, a reward says how well, and good answers become likelier.
+
+python rl.py config/debug_rl.py                                                        # CPU, seconds, needs nothing
+python rl.py config/grpo.py --init_from=out/sft --data=questions.jsonl --reward=rules.py:exact      # GRPO
+torchrun --standalone --nproc_per_node=4 rl.py config/ppo.py --init_from=out/sft --data=chats.jsonl --reward=out/reward
+
+It begins with a checkpoint of sft.py or dpo.py, or any Hugging Face Llama or Qwen3 directory. A step draws group_size
+answers to each of prompts_per_step prompts and makes epochs_per_step x minibatches updates from them. GRPO compares an
+answer with the others to its prompt; PPO compares every token with what a critic, a second model, expected. A reward is
+a reward model, a Python function, or a sum of several (rewards.py); the KL divergence from the beginning is held small.
+"""
+
+import copy
+import gc
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import checkpoint
+import ddp as dist
+import policy_gradient as pg
+import prepare
+import rollouts
+import run_card
+import runs
+import train_utils
+from configurator import ConfigError, configure
+from critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
+from generate import cache_bytes
+from lora import LoRAConfig, adapters_off, set_trainable, trainable_table
+from model import ModelConfig, Transformer, flops_per_token, parameter_table
+from optim import Optimizer, learning_rate_at, stays_whole
+from prompts import Prompts
+from rewards import ModelReward, Rewards
+from rollouts import Drawn, RolloutBatch, Rollouts, answer_logps, describe_answers, draw_groups, learnt_rewards
+from tokenizer import Tokenizer, chat_ready
+
+# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
+init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the prompts
+val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
+resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # order of the prompts, answers, adapters
+# reward
+reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
+normalise_rewards = False  # less their mean over their standard deviation, both of all finished answers so far
+unfinished = "penalty"  # an answer that max_new_tokens cuts: penalty = gets unfinished_reward | mask = is not learnt
+unfinished_reward = -1.0  # as it is, whatever normalise_rewards does to the others
+# answers
+group_size = 8  # answers to a prompt
+prompts_per_step = 32  # over all ranks
+max_new_tokens = 256  # most tokens of an answer
+temperature = 1.0  # of the distribution that is drawn from, and trained
+filter_groups = 0  # grpo: a prompt whose answers all get the same reward gives way to another, so often at most
+draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 32 is faster on CPUs, rows stay filled
+# algorithm
+algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
+loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | bnpo | dr_grpo (see normalise)
+scale_rewards = "none"  # grpo: advantages over the standard deviation of: none | group | batch
+clip_low = 0.2  # how far a token's probability may fall below its old one, as a share of it
+clip_high = 0.2  # how far it may rise
+epochs_per_step = 1  # times that a step's answers are learnt; ppo wants 2 to 4
+minibatches = 1  # updates per epoch
+kl_coef = 0.04  # weight of the KL divergence; 0 where rewards cannot be cheated
+kl = "rho_k3"  # grpo: its estimate in the loss, rho_k3 | k2 | k3 (see kl_penalty); ppo: k1, in the rewards
+kl_target = 0.0  # nats per answer to which kl_coef adapts itself; 0 = it is fixed
+kl_horizon = 10000.0  # answers in which it may grow by a fifth
+reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
+# critic, of ppo
+critic_from = ""  # reward model that it begins with; "" = init_from's body with a head of zeros
+value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
+value_clip = 0.2  # how far a value may move in one step before its loss keeps it; 0 = off
+gamma = 1.0  # discount per token
+lam = 0.95  # of generalised advantage estimation: 1 = whole returns, 0 = one token ahead
+# what is trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
+lora_rank = 16  # of the matrices that are added
+lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
+lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
+# data
+block_size = 1024  # most tokens of a prompt and an answer; a prompt without room for an answer is left out
+epochs = 1.0  # passes over the prompts of all sources
+max_steps = 0  # 0 = as many as epochs takes
+# batch
+batch_size = 8  # answers per rank and micro-step
+# optimizer
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
+learning_rate = 1e-6  # peak; adapters take ten times as much
+min_lr = 0.0  # at the end of the schedule
+schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
+warmup_steps = 0  # steps of rising learning rate
+warmup_fraction = 0.1  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
+decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
+decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
+stable_lr = 0.0  # wcsd: the plateau
+weight_decay = 0.0  # on matrices only
+beta1 = 0.9
+beta2 = 0.95
+momentum = 0.95  # Muon's
+grad_clip = 1.0  # global norm; 0.0 = off
+max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
+# system
+device = "auto"  # auto | cpu | cuda | mps
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
+compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
+compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
+compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
+compress_embedding = False  # powersgd: the embedding and the head too
+overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
+zero1 = False  # share the optimizer's state and work out among the ranks
+ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
+timeout_s = 300.0  # give up on a collective after this long
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop
+# evaluation, log, checkpoints
+eval_every = 20  # steps; also before the first and after the last step
+eval_prompts = 64  # held-out prompts, one answer to each; 0 = all
+eval_answers = 2  # of these answers, how many are shown
+log_every = 1  # steps
+tensorboard = False  # also write event files for tensorboard into out_dir
+save_every = 100  # steps; also after the last step
+keep_last = 2  # newest checkpoints kept; 0 = all
+keep_best = 2  # best checkpoints kept besides (0 to 2), by the held-out reward of those saved at an evaluation
+
+# These decide which prompts a step sees; a resumed run must not change them.
+DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_step", "val_fraction")
+# Made by the script, to try it without anything prepared.
+DEBUG_DATA = "data/debug/rl.jsonl"
+# What is added up over the tokens of an update, in this order.
+TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped")
+
+
+def check_config(config: dict, world_size: int) -> int:
+    """Number of updates per step. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config | {"total_batch_tokens": 0, "eval_steps": 0})
+    for key, allowed in {
+        "algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES, "kl": pg.KL_PENALTIES,
+        "reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask"),
+    }.items():  # fmt: skip
+        runs.check_choice(config, key, allowed)
+    least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
+    least |= {"group_size": 2 if config["algorithm"] == "grpo" else 1}
+    least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef", "kl_target"), 0)
+    least |= dict.fromkeys(("clip_high", "value_clip", "value_learning_rate", "eval_prompts", "eval_answers"), 0)
+    for key, minimum in least.items():
+        runs.check_least(config, key, minimum)
+    for key in ("clip_low", "gamma", "lam"):
+        runs.check_share(config, key)
+    for key in ("temperature", "kl_horizon"):
+        if not 0 < config[key] < math.inf:
+            raise ConfigError(f"config: {key} must be above 0, got {config[key]}")
+    check_combinations(config)
+    return count_updates(config, world_size)
+
+
+def check_combinations(config: dict) -> None:
+    """Raise ConfigError for settings that do not go together."""
+    if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
+        raise ConfigError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
+    if config["reference"] == "none" and (config["kl_coef"] or config["kl_target"]):
+        raise ConfigError(f"config: reference='none' needs kl_coef=0 and kl_target=0, got {config['kl_coef']}")
+    if config["kl_target"] and not config["kl_coef"]:
+        raise ConfigError("config: kl_target needs a kl_coef above 0 to begin with")
+    if config["algorithm"] == "ppo" and config["filter_groups"]:
+        raise ConfigError("config: filter_groups is for algorithm='grpo', which learns nothing from equal rewards")
+    if config["algorithm"] == "grpo" and config["critic_from"]:
+        raise ConfigError("config: critic_from is for algorithm='ppo'; grpo has no critic")
+    if config["max_new_tokens"] >= config["block_size"]:
+        raise ConfigError(
+            f"config: max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in "
+            f"block_size={config['block_size']}"
+        )
+    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
+        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+
+
+def count_updates(config: dict, world_size: int) -> int:
+    """Updates per step: epochs_per_step x minibatches. Raises ConfigError if the ranks cannot share the work evenly."""
+    if config["prompts_per_step"] % world_size:
+        raise ConfigError(
+            f"config: prompts_per_step={config['prompts_per_step']} must be a multiple of the {world_size} ranks"
+        )
+    each = config["prompts_per_step"] * config["group_size"] // world_size
+    if each % config["minibatches"]:
+        raise ConfigError(
+            f"config: minibatches={config['minibatches']} must divide the {each} answers of a rank "
+            f"(prompts_per_step * group_size / ranks)"
+        )
+    return config["epochs_per_step"] * config["minibatches"]
+
+
+def debug_rows(talks: list[list[dict]]) -> list[dict]:
+    """Questions about Python with their answer, which is not shown."""
+    return [{"messages": talk[:2]} for talk in talks]
+
+
+def plan(
+    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
+    peak: float, rewards: Rewards,
+) -> str:  # fmt: skip
+    """What this run will take at most, as text: parameters, steps, memory by part, time."""
+    trained, total = trainable_table(cfg, config["trainable"], adapters), parameter_table(cfg)["total"]
+    answers = config["prompts_per_step"] * config["group_size"]
+    rows = config["draw_batch_size"] or answers // world_size
+    judges = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
+    reward_bytes = float(sum(4 * p.numel() for judge in judges for p in judge.parameters()))
+    other = {"reference": 4.0 * total * (config["reference"] == "model")}
+    other |= {"reward models": reward_bytes, "cache": float(cache_bytes(cfg, rows, config["block_size"], dtype))}
+    other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]} if config["algorithm"] == "ppo" else {}
+    n_tokens = answers * config["max_steps"] * config["block_size"]
+    seconds = n_tokens * config["epochs_per_step"] * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
+    return "\n".join([
+        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
+        f"batch       {config['prompts_per_step']} prompts x {config['group_size']} answers per step, "
+        f"{config['epochs_per_step'] * config['minibatches']} updates, {config['max_steps']:,} steps",
+        runs.describe_memory(cfg, config, trained, False, world_size, device, dtype, other),
+        f"time        of the updates below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x "
+        f"{peak / 1e12:,.2f} TFLOP/s",
+    ])  # fmt: skip
+
+
+def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n_answers: int) -> dict[str, float]:
+    """Means over a step of what was added up, TOKEN_SUMS: losses per update, all else per token; and the KL per answer.
+    n_answers: that are learnt, over all ranks."""
+    n_tokens = max(1.0, sums["tokens"])  # each is counted n_epochs times, but its entropy once
+    found = {key: sums[key] / n_updates for key in ("loss", "value_loss")}
+    found |= {key: sums[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
+    found |= {"entropy": sums["entropy"] * n_epochs / n_tokens}
+    return found | {"kl_answer": sums["kl"] / n_epochs / max(1, n_answers)}
+
+
+def show_answer(one: Drawn, reward: float) -> str:
+    """A line for people."""
+    asked, said = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
+    worth = f"{reward:8.3f}" if one.finished else "     cut"
+    return f"    {worth}  {asked:.60} -> {said:.100}"
+
+
+def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
+    log.write("eval", step, scores)
+    parts = [f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
+    parts += [f"finished {100 * scores['finished']:.1f}%", f"length {scores['length']:.1f}"]
+    parts += [f"{key.partition('/')[2]} {value:.3f}" for key, value in scores.items() if key.startswith("reward/")]
+    log.print(f"step {step:6d}/{log.max_steps} | held out | " + " | ".join(parts))
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    n_updates = check_config(config, world_size)
+    torch_device, torch_dtype = runs.choose_device(config)
+    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+
+    # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
+    source = checkpoint.resolve(init_from) if init_from else None
+    if source is None and data != DEBUG_DATA:
+        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+    if data == DEBUG_DATA:
+        prepare.make_debug_rows(Path(data), debug_rows)
+    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
+    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = runs.tuned_architecture(config | {"dropout": 0.0}, source, tokenizer.vocab_size)
+    adapters = LoRAConfig(lora_rank, lora_alpha, 0.0, tuple(lora_modules.split(",")))
+    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
+    critic_source = find_critic(config, source, tokenizer)
+    longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
+    corpus = Prompts(data, tokenizer, longest, seed, val_data, val_fraction)
+    if not corpus.val:
+        raise ConfigError("config: no prompt is held out for validation; raise val_fraction or give val_data")
+    asked = dict(config)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
+    order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
+    if rank == 0:
+        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, rewards)
+        print("\n".join([*corpus.report(), text]), flush=True)
+    if plan_only:
+        sys.exit(0)
+    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
+    start_step = state.get("step", 0)
+    if resume_from:
+        runs.check_data_order(state["order"], order, {}, resume_from, start_step)
+        runs.check_same_parts(resume_from, state["config"], config)
+        if rank == 0:
+            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+
+    # ---- processes
+    stop_signal = train_utils.StopSignal()
+    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    if world.is_main:
+        runs.prepare_out_dir(asked, "rl")
+
+    # ---- policy, reference, optimizer, critic
+    train_utils.seed_everything(seed)
+    raw_model = Transformer(cfg)
+    if source and (reference == "model" or not resume_from):
+        runs.load_start(raw_model, source, n_known)
+    first_model = raw_model
+    if reference == "model":
+        first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
+    set_trainable(raw_model, trainable, adapters)
+    base = runs.frozen_base(resume_from, source)
+    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    if compile:
+        torch._dynamo.config.recompile_limit = 128  # eight lengths, with gradients and without, of three models
+        for one in {raw_model, first_model}:
+            one.compile_blocks(partial(torch.compile, dynamic=False))
+    model = raw_model  # compiled block by block, so it is the same object
+    if resume_from:
+        checkpoint.load_weights(raw_model, resume_from)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
+    compress_from = n_updates * warmup if compress_start_step < 0 else compress_start_step
+    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
+    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
+    opt = Optimizer(
+        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
+        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+    )  # fmt: skip
+    critic = None
+    if algorithm == "ppo":
+        saved = state.get("critic", {})
+        critic = make_critic(config, critic_source, tokenizer, adapters, saved, world, torch_device, torch_dtype)
+
+    # ---- state: fresh, or exactly as it was
+    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)
+    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    if resume_from:
+        runs.restore(parts, resume_from, state, rank_state, compress)
+    ddp.n_steps = start_step * n_updates
+    kl_control = pg.AdaptiveKL(state["kl_coef"] if resume_from and kl_target else kl_coef, kl_target, kl_horizon)
+    seen_scores = torch.tensor(state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
+    state = rank_state = saved = None  # as large as the optimizer's
+    n_answers = prompts_per_step * group_size  # of a step, over all ranks
+    own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
+    slots = range(own.start // group_size, own.stop // group_size)  # their prompts
+    draw = partial(
+        rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
+        batch_size=draw_batch_size, dtype=torch_dtype,
+    )  # fmt: skip
+    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    save_failed, stopping = False, False
+
+    def policy_logps(batch: RolloutBatch) -> Tensor:
+        return answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
+
+    def reference_logps(batch: RolloutBatch) -> Tensor:
+        with adapters_off(first_model):
+            return answer_logps(first_model, batch, temperature, torch_device, torch_dtype)[0]
+
+    def critic_values(batch: RolloutBatch) -> Tensor:
+        return values_of(critic.model, batch, torch_device, torch_dtype)
+
+    def evaluate_now(step: int) -> float:
+        """Minus the mean reward of one answer to each held-out prompt, with the same seeds each time. All goes to the
+        log."""
+        held_out = corpus.val[: eval_prompts or None]
+        seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
+        mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
+        found = dist.gather_objects((rollouts.score(rewards, mine), [len(one.ids) for one in mine]))
+        lengths = torch.tensor([n for _, sizes in found for n in sizes])
+        scores = describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
+        report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)
+        for one, of_one in list(zip(mine, found[0][0][0].tolist(), strict=False))[:eval_answers]:
+            log.print(show_answer(one, of_one))
+        return -scores["reward"]
+
+    # ---- the loop
+    gc.collect()
+    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
+    if start_step == 0:
+        evaluate_now(0)
+    mark_time, mark_step = time.perf_counter(), start_step
+    since_log: list[dict] = []  # figures of each step since the last log line
+    for update in range(start_step * n_updates, max_steps * n_updates):
+        step, turn = update // n_updates + 1, update % n_updates
+        last = step == max_steps
+        lr, value_lr = (
+            learning_rate_at(step, schedule, top, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr)
+            for top in (learning_rate, value_learning_rate)
+        )
+        if turn == 0:  # answers, and all that stays the same for the updates that are made from them
+            ddp.flush()  # updates that wait for the next forward
+            groups = draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
+            of_all = dist.gather_objects((groups.scores, [len(one.ids) for one in groups.drawn], groups.n_redrawn))
+            scores, lengths = (torch.cat([torch.as_tensor(one[k]) for one in of_all], dim=-1) for k in (0, 1))
+            figures = describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
+            if normalise_rewards:
+                seen_scores = seen_scores + pg.power_sums(scores[0][~scores[0].isnan()])
+                scores = pg.whiten(scores, *pg.moments(seen_scores))
+            learnt, counts = learnt_rewards(scores[0], config)
+            flat = pg.flat_groups(learnt, group_size, counts) if group_size > 1 else counts.new_zeros(1)
+            figures["flat_groups"] = flat.float().mean().item()
+            figures["redrawn"] = sum(n for _, _, n in of_all)
+            answers = Rollouts(groups.drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
+            each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
+            ref = each(reference_logps) if reference != "none" else None
+            old = each(policy_logps) if n_updates > 1 or critic else None
+            if critic:
+                values, kls = each(critic_values), 0 * old if ref is None else pg.kl_estimate(old, ref, "k1")
+                advantages, returns, figures["explained"] = estimate_advantages(
+                    learnt[own], kls, values, answers, kl_control.coefficient, gamma, lam
+                )
+                values, returns = values.to(torch_device), returns.to(torch_device)
+            else:
+                batch_std = learnt[counts].std().item() if scale_rewards == "batch" else 0.0
+                of_answers = pg.group_advantages(learnt, group_size, scale_rewards, batch_std, counts)
+                advantages = of_answers[own][answers.row]
+            advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
+            sums = torch.zeros(len(TOKEN_SUMS), device=torch_device)
+            ratio_max, n_positions = torch.ones((), device=torch_device), 0
+        epoch, minibatch = divmod(turn, minibatches)
+        chosen = rollouts.minibatch_of(n_answers, 0, minibatches, seed, step, epoch) == minibatch
+        n_tokens = int(lengths[torch.from_numpy(chosen) & counts].sum())  # of this update, over all ranks
+        batches = list(answers.batches(batch_size, np.flatnonzero(chosen[own])))
+        ddp.expect_step(opt, lr)
+        for k, batch in enumerate(batches):
+            ddp.sync = k == len(batches) - 1  # talk once per update, during the last backward
+            batch = batch.to(torch_device)
+            logps, entropies = answer_logps(model, batch, temperature, torch_device, torch_dtype, epoch == 0)
+            before = logps.detach() if old is None else old[batch.place]
+            losses, ratios, clipped = pg.policy_losses(logps, before, advantages[batch.place], clip_low, clip_high)
+            kls = before.new_zeros(2, len(before))
+            if ref is not None:
+                kls = torch.stack([pg.kl_estimate(before, ref[batch.place], kind) for kind in ("k1", "k3")])
+            if kl_control.coefficient and not critic:
+                losses = losses + kl_control.coefficient * pg.kl_penalty(logps, before, ref[batch.place], kl)
+            loss_of_micro = pg.normalise(
+                losses, batch.row, len(batch.x), loss, n_answers // minibatches, n_tokens, max_new_tokens
+            )
+            scaler.scale(loss_of_micro * world_size).backward()  # ddp averages over ranks
+            value_loss = losses.new_zeros(())
+            if critic:
+                critic.ddp.sync = ddp.sync
+                found = critic_values(batch)
+                errors = pg.value_losses(found, values[batch.place], returns[batch.place], value_clip)
+                value_loss = errors.sum() / max(1, n_tokens)
+                critic.scaler.scale(value_loss * world_size).backward()
+            n_of_micro = losses.new_tensor(float(len(losses)))
+            added = n_of_micro, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum()
+            sums += torch.stack([value.detach().float() for value in added])
+            ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
+            n_positions += batch.x.numel()
+        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
+        # <<< optimizer step
+        if critic:
+            value_norm = critic.ddp.step(critic.opt, lr=value_lr, clip=grad_clip, scaler=critic.scaler)
+        if turn < n_updates - 1:
+            continue
+        log.advance()
+
+        sums = dict(zip(TOKEN_SUMS, dist.all_reduce_sum(sums.double().cpu()).tolist(), strict=True))
+        figures |= describe_updates(sums, n_updates, epochs_per_step, int(counts.sum()))
+        figures["ratio_max"] = max(dist.gather_objects(ratio_max.item()))
+        figures |= {"kl_coef": kl_control.coefficient, "draw_s": groups.seconds, "drawn": world_size * groups.n_tokens}
+        figures["positions"] = world_size * n_positions
+        kl_control.update(figures["kl_answer"], n_answers)
+        since_log.append(figures)
+        stopping = dist.any_rank(stop_signal.received > 0)
+        if step % log_every == 0 or last or stopping:
+            seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
+            means = {key: sum(one[key] for one in since_log) / n_steps for key in figures}
+            tokens_per_s, draw_share = n_steps * means.pop("positions") / seconds, n_steps * means["draw_s"] / seconds
+            draw_rate = means.pop("drawn") / means.pop("draw_s")
+            values_now = means | {
+                "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
+                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
+                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "epoch": float(corpus.order(prompts_per_step).epochs(step * prompts_per_step).max()),
+                "ratio_max": max(one["ratio_max"] for one in since_log),
+                "draw_tokens_per_s": draw_rate, "draw_share": draw_share,
+            }  # fmt: skip
+            values_now |= {"value_norm": value_norm.item()} if critic else {}
+            log.train(step, values_now, seconds / n_steps)
+            if skipped[1] >= max_skipped:
+                raise runs.TrainingError(
+                    f"train: step {step}: {int(skipped[1])} updates in a row without a finite gradient; lower "
+                    "learning_rate or continue from an earlier checkpoint"
+                )
+            mark_time, mark_step, since_log = time.perf_counter(), step, []
+        pause, val_loss = time.perf_counter(), None
+        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+            ddp.flush()  # updates that wait for the next forward
+        if step % eval_every == 0 or last:
+            val_loss = evaluate_now(step)
+        if step % save_every == 0 or last or stopping:
+            other = {"kl_coef": kl_control.coefficient, "seen_scores": seen_scores.tolist()}
+            other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)} if critic else {}
+            save_failed = not runs.save(
+                parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other
+            )
+        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+        if stopping:
+            how = "not saved" if save_failed else "the same command continues"
+            log.print(f"stopped by a signal after step {step}; {how}")
+            break
+
+    log.close()
+    if world.is_main:
+        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
+    dist.close()
+    sys.exit(stop_signal.exit_code if stopping else int(save_failed))

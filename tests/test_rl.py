@@ -1,0 +1,531 @@
+"""rl.py as users run it: the gradient by hand, rewards that rise, the same on any ranks, exact resume, mistakes."""
+
+import json
+import math
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_pretrain as tp
+import test_pretrain_ranks as tpr
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import prepare
+import reward_model
+import rollouts
+from lora import LoRAConfig, set_trainable
+from model import ModelConfig, Transformer
+from prompts import Prompts
+from reward_model import RewardModel
+from tokenizer import Tokenizer, chat_ready, train
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--block_size=96", "--batch_size=4"]
+FLAGS += ["--max_new_tokens=12", "--prompts_per_step=4", "--group_size=4", "--learning_rate=1e-3"]
+FLAGS += ["--value_learning_rate=1e-3", "--warmup_fraction=0", "--val_fraction=0.2", "--eval_prompts=6"]
+FLAGS += ["--eval_answers=0", "--peak_tflops=1"]
+RULES = '''
+def brief(prompt, answer, row):
+    """Better the shorter it is; what the right length is differs by question."""
+    return -abs(len(answer) - row["number"]) / 20
+
+def even(prompt, answer, row):
+    return float(len(answer) % 2)
+
+def same(prompt, answer, row):
+    return 0.5
+
+def fails(prompt, answer, row):
+    return 1 / (row["number"] - row["number"])
+
+def nan(prompt, answer, row):
+    return float("nan")
+'''
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A small model of random weights that ends its answers, its tokenizer, a reward model of random weights, prompts
+    and rules."""
+    folder = tmp_path_factory.mktemp("base")
+    prepare.make_debug_data(folder / "data")
+    tokenizer = chat_ready(Tokenizer.load(folder / "data"))
+    torch.manual_seed(0)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=96, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    model, judge = Transformer(cfg), RewardModel(cfg)
+    with torch.no_grad():
+        for p in (*model.parameters(), *judge.parameters()):
+            p.mul_(4)
+        model.embed_tokens.weight[tokenizer.im_end_id] *= 2
+        judge.score.weight.normal_()
+    for name in ("model", "judge"):
+        (folder / name).mkdir()
+    checkpoint.write_model(folder / "model", model, tokenizer)
+    reward_model.write_model(folder / "judge", judge, tokenizer)
+    rows = [{"prompt": f"第{i}个问题: what is {i} plus {i}?", "number": i % 7} for i in range(40)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (folder / "rules.py").write_text(RULES, encoding="utf-8")
+    return folder
+
+
+def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
+    """A flag --reward=NAME is the rule of that name."""
+    common = [f"--init_from={base / 'model'}", f"--data={base / 'prompts.jsonl'}", f"--out_dir={out}", *FLAGS]
+    common += [f"--reward={base}/rules.py:brief"]
+    rules = {f"--reward={name}": f"--reward={base}/rules.py:{name}" for name in ("even", "same", "fails", "nan")}
+    return tp.flags_with_defaults(tuple(rules.get(flag, flag) for flag in flags), common)
+
+
+@pytest.fixture
+def run(base, tmp_path, monkeypatch):
+    """run(*flags) -> exit status of rl.py in this process; out_dir is tmp_path/out unless a flag says other."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(*flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["rl.py", *flags_of(base, tmp_path / "out", *flags)])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(ROOT / "rl.py"), run_name="__main__")
+        return caught.value.code or 0
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def column(out: Path, event: str, key: str) -> list:
+    return [one[key] for one in tp.events(out, event)]
+
+
+def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[rollouts.Drawn]:
+    """What a run with FLAGS draws in step 1."""
+    tokenizer = Tokenizer.load(base / "model")
+    corpus = Prompts(str(base / "prompts.jsonl"), tokenizer, 96 - 12, 1337, val_fraction=0.2)
+    prompts = corpus.take(corpus.order(n_prompts), np.arange(n_prompts))
+    seeds = [rollouts.seed_of(1337, 1, 0, slot) for slot in range(n_prompts)]
+    model = checkpoint.load_model(base / "model")
+    return rollouts.draw(model, tokenizer, prompts, seeds, group_size, 12, 1.0, 0, torch.float32)
+
+
+def reward_of(one: rollouts.Drawn) -> float:
+    """The rule `brief`, with the penalty of an unfinished answer."""
+    return -abs(len(one.text) - one.prompt.row["number"]) / 20 if one.finished else -1.0
+
+
+def text_logps(model: Transformer, one: rollouts.Drawn) -> torch.Tensor:
+    ids = torch.tensor([one.prompt.ids + one.ids])
+    return model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-len(one.ids) :, 0]
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+def test_first_step_of_grpo_by_hand(run, base, tmp_path):
+    """Rewards, advantages, loss and gradient of the answers, each text alone: REINFORCE with the group's mean."""
+    assert run("--max_steps=1", "--kl_coef=0") == 0
+    drawn, model = first_answers(base), checkpoint.load_model(base / "model")
+    rewards = torch.tensor([reward_of(one) for one in drawn]).view(4, 4)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+    n_tokens = sum(len(one.ids) for one in drawn)
+    loss = -sum(a * text_logps(model, one).sum() for a, one in zip(advantages, drawn, strict=True)) / n_tokens
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    (found,) = tp.events(tmp_path / "out", "train")
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-4) and norm > 1e-3
+    means = -sum(a * len(one.ids) for a, one in zip(advantages, drawn, strict=True)) / n_tokens  # every ratio is 1
+    assert found["loss"] == pytest.approx(means, abs=1e-6)
+    assert found["reward"] == pytest.approx(rewards.mean().item(), rel=1e-5)
+    assert found["reward_std"] == pytest.approx(rewards.std().item(), rel=1e-5)
+    assert found["length"] == n_tokens / 16 and found["finished"] == sum(one.finished for one in drawn) / 16
+    assert found["ratio_max"] == 1 and found["clipped"] == 0 and abs(found["kl"]) < 1e-6
+
+
+def test_first_step_of_ppo_by_hand(run, base, tmp_path):
+    """A critic that says 0 and a policy that has not moved: the advantage of every token is lam^(tokens to the end)
+    times the answer's reward, whitened over all tokens; the value's loss is half the square of it. The critic's head
+    reads the body's result, normed once, at the place from which the token was drawn."""
+    assert run("--algorithm=ppo", "--group_size=1", "--prompts_per_step=8", "--max_steps=1", "--lam=0.9") == 0
+    drawn, model = first_answers(base, 8, 1), checkpoint.load_model(base / "model")
+    returns = [reward_of(one) * 0.9 ** torch.arange(len(one.ids) - 1, -1, -1).double() for one in drawn]
+    flat = torch.cat(returns)
+    loss, of_head = 0, 0
+    for one, mine in zip(drawn, returns, strict=True):
+        ids = torch.tensor([one.prompt.ids + one.ids])
+        of_head = of_head - (mine[:, None] * model.hidden(ids[:, :-1])[0, -len(mine) :]).sum(0).detach() / len(flat)
+        advantages = (mine - flat.mean()) / flat.std()
+        loss = loss - (advantages * text_logps(model, one)).sum() / len(flat)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    (found,) = tp.events(tmp_path / "out", "train")
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert found["value_loss"] == pytest.approx(0.5 * flat.square().mean().item(), rel=1e-5)
+    assert found["value_norm"] == pytest.approx(of_head.norm().item(), rel=1e-4)
+    assert found["explained"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("flags", [["--temperature=0.8"], ["--algorithm=ppo"], ["--trainable=lora"]])
+def test_nothing_moves_without_a_learning_rate(run, tmp_path, flags):
+    """Old log-probabilities are those of the training forward: in every update of every epoch the ratio is 1, and so is
+    that to the reference."""
+    rates = ["--learning_rate=0", "--value_learning_rate=0", "--epochs_per_step=2", "--minibatches=2"]
+    assert run(*flags, *rates, "--max_steps=2") == 0
+    assert column(tmp_path / "out", "train", "ratio_max") == pytest.approx([1, 1], abs=1e-5)
+    assert column(tmp_path / "out", "train", "kl_k3") == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_equal_rewards_teach_nothing(run, tmp_path):
+    assert run("--reward=same", "--unfinished=mask", "--max_steps=2", "--kl_coef=0") == 0
+    assert column(tmp_path / "out", "train", "flat_groups") == [1, 1]
+    assert column(tmp_path / "out", "train", "grad_norm") == [0, 0]
+    assert column(tmp_path / "out", "eval", "reward") == pytest.approx([0.5, 0.5])
+
+
+def test_groups_of_equal_rewards_are_drawn_anew(run, tmp_path):
+    common = ["--reward=even", "--group_size=2", "--prompts_per_step=16", "--max_steps=1", "--kl_coef=0"]
+    for times in (0, 1, 4):
+        assert run(*common, f"--filter_groups={times}", f"--out_dir={tmp_path / str(times)}") == 0
+    found = {times: tp.events(tmp_path / str(times), "train")[0] for times in (0, 1, 4)}
+    assert found[0]["redrawn"] == 0 and found[1]["redrawn"] == 16 * found[0]["flat_groups"] > 4
+    assert found[4]["flat_groups"] < found[1]["flat_groups"] < found[0]["flat_groups"]
+
+
+def test_unfinished_answers_by_rule(run, base, tmp_path):
+    """masked: the gradient is that of the finished ones among themselves, by hand."""
+    assert run("--unfinished=mask", "--max_steps=1", "--kl_coef=0") == 0
+    drawn, model = first_answers(base), checkpoint.load_model(base / "model")
+    loss, n_tokens, rewards = 0, 0, []
+    for k in range(0, 16, 4):
+        group = [one for one in drawn[k : k + 4] if one.finished]
+        mean = sum(map(reward_of, group)) / max(1, len(group))
+        loss = loss - sum((reward_of(one) - mean) * text_logps(model, one).sum() for one in group)
+        n_tokens, rewards = n_tokens + sum(len(one.ids) for one in group), rewards + list(map(reward_of, group))
+    (loss / n_tokens).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    (found,) = tp.events(tmp_path / "out", "train")
+    assert 0 < len(rewards) < 16 and found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert found["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--scale_rewards=group", "--loss=grpo", "--temperature=0.9"],
+        ["--trainable=lora", "--reference=adapter_off", "--loss=dr_grpo", "--learning_rate=1e-2"],
+        ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True"],
+    ],
+    ids=["grpo", "lora", "ppo"],
+)
+def test_rewards_rise(run, base, tmp_path, flags):
+    common = ["--max_steps=25", "--prompts_per_step=8", "--batch_size=32", "--eval_prompts=0", "--eval_every=25"]
+    assert run(*tp.flags_with_defaults(tuple(flags), [*common, "--learning_rate=3e-3", "--kl_coef=0.001"])) == 0
+    before, after = column(tmp_path / "out", "eval", "reward")
+    assert after > before + 0.2
+    rewards = column(tmp_path / "out", "train", "reward")
+    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.2
+    kls = column(tmp_path / "out", "train", "kl_answer")
+    assert abs(kls[0]) < 0.5 < kls[-1] and all(map(math.isfinite, kls))
+
+
+def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
+    common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12"]
+    for coef in (0.0, 1.0):
+        assert run(*common, f"--kl_coef={coef}", f"--out_dir={tmp_path / str(coef)}") == 0
+    free, held = (column(tmp_path / name, "train", "kl_answer")[-1] for name in ("0.0", "1.0"))
+    assert 0 < held < free / 2
+    assert run(*common, "--kl_coef=0.01", "--kl_target=0.1", "--kl_horizon=50") == 0
+    coefs = column(tmp_path / "out", "train", "kl_coef")
+    assert coefs[0] == 0.01 and coefs[-1] > 0.02
+
+
+@pytest.mark.parametrize("flags", [["--minibatches=2"], ["--algorithm=ppo", "--epochs_per_step=2"]])
+def test_any_micro_batches_give_the_same_steps(run, tmp_path, flags):
+    for rows in (16, 3, 1):
+        assert run(*flags, "--max_steps=3", f"--batch_size={rows}", f"--out_dir={tmp_path / str(rows)}") == 0
+    for key in ("loss", "grad_norm", "reward", "kl", "entropy", "length"):
+        one = column(tmp_path / "16", "train", key)
+        for rows in (3, 1):
+            assert column(tmp_path / str(rows), "train", key) == pytest.approx(one, rel=1e-3, abs=1e-5), (key, rows)
+
+
+def test_every_kind_of_reference_gives_the_same_run(run, tmp_path):
+    for kind in ("model", "adapter_off"):
+        flags = ["--trainable=lora", f"--reference={kind}", f"--out_dir={tmp_path / kind}", "--learning_rate=1e-2"]
+        assert run(*flags, "--max_steps=4", "--kl_coef=0.1") == 0
+    one, other = (column(tmp_path / kind, "train", "kl_k3") for kind in ("model", "adapter_off"))
+    assert one[-1] > 1e-4 and other == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+def test_a_reward_model_and_a_rule_add_up(run, base, tmp_path):
+    """The log has each part; their weighted sum is the reward of the finished answers."""
+    spec = f"{base / 'judge'}=0.5,{base}/rules.py:even=2"
+    assert run(f"--reward={spec}", "--unfinished=mask", "--max_steps=1", "--eval_prompts=0") == 0
+    for event in ("train", "eval"):
+        found = tp.events(tmp_path / "out", event)[0]
+        total = 0.5 * found["reward/judge"] + 2 * found["reward/even"]
+        assert found["reward"] == pytest.approx(total, rel=1e-5)
+    tokenizer = Tokenizer.load(base / "model")
+    judge = reward_model.load(base / "judge")
+    rows = [one.prompt.ids + one.ids[:-1] + [tokenizer.im_end_id] for one in first_answers(base) if one.finished]
+    scores = reward_model.score_ids(judge, rows, tokenizer.pad_id)
+    (found,) = tp.events(tmp_path / "out", "train")
+    assert found["reward/judge"] == pytest.approx(sum(scores) / len(scores), rel=1e-4)
+
+
+def test_a_critic_may_begin_as_the_reward_model(run, base, tmp_path):
+    """Its first values are the scores of beginnings, so the first value loss is another than that of zeros."""
+    flags = ["--algorithm=ppo", "--max_steps=1"]
+    assert run(*flags, f"--critic_from={base / 'judge'}") == 0
+    assert run(*flags, f"--out_dir={tmp_path / 'zeros'}") == 0
+    found, zeros = (column(tmp_path / name, "train", "value_loss")[0] for name in ("out", "zeros"))
+    assert found > 2 * zeros > 0
+
+
+def test_half_precision_trains(run, tmp_path):
+    for kind in ("bfloat16", "float16"):
+        flags = [f"--dtype={kind}", "--max_steps=2", "--algorithm=ppo", f"--out_dir={tmp_path / kind}"]
+        assert run(*flags, "--epochs_per_step=2") == 0
+        assert all(map(math.isfinite, column(tmp_path / kind, "train", "loss")))
+
+
+# ---- resume ---------------------------------------------------------------------------------------------------------
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for key in ("loss", "grad_norm", "lr", "reward", "kl_answer", "kl_coef", "value_loss"):
+        assert column(a, "train", key) == column(b, "train", key), key
+    for key in ("val_loss", "length"):
+        assert column(a, "eval", key) == column(b, "eval", key), key
+    name = "adapter_model.safetensors" if (a / "latest" / "adapter_model.safetensors").exists() else "model.safetensors"
+    weights, others = (load_file(out / "latest" / name) for out in (a, b))
+    assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+    mine, theirs = (checkpoint.load_train_state(out / "latest", 0)[0] for out in (a, b))
+    for one, other in ((mine, theirs), (mine.get("critic", {}), theirs.get("critic", {}))):
+        for name, state in one.get("optimizer", {}).items():
+            assert all(torch.equal(state[key], other["optimizer"][name][key]) for key in state), name
+        for name, weight in one.get("weights", {}).items():
+            assert torch.equal(weight, other["weights"][name]), name
+    assert mine["seen_scores"] == theirs["seen_scores"]
+
+
+RESUMED = {
+    "grpo": ["--kl_target=0.5", "--filter_groups=1", "--reward=even"],
+    "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True"],
+    "lora": ["--algorithm=ppo", "--trainable=lora", "--reference=adapter_off", "--minibatches=2"],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_continues_to_the_bit(run, tmp_path, name):
+    """From the checkpoint of step 2, which is all that is left of a run."""
+    straight, left = tmp_path / "straight", tmp_path / "left"
+    common = [*RESUMED[name], "--max_steps=5", "--save_every=2", "--eval_every=3", "--keep_last=0"]
+    assert run(*common, f"--out_dir={straight}") == 0
+    shutil.copytree(straight, left, symlinks=True, ignore=shutil.ignore_patterns("step_000004", "step_000005", "*est*"))
+    assert run(*common, f"--out_dir={left}", "--resume=must") == 0
+    assert_same_run(straight, left)
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_bit(base, tmp_path):
+    """kill -9 at a random moment after the first save."""
+    common = [*RESUMED["ppo"], "--max_steps=12", "--save_every=3", "--eval_every=6"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(out: Path) -> subprocess.Popen:
+        command = [sys.executable, str(ROOT / "rl.py"), *flags_of(base, out, *common)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    whole, process = start(straight), start(killed)
+    while process.poll() is None and not (killed / "latest").exists():
+        time.sleep(0.01)
+    time.sleep(random.Random(0).random() * 0.2)
+    process.kill()
+    process.communicate()
+    assert "continuing" in tp.finish(start(killed))
+    tp.finish(whole)
+    assert_same_run(straight, killed)
+
+
+def test_a_resume_of_something_else_is_refused(run, base, tmp_path):
+    flags = ["--trainable=lora", "--max_steps=1"]
+    assert run(*flags) == 0
+    others = ["--lora_rank=4", "--trainable=all", "--prompts_per_step=8", "--algorithm=ppo", "--reward=even"]
+    for flag in [*others, "--max_new_tokens=10", "--seed=1"]:
+        with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
+            run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
+        assert caught.value.one_line
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+STEPS = ["--max_steps=3", "--save_every=2", "--eval_every=3"]
+RANK_CASES = {
+    "grpo": ["--minibatches=2", "--epochs_per_step=2", "--scale_rewards=batch"],
+    "grpo zero1 forward": ["--minibatches=2", "--zero1=True", "--overlap_step=forward", "--normalise_rewards=True"],
+    "backward": ["--overlap_step=backward", "--grad_clip=0", "--loss=dr_grpo", "--eval_prompts=1"],
+    "mask filter": ["--unfinished=mask", "--filter_groups=1", "--reward=even", "--loss=grpo"],
+    "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True", "--kl_target=1"],
+    "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True"],
+}
+
+
+@pytest.fixture(scope="session")
+def two_ranks(base, tmp_path_factory) -> Path:
+    """All cases on 2 ranks in one start, one of them stopped, and that one to its end."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
+        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), STEPS), "--ddp_debug=True"), stops
+
+    jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
+    flags = ["--max_steps=8", *RANK_CASES["ppo"]]
+    jobs += [job("straight", flags, False), job("stopped", flags, True)]
+    for part in (jobs, [job("stopped", flags, False)]):
+        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        done = subprocess.run(
+            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
+    """Answers, rewards, updates. With ddp_debug the ranks' weights are compared after every update."""
+    flags = [flag for flag in RANK_CASES[name] if not flag.startswith(("--zero1", "--overlap"))]
+    assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
+    keys = ["loss", "grad_norm", "reward", "length", "kl_k3", "entropy", "flat_groups", "redrawn", "kl_coef"]
+    keys += ["value_loss", "clipped", "ratio_max"] + ["value_norm", "explained"] * name.startswith("ppo")
+    for key in keys:
+        mine, theirs = (column(out, "train", key) for out in (tmp_path / "out", two_ranks / name))
+        assert theirs == pytest.approx(mine, rel=2e-3, abs=1e-5), key
+    mine, theirs = (column(out, "eval", "val_loss") for out in (tmp_path / "out", two_ranks / name))
+    assert theirs == pytest.approx(mine, rel=1e-4)
+
+
+@pytest.mark.dist
+def test_two_ranks_resume_to_the_bit(two_ranks):
+    assert_same_run(two_ranks / "straight", two_ranks / "stopped")
+
+
+@pytest.mark.dist
+def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
+    shutil.copytree(
+        two_ranks / "straight", tmp_path / "out", symlinks=True, ignore=shutil.ignore_patterns("step_000008", "*est*")
+    )
+    flags = ["--max_steps=8", "--resume=must", *RANK_CASES["ppo"]]
+    assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
+    for key in ("loss", "value_loss", "reward", "kl_coef", "kl_answer"):
+        mine, theirs = (column(out, "train", key) for out in (tmp_path / "out", two_ranks / "straight"))
+        assert len(mine) == 8 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--init_from="], "init_from"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--algorithm=dpo"], "algorithm must be one of"),
+        (["--loss=sum"], "loss must be one of"),
+        (["--kl=k1"], "kl must be one of"),
+        (["--group_size=1"], "group_size must be at least 2"),
+        (["--temperature=0"], "temperature must be above 0"),
+        (["--minibatches=3"], "minibatches=3 must divide"),
+        (["--reference=none"], "kl_coef=0"),
+        (["--reference=adapter_off"], "trainable='lora'"),
+        (["--algorithm=ppo", "--filter_groups=1"], "filter_groups"),
+        (["--critic_from=out/reward"], "critic_from"),
+        (["--max_new_tokens=96"], "leaves no room"),
+        (["--max_new_tokens=90"], "no room for an answer"),
+        (["--epochs=0"], "epochs must be above 0"),
+        (["--reward=nowhere"], "nowhere"),
+        (["--trainable=lora,nonsense"], "nonsense"),
+        (["--val_fraction=0"], "held out"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
+    with pytest.raises(Exception) as caught:
+        run(*flags)
+    assert caught.value.one_line and says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rule, says", [("fails", "ZeroDivisionError"), ("nan", "nan")])
+def test_a_reward_that_fails_is_named_with_its_prompt(run, base, rule, says):
+    with pytest.raises(Exception, match=f"rules.py:{rule}") as caught:
+        run(f"--reward={rule}", "--max_steps=1")
+    text = str(caught.value)
+    assert caught.value.one_line and says in text and "prompts.jsonl:" in text and "个问题" in text
+
+
+def test_a_reward_model_or_critic_of_another_tokenizer_is_refused(run, base, tmp_path):
+    (tmp_path / "judge").mkdir()
+    reward_model.write_model(tmp_path / "judge", reward_model.load(base / "judge"), train(["another text"], 300))
+    for flags in ([f"--reward={tmp_path / 'judge'}"], ["--algorithm=ppo", f"--critic_from={tmp_path / 'judge'}"]):
+        with pytest.raises(Exception, match="another tokenizer") as caught:
+            run(*flags)
+        assert caught.value.one_line
+
+
+def test_every_shipped_config_trains(run, tmp_path):
+    for path in sorted(ROOT.glob("config/*.py")):
+        if f" rl.py config/{path.name}" in path.read_text(encoding="utf-8"):
+            small = ["--max_steps=1", "--prompts_per_step=8", "--warmup_steps=1", "--val_data=", "--critic_from="]
+            small += [f"--out_dir={tmp_path / path.stem}"]
+            assert run(str(path), *small) == 0, path
+            assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 1
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_plan_counts_every_model(base, tmp_path, monkeypatch, capsys, algorithm):
+    flags = [f"--algorithm={algorithm}", "--plan_only=True", f"--reward={base / 'judge'}"]
+    monkeypatch.setattr(sys, "argv", ["rl.py", *flags_of(base, tmp_path / "out", *flags)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "rl.py"), run_name="__main__")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+    n_params = sum(p.numel() for p in checkpoint.load_model(base / "model").parameters())
+    assert f"reference {4 * n_params / 2**20:,.0f} MiB" in line and "reward models" in line
+    assert (f"critic {16 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_reference_without_adapters_is_the_model_that_had_none(base):
+    """Adapters that do something are in what is drawn and in what is trained."""
+    tokenizer = Tokenizer.load(base / "model")
+    adapted = checkpoint.load_model(base / "model")
+    set_trainable(adapted, "lora", LoRAConfig(4))
+    for name, p in adapted.named_parameters():
+        p.data.add_(0.1 if "lora_B" in name else 0.0)
+    plain = first_answers(base)
+    prompts = [one.prompt for one in plain[::4]]
+    seeds = [rollouts.seed_of(1337, 1, 0, slot) for slot in range(4)]
+    drawn = rollouts.draw(adapted, tokenizer, prompts, seeds, 4, 12, 1.0, 0, torch.float32)
+    assert [one.ids for one in drawn] != [one.ids for one in plain]
+    with torch.no_grad():
+        sums = [text_logps(adapted, one).sum().item() for one in drawn]
+    assert sums == pytest.approx([one.logprob for one in drawn], abs=1e-3)
+
+
+if __name__ == "__main__":
+    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "rl.py")
