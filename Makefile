@@ -49,6 +49,7 @@ lint: $(VENV)/tests
 
 clean:
 	rm -rf data/demo data/demo_chat data/demo_pairs data/demo_answers.jsonl data/demo_answers.jsonl.config.json data/debug
-	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo
+	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo out/debug_rl
+	rm -rf data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

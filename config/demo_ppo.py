@@ -1,0 +1,39 @@
+"""PPO on the task of demo_rl.py: a critic learns beside the model what reward an answer will get, token by token.
+On two CPU cores in about three minutes.
+
+    python tools/largest.py --out_dir=data/demo_largest
+    python sft.py config/demo_largest.py                                       # what an answer looks like
+    python rl.py config/demo_ppo.py                                            # --seed=1, 2, 3: other runs
+    python tools/plot.py --runs=out/demo_ppo --y='reward,kl_answer,explained'
+
+The held-out reward is the share of right answers, one drawn to each of 400 questions. With seeds 1 and 2 it rose in 40
+steps from 0.285 and 0.295 to 0.803 and 0.770 (0.850 after 60 steps with seed 1); the KL divergence came to 1.9 and 2.2
+nats per answer of ten tokens.
+"""
+
+out_dir = "out/demo_ppo"
+init_from = "out/demo_largest"
+data = "data/demo_largest/questions.jsonl"
+val_data = "data/demo_largest/held_out.jsonl"
+reward = "tools/largest.py:correct"
+unfinished_reward = 0.0  # as a wrong answer
+algorithm = "ppo"
+max_new_tokens = 24
+compile = False  # a fresh machine may have no C++ compiler
+block_size = 64
+group_size = 1
+prompts_per_step = 128
+batch_size = 64
+draw_batch_size = 32  # a row that ends makes room for the next answer
+epochs_per_step = 2
+max_steps = 40
+learning_rate = 2e-4
+value_learning_rate = 5e-4
+schedule = "constant"
+warmup_steps = 5
+warmup_fraction = 0.0
+kl_coef = 0.02
+eval_every = 20
+eval_prompts = 0
+log_every = 10
+save_every = 1000
