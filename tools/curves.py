@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PANELS = (
     "loss+val_loss,val_bpb,val_loss/*,val_bpb/*,lr,grad_norm,tokens_per_s,"
-    "mean_token_accuracy,rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward"
+    "mean_token_accuracy,rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward,"
+    "kl_answer,entropy"
 )
 # dpo.py logs these a second time under trl's names, and only those in evaluations.
 TWICE = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
