@@ -40,6 +40,8 @@ def make_critic(
     model = RewardModel(cfg)
     if source:
         reward_model.load_start(model, source, runs.count_known_ids(source, tokenizer, "the chat tokenizer"))
+    if config["normalise_rewards"]:  # returns are on another scale than the scores that its head has learnt
+        torch.nn.init.zeros_(model.score.weight)
     set_trainable(model, config["trainable"], adapters)
     model.score.requires_grad_(True)
     if saved:

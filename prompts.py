@@ -106,7 +106,7 @@ def read_source(path: str, tokenizer: Tokenizer, longest: int, val_fraction: flo
         entries = read_manifest(Path(path))["splits"]
         files = [str(Path(path) / entries[split]["file"]) if split in entries else "" for split in ("train", "val")]
         train, val = (list(reader.prompts(file, tokenizer, longest)) if file else [] for file in files)
-        reader.check(path, len(train))
+        reader.check(path, len(train) + len(val))
         return Source(train, val, reader.dropped, reader.places)
     for file in readers.find_files(path):
         found += reader.prompts(file, tokenizer, longest)

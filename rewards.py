@@ -19,6 +19,7 @@ import math
 import numbers
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -160,7 +161,7 @@ def load_function(name: str) -> Callable[[list[dict], str, dict], float]:
     if not os.path.isfile(path):
         raise RewardError(f"reward: {name!r}: there is no file {path!r}; give file.py:function")
     spec = importlib.util.spec_from_file_location("reward_" + re.sub(r"\W", "_", path), path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # of code that is not ours

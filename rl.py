@@ -57,7 +57,7 @@ seed = 1337  # order of the prompts, answers, adapters
 reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
 normalise_rewards = False  # less their mean over their standard deviation, both of all finished answers so far
 unfinished = "penalty"  # an answer that max_new_tokens cuts: penalty = gets unfinished_reward | mask = is not learnt
-unfinished_reward = -1.0  # as it is, whatever normalise_rewards does to the others
+unfinished_reward = -1.0  # as it is, whatever normalise_rewards does to the others: with it, keep this at -1 or below
 # answers
 group_size = 8  # answers to a prompt
 prompts_per_step = 32  # over all ranks
@@ -79,7 +79,7 @@ kl_target = 0.0  # nats per answer to which kl_coef adapts itself; 0 = it is fix
 kl_horizon = 10000.0  # answers in which it may grow by a fifth
 reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
 # critic, of ppo
-critic_from = ""  # reward model that it begins with; "" = init_from's body with a head of zeros
+critic_from = ""  # reward model that it begins with (with normalise_rewards its body); "" = init_from's, head of zeros
 value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
 value_clip = 0.2  # how far a value may move in one step before its loss keeps it; 0 = off
 gamma = 1.0  # discount per token
@@ -161,6 +161,9 @@ def check_config(config: dict, world_size: int) -> int:
         runs.check_least(config, key, minimum)
     for key in ("clip_low", "gamma", "lam"):
         runs.check_share(config, key)
+    for key in ("kl_coef", "unfinished_reward"):
+        if not math.isfinite(config[key]):
+            raise ConfigError(f"config: {key} must be a finite number, got {config[key]}")
     for key in ("temperature", "kl_horizon"):
         if not 0 < config[key] < math.inf:
             raise ConfigError(f"config: {key} must be above 0, got {config[key]}")
@@ -221,6 +224,7 @@ def plan(
     reward_bytes = float(sum(4 * p.numel() for judge in judges for p in judge.parameters()))
     other = {"reference": 4.0 * total * (config["reference"] == "model")}
     other |= {"reward models": reward_bytes, "cache": float(cache_bytes(cfg, rows, config["block_size"], dtype))}
+    other |= {"copy to draw with": float(dtype.itemsize * total)}  # see generate.for_inference
     other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]} if config["algorithm"] == "ppo" else {}
     n_tokens = answers * config["max_steps"] * config["block_size"]
     seconds = n_tokens * config["epochs_per_step"] * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
@@ -232,6 +236,12 @@ def plan(
         f"time        of the updates below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x "
         f"{peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
+
+
+def mean_of_finite(values: list[float]) -> float:
+    """Of those that are finite: a step without a finished answer has no mean of its rewards. nan if none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n_answers: int) -> dict[str, float]:
@@ -280,12 +290,19 @@ if __name__ == "__main__":
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_critic(config, source, tokenizer)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
+    if longest < 1:  # check_config has looked at block_size
+        raise ConfigError(
+            f"config: reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens} leaves no "
+            "room for a prompt"
+        )
     corpus = Prompts(data, tokenizer, longest, seed, val_data, val_fraction)
     if not corpus.val:
         raise ConfigError("config: no prompt is held out for validation; raise val_fraction or give val_data")
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
+    if source and reference == "model":  # a run that goes on must not measure its KL to other weights
+        order["reference"] = checkpoint.weights_key(source)
     if rank == 0:
         text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, rewards)
         print("\n".join([*corpus.report(), text]), flush=True)
@@ -421,7 +438,7 @@ if __name__ == "__main__":
                 )
                 values, returns = values.to(torch_device), returns.to(torch_device)
             else:
-                batch_std = learnt[counts].std().item() if scale_rewards == "batch" else 0.0
+                batch_std = learnt[counts].std().item() if scale_rewards == "batch" and counts.sum() > 1 else 0.0
                 of_answers = pg.group_advantages(learnt, group_size, scale_rewards, batch_std, counts)
                 advantages = of_answers[own][answers.row]
             advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
@@ -469,7 +486,7 @@ if __name__ == "__main__":
             continue
         log.advance()
 
-        sums = dict(zip(TOKEN_SUMS, dist.all_reduce_sum(sums.double().cpu()).tolist(), strict=True))
+        sums = dict(zip(TOKEN_SUMS, dist.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
         figures |= describe_updates(sums, n_updates, epochs_per_step, int(counts.sum()))
         figures["ratio_max"] = max(dist.gather_objects(ratio_max.item()))
         figures |= {"kl_coef": kl_control.coefficient, "draw_s": groups.seconds, "drawn": world_size * groups.n_tokens}
@@ -479,7 +496,7 @@ if __name__ == "__main__":
         stopping = dist.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
             seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
-            means = {key: sum(one[key] for one in since_log) / n_steps for key in figures}
+            means = {key: mean_of_finite([one[key] for one in since_log]) for key in figures}
             tokens_per_s, draw_share = n_steps * means.pop("positions") / seconds, n_steps * means["draw_s"] / seconds
             draw_rate = means.pop("drawn") / means.pop("draw_s")
             values_now = means | {

@@ -149,6 +149,13 @@ def test_a_function_cannot_change_the_data(home):
     assert one == answer(more=[])
 
 
+def test_a_file_may_hold_dataclasses_whose_types_are_texts(home):
+    lines = ["from __future__ import annotations", "import dataclasses", "@dataclasses.dataclass", "class Mark:"]
+    lines += ["    value: float", "def mark(prompt, answer, row):", "    return Mark(0.5).value"]
+    Path("marks.py").write_text("\n".join(lines), encoding="utf-8")
+    assert Rewards("marks.py:mark", tokenizer_of(home)).score([answer()]).total == [0.5]
+
+
 PLACE = 'on data/zh.jsonl:7, prompt "从前有一只猫吗?", answer "好。"'
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import checkpoint
 import prepare
 import reward_model
+import rl
 import rollouts
 from lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
@@ -469,6 +470,22 @@ def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
         run(*flags)
     assert caught.value.one_line and says in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):
+    """The KL divergence would be measured to other weights from there on."""
+    start = shutil.copytree(base / "model", tmp_path / "start")
+    assert run(f"--init_from={start}", "--max_steps=2") == 0
+    model = checkpoint.load_model(start)
+    torch.nn.init.normal_(model.norm.weight)
+    checkpoint.write_model(start, model, Tokenizer.load(start))
+    with pytest.raises(Exception, match="reference=") as caught:
+        run(f"--init_from={start}", "--max_steps=4")
+    assert caught.value.one_line
+
+
+def test_means_leave_out_steps_without_a_value():
+    assert rl.mean_of_finite([1.0, float("nan"), 3.0]) == 2.0 and math.isnan(rl.mean_of_finite([float("nan")]))
 
 
 @pytest.mark.parametrize("rule, says", [("fails", "ZeroDivisionError"), ("nan", "nan")])
