@@ -428,7 +428,7 @@ def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
 
 def test_every_shipped_config_trains(run, tmp_path):
     for path in sorted(ROOT.glob("config/*.py")):
-        if " sft.py " in path.read_text(encoding="utf-8"):
+        if f" sft.py config/{path.name}" in path.read_text(encoding="utf-8"):
             small = ["--max_steps=2", "--total_batch_tokens=0", "--warmup_steps=1", "--sample_prompts=Hi"]
             assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
             assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
