@@ -1,5 +1,5 @@
 """PPO on the task of demo_rl.py: a critic learns beside the model what reward an answer will get, token by token.
-On two CPU cores in about three minutes.
+On one CPU core in about three minutes.
 
     python tools/largest.py --out_dir=data/demo_largest
     python sft.py config/demo_largest.py                                       # what an answer looks like

@@ -1,5 +1,5 @@
-"""GRPO with a reward that can be verified: the demo model learns which of three numbers is the largest. On two CPU
-cores in two to three minutes.
+"""GRPO with a reward that can be verified: the demo model learns which of three numbers is the largest. On one CPU
+core in about two and a half minutes.
 
     python tools/largest.py --out_dir=data/demo_largest
     python sft.py config/demo_largest.py                                       # what an answer looks like
