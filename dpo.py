@@ -152,12 +152,6 @@ def check_config(config: dict, world_size: int) -> int:
     return runs.count_pair_steps(config, world_size)
 
 
-def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Questions about Python with their answer, and its words in reverse."""
-    said = [(talk[:1], talk[1]["content"]) for talk in talks]
-    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
-
-
 def plan(
     cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
     peak: float, epochs: str,
@@ -225,7 +219,7 @@ if __name__ == "__main__":
     if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), debug_rows)
+        prepare.make_debug_rows(Path(data), prepare.debug_pairs)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
     n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)

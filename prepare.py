@@ -617,6 +617,12 @@ def make_debug_data(out_dir: str | Path) -> None:
             publish(work, out_dir)
 
 
+def debug_pairs(talks: list[list[dict]]) -> list[dict]:
+    """Questions about Python with their answer, and its words in reverse."""
+    said = [(talk[:1], talk[1]["content"]) for talk in talks]
+    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
+
+
 def make_debug_rows(path: Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
     """Beside the debug corpus a file of rows that `rows_of` makes of some conversations about Python, unless it is
     there. Several processes may call this at once: each writes the same, under its own name at first."""

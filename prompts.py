@@ -112,9 +112,7 @@ def read_source(path: str, tokenizer: Tokenizer, longest: int, val_fraction: flo
         found += reader.prompts(file, tokenizer, longest)
     reader.check(path, len(found))
     positions = [split_position(said(prompt.messages).encode()) for prompt in found]
-    splits, _ = assign(np.array(positions, np.uint64), Recipe(val_fraction=val_fraction))
-    if splits.all():  # there is one prompt only
-        splits[:] = 0
+    splits, _ = assign(np.array(positions, np.uint64), Recipe(kind="preference", val_fraction=val_fraction))
     train, val = (list(itertools.compress(found, splits == k)) for k in (0, 1))
     return Source(train, val, reader.dropped, reader.places)
 

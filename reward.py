@@ -137,12 +137,6 @@ def check_config(config: dict, world_size: int) -> int:
     return runs.count_pair_steps(config, world_size)
 
 
-def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Questions about Python with their answer, and its words in reverse."""
-    said = [(talk[:1], talk[1]["content"]) for talk in talks]
-    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
-
-
 def flops_of(cfg: ModelConfig, T: int) -> float:
     """FLOPs per token of a body without a head."""
     return flops_per_token(cfg, T) - 6 * cfg.vocab_size * cfg.n_embd
@@ -207,7 +201,7 @@ if __name__ == "__main__":
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), debug_rows)
+        prepare.make_debug_rows(Path(data), prepare.debug_pairs)
     if source is None and data != DEBUG_DATA:
         raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))

@@ -169,7 +169,8 @@ def score_file(
                 f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
     problems = ddp.gather_objects(finish(part, out) if is_main else None)[0]
     if not problems[""]:
-        raise ScoreError(f"score: no row of {source} has a score: {reasons(problems) or 'there is no row'}")
+        why = reward_scores.reasons(problems) or "there is no row"
+        raise ScoreError(f"score: no row of {source} has a score: {why}")
     return problems, notes_of(report)
 
 
@@ -186,15 +187,10 @@ def finish(part: Path, out: Path) -> Counter:
     return problems
 
 
-def reasons(problems: Counter) -> str:
-    """'too long 3, empty text 1'."""
-    return ", ".join(f"{reason} {n}" for reason, n in problems.most_common() if reason)
-
-
 def summary(problems: Counter) -> str:
     """What became of the rows."""
     n = problems.total()
-    left = f", {n - problems['']:,} not: {reasons(problems)}" if n > problems[""] else ""
+    left = f", {n - problems['']:,} not: {reward_scores.reasons(problems)}" if n > problems[""] else ""
     return f"{problems['']:,} of {n:,} rows scored{left}"
 
 

@@ -4,7 +4,6 @@ All of it is read from what the run has left (config.py, log.jsonl) and from the
 """
 
 import ast
-import json
 import os
 import platform
 import time
@@ -25,7 +24,7 @@ def write(
     """Write out_dir/README.md and return its path. script: its file; config: as resolved; data: lines about it;
     watched: the loss that tells which is best; why: what ended the run before its last step, if that is known."""
     out, name = Path(out_dir), Path(script).name
-    events = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = train_utils.read_events(out / "log.jsonl")
     parts = [
         f"# {out.name}: a run of {name}",
         summary(events, config["max_steps"], why),
@@ -44,8 +43,11 @@ def write(
     ]
     path = out / "README.md"
     tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-    os.replace(tmp, path)
+    try:
+        tmp.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
+    except OSError as error:  # a full disk must not spoil a run that is complete
+        print(f"card: cannot write {path}: {error.strerror}")
     return path
 
 

@@ -242,8 +242,7 @@ class RunLog:
         the run count, before an interruption too: the file has them. One that is not finite is not better."""
         if not self.enabled:
             return 0
-        events = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        found = [event[key] for event in events if event["event"] == "eval" and key in event]
+        found = [event[key] for event in read_events(self.path) if event["event"] == "eval" and key in event]
         found = [math.inf if loss is None else loss for loss in found]
         return len(found) - 1 - found.index(min(found)) if found else 0
 
@@ -281,18 +280,20 @@ def check_tensorboard(asked: bool) -> None:
         raise SetupError("config: tensorboard=True needs a package; pip install tensorboard==2.21.0")
 
 
+def read_events(path: Path) -> list[dict]:
+    """The events of a log.jsonl, without lines that a kill or a full disk cut short."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
+
+
 def keep_events_until(path: Path, step: int) -> None:
     """Drop the events of `path` after `step`, and a last line that a kill cut short."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if event["step"] <= step:
-            kept.append(line)
+    kept = [json.dumps(event) + "\n" for event in read_events(path) if event["step"] <= step]
     tmp = path.with_suffix(".jsonl.tmp")
     tmp.write_text("".join(kept), encoding="utf-8")
     os.replace(tmp, path)

@@ -103,3 +103,15 @@ def test_its_command_gives_the_same_losses(trained):
         for out in (trained, again)
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_line_that_a_full_disk_cut_short_costs_that_line_alone(tmp_path, capsys):
+    whole = [event("train", 1, loss=3.0), event("eval", 2, val_loss=2.5)]
+    lines = [json.dumps(whole[0]), '{"event": "tra', json.dumps(whole[1])]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = run_card.write(tmp_path, ROOT / "sft.py", {"max_steps": 2}, [], torch.device("cpu"), 1)
+    assert "| val_loss | 2.5 | 2.5 | 2.5 |" in path.read_text(encoding="utf-8")
+    path.unlink()
+    path.mkdir()  # cannot be written over, by root either
+    run_card.write(tmp_path, ROOT / "sft.py", {"max_steps": 2}, [], torch.device("cpu"), 1)
+    assert f"card: cannot write {path}" in capsys.readouterr().out
