@@ -5,6 +5,7 @@ normed once) and is read where the token was drawn from, not behind it. Its weig
 own; it trains the parts that the policy trains, and its head.
 """
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -73,13 +74,15 @@ def estimate_advantages(
     rewards: Tensor, kls: Tensor, values: Tensor, answers: Rollouts, kl_coef: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor, float]:
     """(advantages (n,), whitened over the learnt tokens of all ranks; returns (n,); share of the variance of these
-    returns that the values foresaw). By all ranks. rewards (R,) of the answers, kls and values (n,) of their tokens."""
+    returns that the values foresaw, nan if all are the same). By all ranks. rewards (R,) of the answers, kls and values
+    (n,) of their tokens."""
     of_tokens = pg.token_rewards(rewards, kls, answers.row, kl_coef)
     advantages, returns = pg.gae(of_tokens, values, answers.row, gamma, lam)
     columns = torch.stack((advantages, returns, returns - values))[:, answers.learnt]
     sums = dist.all_reduce_sum(torch.stack([pg.power_sums(column) for column in columns]))
     (mean, var), (_, var_returns), (_, var_errors) = map(pg.moments, sums)
-    return pg.whiten(advantages, mean, var), returns, 1 - var_errors / max(var_returns, pg.VARIANCE_FLOOR)
+    explained = 1 - var_errors / var_returns if var_returns > pg.VARIANCE_FLOOR else math.nan
+    return pg.whiten(advantages, mean, var), returns, explained
 
 
 def critic_state(parts: runs.Parts, step: int, zero1: bool, source: Path | None) -> dict:

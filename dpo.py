@@ -236,6 +236,9 @@ if __name__ == "__main__":
     )
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
+    kind = "none" if loss in REFERENCE_FREE else reference
+    if source and kind in ("model", "precomputed"):  # a run that goes on must not be compared with other weights
+        order["reference"] = checkpoint.weights_key(source)
     if rank == 0:
         epochs_text, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
         text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs_text)
@@ -250,7 +253,6 @@ if __name__ == "__main__":
         runs.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
             print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
-    kind = "none" if loss in REFERENCE_FREE else reference
     reference_path = Path(reference_file or f"{out_dir}/reference.safetensors")
     table, about = None, {}
     if kind == "precomputed":

@@ -71,6 +71,7 @@ judge = ""  # win_rate: a model behind base_url as judge, both orders; empty = t
 base_url = ""  # of an OpenAI-compatible service
 api_key_env = ""  # name of the environment variable with its key; empty = none is sent
 people = ""  # win_rate: people judge; NAME.html and NAME.jsonl are made for them, and read once they have chosen
+unfinished = "lose"  # win_rate, answers cut by max_new_tokens: lose (two: a tie) | judge = judged like finished ones
 seed = 1337  # generation with a temperature; which answer people see first
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
@@ -82,7 +83,7 @@ TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks
     **dict.fromkeys(("stride", "text_key"), ("perplexity",)), "shots": choices.TASKS,
     **dict.fromkeys(("system", "temperature"), ("generation",)),
-    **dict.fromkeys(("judge", "base_url", "api_key_env", "people"), ("win_rate",)),
+    **dict.fromkeys(("judge", "base_url", "api_key_env", "people", "unfinished"), ("win_rate",)),
 }  # fmt: skip
 
 
@@ -139,9 +140,12 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         raise ConfigError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
     for key, users in USED_BY.items():
-        given, used = config[key] not in ("", 0, -1), wanted.keys() & set(users)
+        given, used = config[key] not in ("", 0, -1, "lose"), wanted.keys() & set(users)
         if given and not used and not (config["score"] and "perplexity" in users):
             raise ConfigError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
+    if config["unfinished"] not in judging.UNFINISHED:
+        allowed = " or ".join(judging.UNFINISHED)
+        raise ConfigError(f"config: unfinished must be {allowed}, got {config['unfinished']!r}")
     if bool(config["judge"]) != bool(config["base_url"]):
         raise ConfigError("config: judge and base_url belong together: a model, and the service that has it")
     if config["judge"] and not config["out"]:
@@ -279,7 +283,7 @@ def compare(source: str, subject: Subject, config: dict) -> dict:
     of_a, of_b = (judging.read_answers(path)[: config["limit"] or None] for path in paths)
     if config["people"]:
         if not Path(config["people"] + ".jsonl").exists():
-            n = judging.write_side_by_side(of_a, of_b, config["people"], config["seed"])
+            n = judging.write_side_by_side(of_a, of_b, config["people"], config["seed"], config["unfinished"])
             return {"to_choose": n, "read": config["people"] + ".html", "choose_in": config["people"] + ".jsonl"}
         ask = partial(judging.people_judge, out=config["people"])
     elif config["judge"]:
@@ -289,7 +293,7 @@ def compare(source: str, subject: Subject, config: dict) -> dict:
     else:
         how = {"batch_size": config["batch_size"], "dtype": subject.dtype}
         ask = partial(judging.reward_judge, model=subject.model, tokenizer=subject.tokenizer, **how)
-    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
+    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask, config["unfinished"])
 
 
 def score_rows(subject: Subject, config: dict, is_main: bool) -> None:

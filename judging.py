@@ -6,7 +6,8 @@
 
 A judge is a function of Matches that returns a Verdict for each: functools.partial of reward_judge, endpoint_judge or
 people_judge with the rest of their arguments. Answers come from a file of sample.py (read_answers), or are what
-generated.evaluate_generation has under "answers".
+generated.evaluate_generation has under "answers". One whose finish_reason is "length" is unfinished: it loses to a
+finished one, and two of them are a tie, without a judge; a reward model could not tell that it has no end.
 """
 
 import hashlib
@@ -49,6 +50,11 @@ First compare them in a few sentences. Then end with one line that holds nothing
 better, [[B]] if answer B is better, [[C]] if neither is."""
 
 
+EQUAL = "equal answers"  # reasons of verdicts that no judge was asked about
+CUT = "unfinished"
+UNFINISHED = ("lose", "judge")  # what becomes of such answers: as said above, or they are judged like the others
+
+
 class JudgeError(ValueError):
     one_line = True
 
@@ -57,6 +63,8 @@ class Match(NamedTuple):
     prompt: list[dict]  # messages
     a: str
     b: str
+    finished_a: bool = True
+    finished_b: bool = True
 
 
 class Verdict(NamedTuple):
@@ -137,16 +145,18 @@ def shared_scores(
 
 
 def read_answers(path: str) -> list[dict]:
-    """[{"prompt": messages, "answer": the first completion}, ...] of a file of answers of sample.py, in the order of
-    the prompts. A text to continue counts as what a user says. Raises JudgeError."""
+    """[{"prompt": messages, "answer": the first completion, "finish_reason"}, ...] of a file of answers of sample.py,
+    in the order of the prompts. A text to continue counts as what a user says. Raises JudgeError."""
     found = []
     for number, row in read_rows(path):
         try:
             fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
             fields, key = answers.parse(json.dumps(fields).encode())
             asked = fields[key] if isinstance(fields[key], list) else [{"role": "user", "content": fields[key]}]
-            found.append((row["index"], {"prompt": asked, "answer": row["completions"][0]["text"]}))
-        except (ValueError, LookupError, TypeError) as error:
+            first = row["completions"][0]
+            answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
+            found.append((row["index"], {"prompt": asked} | answer))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
             raise JudgeError(f"judge: {what}; give what its --out has written") from None
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
@@ -174,7 +184,10 @@ def matches_of(answers_a: Sequence[dict], answers_b: Sequence[dict]) -> tuple[li
     """(the prompts that both answer, in the order of A; how many only one of them does). Of a prompt that comes several
     times the k-th answers belong together. Raises JudgeError: there is none."""
     of_a, of_b = by_prompt(answers_a), by_prompt(answers_b)
-    found = [Match(json.loads(key[0]), of_a[key], of_b[key]) for key in of_a if key in of_b]
+    found = []
+    for key in [key for key in of_a if key in of_b]:
+        (a, finished_a), (b, finished_b) = of_a[key], of_b[key]
+        found.append(Match(json.loads(key[0]), a, b, finished_a, finished_b))
     if not found:
         n = f"{len(of_a)} and {len(of_b)} prompts"
         raise JudgeError(f"judge: the two models answer no prompt in common ({n}); give both the same file of prompts")
@@ -182,42 +195,58 @@ def matches_of(answers_a: Sequence[dict], answers_b: Sequence[dict]) -> tuple[li
     return found, {reason: n for reason, n in alone.items() if n}
 
 
-def by_prompt(rows: Sequence[dict]) -> dict[tuple[str, int], str]:
-    """{(prompt as JSON, how often it came before): answer}"""
+def by_prompt(rows: Sequence[dict]) -> dict[tuple[str, int], tuple[str, bool]]:
+    """{(prompt as JSON, how often it came before): (answer, whether it is finished)}"""
     found, seen = {}, Counter()
     for row in rows:
         key = json.dumps(row["prompt"], sort_keys=True)
-        found[key, seen[key]] = row["answer"]
+        found[key, seen[key]] = row["answer"], row.get("finish_reason") != "length"
         seen[key] += 1
     return found
 
 
-def win_rate(answers_a: Sequence[dict], answers_b: Sequence[dict], judge: Judge) -> dict:
-    """How A does against B: what `tally` says, and `matches`, a row for each with its verdict. Equal answers are a tie
-    that no judge is asked about. Raises JudgeError, and what the judge raises."""
+def win_rate(answers_a: Sequence[dict], answers_b: Sequence[dict], judge: Judge, unfinished: str = "lose") -> dict:
+    """How A does against B: what `tally` says, and `matches`, a row for each with its verdict. unfinished: of
+    UNFINISHED. Raises JudgeError, and what the judge raises."""
     matches, left_out = matches_of(answers_a, answers_b)
-    differing = [i for i, match in enumerate(matches) if match.a.strip() != match.b.strip()]
-    verdicts = [Verdict("tie", "equal answers")] * len(matches)
-    for i, verdict in zip(differing, judge([matches[i] for i in differing]) if differing else [], strict=True):
+    verdicts = [verdict_by_rule(match, unfinished) for match in matches]
+    open_ones = [i for i, verdict in enumerate(verdicts) if verdict is None]
+    for i, verdict in zip(open_ones, judge([matches[i] for i in open_ones]) if open_ones else [], strict=True):
         verdicts[i] = verdict
     rows = [match._asdict() | verdict._asdict() for match, verdict in zip(matches, verdicts, strict=True)]
     return tally(matches, verdicts) | {"left_out": left_out, "matches": rows}
 
 
+def verdict_by_rule(match: Match, unfinished: str) -> Verdict | None:
+    """What needs no judge: one of two answers is unfinished, they are equal, or both are unfinished; None else."""
+    assert unfinished in UNFINISHED, unfinished
+    counts = unfinished == "lose"
+    if counts and match.finished_a != match.finished_b:
+        return Verdict("a" if match.finished_a else "b", CUT)
+    if match.a.strip() == match.b.strip():
+        return Verdict("tie", EQUAL)
+    return Verdict("tie", CUT) if counts and not match.finished_a else None
+
+
 def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
-    """n, wins, ties, losses of A; none: {why there is no verdict: how many}; equal: ties of equal answers.
+    """n, wins, ties, losses of A; none: {why there is no verdict: how many}; equal: ties of equal answers; unfinished:
+    matches in which only A's answer is, only B's, both are, whatever became of them.
 
     win_rate: (wins + ties / 2) / verdicts, with its 95 % Wilson interval (Wilson, 1927), which is a little too wide
-    where there are ties. longer_wins: share of the wins and losses that the longer answer, in characters, has won. If
-    the judge saw both orders: disagreements, matches in which it did not say the same twice, and first_wins, the share
-    of its decisions that went to the answer shown first. None where nothing can be said."""
+    where there are ties. longer_wins: share of the wins and losses that the longer answer, in characters, has won, of
+    those that a judge gave. If the judge saw both orders: disagreements, matches in which it did not say the same
+    twice, and first_wins, the share of its decisions that went to the answer shown first. None where nothing can be
+    said."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
-    decided = [(m, v) for m, v in zip(matches, verdicts, strict=True) if v.winner in "ab" and len(m.a) != len(m.b)]
+    judged = [(m, v) for m, v in zip(matches, verdicts, strict=True) if v.winner in "ab" and not v.reason]
+    decided = [(match, verdict) for match, verdict in judged if len(match.a) != len(match.b)]
     longer = [(verdict.winner == "a") == (len(match.a) > len(match.b)) for match, verdict in decided]
     found = {"n": len(verdicts), "wins": counts["a"], "ties": counts["tie"], "losses": counts["b"]}
-    found["equal"] = sum(verdict.winner == "tie" and verdict.reason != "" for verdict in verdicts)
+    found["equal"] = sum(verdict.reason == EQUAL for verdict in verdicts)
+    cut = Counter((match.finished_a, match.finished_b) for match in matches)
+    found["unfinished"] = {"only A": cut[False, True], "only B": cut[True, False], "both": cut[False, False]}
     found["none"] = dict(Counter(verdict.reason for verdict in verdicts if verdict.winner == "none"))
     found |= {"win_rate": rate, "interval": wilson(rate, n) if n else None}
     found["longer_wins"] = sum(longer) / len(longer) if longer else None
@@ -362,13 +391,15 @@ PAGE = """<!DOCTYPE html><meta charset="utf-8"><title>Which answer is better?</t
 """
 
 
-def write_side_by_side(answers_a: Sequence[dict], answers_b: Sequence[dict], out: str, seed: int = 1337) -> int:
+def write_side_by_side(
+    answers_a: Sequence[dict], answers_b: Sequence[dict], out: str, seed: int = 1337, unfinished: str = "lose"
+) -> int:
     """How many matches are in out.jsonl, to write `choice` into: 1, 2 or tie; in out.html, to read; in out.key.jsonl,
-    which says whose answer is the first one, drawn from `seed`, and is not for those who choose. Equal answers are left
-    out. Raises JudgeError."""
-    matches = [match for match in matches_of(answers_a, answers_b)[0] if match.a.strip() != match.b.strip()]
+    which says whose answer is the first one, drawn from `seed`, and is not for those who choose. Left out is what
+    win_rate asks no judge about. Raises JudgeError."""
+    matches = [match for match in matches_of(answers_a, answers_b)[0] if verdict_by_rule(match, unfinished) is None]
     if not matches:
-        raise JudgeError("judge: the two models give the same answers; there is nothing to choose")
+        raise JudgeError("judge: the two models give the same answers, or unfinished ones; there is nothing to choose")
     rng, rows, keys, page = random.Random(seed), [], [], [PAGE]
     for number, match in enumerate(matches):
         first = rng.choice("ab")

@@ -6,6 +6,7 @@ is the number of the token's answer. What is known per answer, x (R,), is x[row]
 end token if it is finished, is an action like the others. An answer whose tokens are left out has no entry in row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -137,8 +138,9 @@ class AdaptiveKL:
     horizon: float = 10_000.0
 
     def update(self, kl: float, n: int) -> None:
-        """After n answers, on all ranks, whose mean KL was `kl` nats per answer."""
-        if self.target:
+        """After n answers, on all ranks, whose mean KL was `kl` nats per answer. A KL of nan, of a step whose forward
+        overflowed, says nothing."""
+        if self.target and not math.isnan(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * min(1.0, n / self.horizon)
 

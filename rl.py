@@ -52,7 +52,7 @@ val_data = ""  # likewise, for validation; "" = the directory's own, or val_frac
 val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
 resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
 overwrite = False  # with resume='never': delete what out_dir holds
-seed = 1337  # order of the prompts, answers, adapters
+seed = 1337  # order of the prompts, what is drawn, held-out answers too, minibatches, adapters, a tiny new model
 # reward
 reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
 normalise_rewards = False  # less their mean over their standard deviation, both of all finished answers so far
@@ -110,7 +110,7 @@ beta1 = 0.9
 beta2 = 0.95
 momentum = 0.95  # Muon's
 grad_clip = 1.0  # global norm; 0.0 = off
-max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
+max_skipped = 20  # stop after so many updates in a row without a finite gradient (looked at every log_every steps)
 # system
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
@@ -142,7 +142,7 @@ DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_s
 # Made by the script, to try it without anything prepared.
 DEBUG_DATA = "data/debug/rl.jsonl"
 # What is added up over the tokens of an update, in this order.
-TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped")
+TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped", "positions")
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -161,7 +161,7 @@ def check_config(config: dict, world_size: int) -> int:
         runs.check_least(config, key, minimum)
     for key in ("clip_low", "gamma", "lam"):
         runs.check_share(config, key)
-    for key in ("kl_coef", "unfinished_reward"):
+    for key in ("kl_coef", "kl_target", "unfinished_reward"):
         if not math.isfinite(config[key]):
             raise ConfigError(f"config: {key} must be a finite number, got {config[key]}")
     for key in ("temperature", "kl_horizon"):
@@ -219,7 +219,7 @@ def plan(
     """What this run will take at most, as text: parameters, steps, memory by part, time."""
     trained, total = trainable_table(cfg, config["trainable"], adapters), parameter_table(cfg)["total"]
     answers = config["prompts_per_step"] * config["group_size"]
-    rows = config["draw_batch_size"] or answers // world_size
+    rows = min(config["draw_batch_size"] or answers, answers // world_size)
     judges = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
     reward_bytes = float(sum(4 * p.numel() for judge in judges for p in judge.parameters()))
     other = {"reference": 4.0 * total * (config["reference"] == "model")}
@@ -359,6 +359,7 @@ if __name__ == "__main__":
     # ---- state: fresh, or exactly as it was
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
+    value_skipped = torch.tensor(state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
     parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
     if resume_from:
         runs.restore(parts, resume_from, state, rank_state, compress)
@@ -371,7 +372,7 @@ if __name__ == "__main__":
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
     draw = partial(
         rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
-        batch_size=draw_batch_size, dtype=torch_dtype,
+        batch_size=draw_batch_size or n_answers // world_size, dtype=torch_dtype,
     )  # fmt: skip
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     save_failed, stopping = False, False
@@ -417,22 +418,25 @@ if __name__ == "__main__":
         if turn == 0:  # answers, and all that stays the same for the updates that are made from them
             ddp.flush()  # updates that wait for the next forward
             groups = draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
-            of_all = dist.gather_objects((groups.scores, [len(one.ids) for one in groups.drawn], groups.n_redrawn))
+            sizes = [len(one.ids) for one in groups.drawn]
+            of_all = dist.gather_objects((groups.scores, sizes, groups.n_redrawn, groups.n_tokens, groups.seconds))
             scores, lengths = (torch.cat([torch.as_tensor(one[k]) for one in of_all], dim=-1) for k in (0, 1))
             figures = describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
             if normalise_rewards:
                 seen_scores = seen_scores + pg.power_sums(scores[0][~scores[0].isnan()])
                 scores = pg.whiten(scores, *pg.moments(seen_scores))
             learnt, counts = learnt_rewards(scores[0], config)
-            flat = pg.flat_groups(learnt, group_size, counts) if group_size > 1 else counts.new_zeros(1)
-            figures["flat_groups"] = flat.float().mean().item()
-            figures["redrawn"] = sum(n for _, _, n in of_all)
+            if group_size > 1:  # a group of one is compared with nothing
+                figures["flat_groups"] = pg.flat_groups(learnt, group_size, counts).float().mean().item()
+            figures |= {"redrawn": sum(one[2] for one in of_all), "drawn": sum(one[3] for one in of_all)}
+            figures["draw_s"] = max(one[4] for one in of_all)  # the other ranks wait for the slowest
             answers = Rollouts(groups.drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
             each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
             ref = each(reference_logps) if reference != "none" else None
             old = each(policy_logps) if n_updates > 1 or critic else None
             if critic:
-                values, kls = each(critic_values), 0 * old if ref is None else pg.kl_estimate(old, ref, "k1")
+                values = each(critic_values)
+                kls = torch.zeros_like(old) if ref is None else pg.kl_estimate(old, ref, "k1")
                 advantages, returns, figures["explained"] = estimate_advantages(
                     learnt[own], kls, values, answers, kl_control.coefficient, gamma, lam
                 )
@@ -443,9 +447,9 @@ if __name__ == "__main__":
                 advantages = of_answers[own][answers.row]
             advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
             sums = torch.zeros(len(TOKEN_SUMS), device=torch_device)
-            ratio_max, n_positions = torch.ones((), device=torch_device), 0
+            ratio_max = torch.ones((), device=torch_device)
         epoch, minibatch = divmod(turn, minibatches)
-        chosen = rollouts.minibatch_of(n_answers, 0, minibatches, seed, step, epoch) == minibatch
+        chosen = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch) == minibatch
         n_tokens = int(lengths[torch.from_numpy(chosen) & counts].sum())  # of this update, over all ranks
         batches = list(answers.batches(batch_size, np.flatnonzero(chosen[own])))
         ddp.expect_step(opt, lr)
@@ -471,27 +475,28 @@ if __name__ == "__main__":
                 errors = pg.value_losses(found, values[batch.place], returns[batch.place], value_clip)
                 value_loss = errors.sum() / max(1, n_tokens)
                 critic.scaler.scale(value_loss * world_size).backward()
-            n_of_micro = losses.new_tensor(float(len(losses)))
-            added = n_of_micro, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum()
+            n_of_micro, n_positions = losses.new_tensor([float(len(losses)), float(batch.x.numel())])
+            added = n_of_micro, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum(), n_positions
             sums += torch.stack([value.detach().float() for value in added])
             ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
-            n_positions += batch.x.numel()
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
         # <<< optimizer step
         if critic:
             value_norm = critic.ddp.step(critic.opt, lr=value_lr, clip=grad_clip, scaler=critic.scaler)
+            found_inf = critic.ddp.found_inf
+            value_skipped = torch.stack((value_skipped[0] + found_inf, (value_skipped[1] + 1) * found_inf))
         if turn < n_updates - 1:
             continue
         log.advance()
 
         sums = dict(zip(TOKEN_SUMS, dist.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
-        figures |= describe_updates(sums, n_updates, epochs_per_step, int(counts.sum()))
+        n_learnt = int(counts.sum())
+        figures |= describe_updates(sums, n_updates, epochs_per_step, n_learnt)
         figures["ratio_max"] = max(dist.gather_objects(ratio_max.item()))
-        figures |= {"kl_coef": kl_control.coefficient, "draw_s": groups.seconds, "drawn": world_size * groups.n_tokens}
-        figures["positions"] = world_size * n_positions
-        kl_control.update(figures["kl_answer"], n_answers)
+        figures |= {"kl_coef": kl_control.coefficient, "positions": sums["positions"]}
+        kl_control.update(figures["kl_answer"], n_learnt)
         since_log.append(figures)
         stopping = dist.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
@@ -499,6 +504,8 @@ if __name__ == "__main__":
             means = {key: mean_of_finite([one[key] for one in since_log]) for key in figures}
             tokens_per_s, draw_share = n_steps * means.pop("positions") / seconds, n_steps * means["draw_s"] / seconds
             draw_rate = means.pop("drawn") / means.pop("draw_s")
+            # mfu: the updates of the policy over all the time. Drawing, the critic, and what is only read (old,
+            # reference, rewards) take time and count no work, so it is lower than in the other stages.
             values_now = means | {
                 "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
@@ -507,13 +514,14 @@ if __name__ == "__main__":
                 "ratio_max": max(one["ratio_max"] for one in since_log),
                 "draw_tokens_per_s": draw_rate, "draw_share": draw_share,
             }  # fmt: skip
-            values_now |= {"value_norm": value_norm.item()} if critic else {}
+            values_now |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
             log.train(step, values_now, seconds / n_steps)
-            if skipped[1] >= max_skipped:
-                raise runs.TrainingError(
-                    f"train: step {step}: {int(skipped[1])} updates in a row without a finite gradient; lower "
-                    "learning_rate or continue from an earlier checkpoint"
-                )
+            for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
+                if in_a_row >= max_skipped:
+                    raise runs.TrainingError(
+                        f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient; lower "
+                        f"{key} or continue from an earlier checkpoint"
+                    )
             mark_time, mark_step, since_log = time.perf_counter(), step, []
         pause, val_loss = time.perf_counter(), None
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
@@ -522,7 +530,9 @@ if __name__ == "__main__":
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
             other = {"kl_coef": kl_control.coefficient, "seen_scores": seen_scores.tolist()}
-            other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)} if critic else {}
+            if critic:
+                other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
+                other |= {"value_skipped": value_skipped.tolist()}
             save_failed = not runs.save(
                 parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other
             )

@@ -213,13 +213,13 @@ class Rollouts:
         return found
 
 
-def minibatch_of(n: int, first: int, n_minibatches: int, *seed: int) -> np.ndarray:
-    """Which minibatch each of n answers is in, (n,) int64; `first` is the number of answer 0 over all ranks.
+def minibatch_of(n: int, n_minibatches: int, *seed: int) -> np.ndarray:
+    """Which minibatch each of the n answers of all ranks is in, (n,) int64.
 
-    Of every n_minibatches answers in a row each minibatch gets one, by lot. So it has the same answers on any number of
-    ranks, and as many from each. n and first must be multiples of n_minibatches."""
-    assert n % n_minibatches == 0 == first % n_minibatches, f"{n=} {first=} {n_minibatches=}"
-    blocks = range(first // n_minibatches, (first + n) // n_minibatches)
+    Of every n_minibatches answers in a row each minibatch gets one, by lot. So a rank whose answers are a multiple of
+    n_minibatches has as many in each as any other. n must be such a multiple."""
+    assert n % n_minibatches == 0, f"{n=} {n_minibatches=}"
+    blocks = range(n // n_minibatches)
     lots = [np.argsort(hash_words(n_minibatches, "minibatches", *seed, block)) for block in blocks]
     return np.concatenate(lots)
 

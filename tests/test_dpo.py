@@ -5,6 +5,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -572,6 +573,21 @@ def test_a_resume_with_other_pairs_or_parts_is_refused(run, tmp_path):
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
             run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
         assert caught.value.one_line
+
+
+@pytest.mark.parametrize("kind", ["model", "precomputed"])
+def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base, kind):
+    """init_from has come to hold other weights, and the file of log-probabilities is gone."""
+    start = shutil.copytree(base / "model", tmp_path / "start")
+    flags = [f"--init_from={start}", f"--reference={kind}"]
+    assert run(*flags, "--max_steps=1") == 0
+    model = checkpoint.load_model(start)
+    torch.nn.init.normal_(model.norm.weight)
+    checkpoint.write_model(start, model, Tokenizer.load(start))
+    (tmp_path / "out" / "reference.safetensors").unlink(missing_ok=True)
+    with pytest.raises(Exception, match="reference=") as caught:
+        run(*flags, "--max_steps=2")
+    assert caught.value.one_line
 
 
 def test_every_shipped_config_trains(run, tmp_path):

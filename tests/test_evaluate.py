@@ -350,6 +350,8 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--score={base}/rows.jsonl", "--out=x.json"], "is a file of rows; call it .jsonl"),
     (["--score={base}/rows.jsonl", "--data=x", "--out=x.jsonl"], "score and data are both given"),
     (["--tasks=win_rate", "--data=a", "--judge=m"], "judge and base_url belong together"),
+    (["--tasks=win_rate", "--data=a", "--unfinished=cut"], "unfinished must be lose or judge, got 'cut'"),
+    (["--tasks=generation", "--data={base}/rows.jsonl", "--unfinished=judge"], "'judge' is only for win_rate"),
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
     (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
     (["--dat=x"], "did you mean 'data'"),
@@ -456,6 +458,15 @@ def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
     for row in rows:
         row["choice"] = "1" if row["first"] in ("one", "two") else "2"
     (tmp_path / "people.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for unfinished, counts in {"lose": (0, 3, 0), "judge": (0, 0, 3)}.items():  # all of A are cut
+        cut = [{"text": "x", "finish_reason": "length"}]
+        cut = [{"prompt": f"Q{i}", "index": i, "completions": cut} for i in range(3)]
+        (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, cut)), encoding="utf-8")
+        both = f"--data={tmp_path}/c.jsonl,{tmp_path}/b.jsonl"
+        run("--tasks=win_rate", both, f"--init_from={base}/reward", out, f"--unfinished={unfinished}")
+        found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
+        assert (found["wins"], found["losses"], found["ties"]) == counts
+        assert found["unfinished"] == {"only A": 3, "only B": 0, "both": 0}
     run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere", out)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
     assert (found["wins"], found["ties"], found["losses"]) == (2, 1, 0)

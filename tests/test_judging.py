@@ -151,7 +151,7 @@ def test_answers_to_the_same_prompt_belong_together():
     of_a = rows(("x", "a1"), ("y", "a2"), ("x", "a3"), ("w", "a4"))
     of_b = rows(("z", "b1"), ("x", "b2"), ("y", "b3"), ("x", "b4"), ("x", "b5"))
     found, left_out = judging.matches_of(of_a, of_b)
-    assert [match[1:] for match in found] == [("a1", "b2"), ("a2", "b3"), ("a3", "b4")]
+    assert [(match.a, match.b) for match in found] == [("a1", "b2"), ("a2", "b3"), ("a3", "b4")]
     assert found[1].prompt == ask("y") and left_out == {"only A answers": 1, "only B answers": 2}
     with pytest.raises(judging.JudgeError, match="no prompt in common"):
         judging.matches_of(rows(("x", "a")), rows(("y", "a")))
@@ -190,6 +190,64 @@ def test_a_tally_by_hand():
     assert found["first_wins"] == (4 + 1 + 2 + 1 + 0) / 14
     assert [row["winner"] for row in found["matches"]] == [*"aaaab", "tie", "tie", "none", "tie", "none"]
     assert found["matches"][8]["reason"] == "equal answers" and json.dumps(found, allow_nan=False)
+
+
+UNFINISHED = [  # prompt, answer of A, whether it is cut, answer of B, whether it is cut
+    ("only A", "long and cut", True, "b", False), ("only B", "a", False, "长长的答案", True),
+    ("both", "aa", True, "b", True), ("both, equal", "same", True, "same", True),
+    ("equal texts", "same", True, "same", False), ("none 1", "long", False, "b", False),
+    ("none 2", "long", False, "b", False),
+]  # fmt: skip
+
+
+def cut_rows() -> tuple[list[dict], list[dict]]:
+    """The answers of A, and those of B."""
+    reasons = {False: "stop", True: "length"}
+    of_a = [{"prompt": ask(q), "answer": a, "finish_reason": reasons[cut]} for q, a, cut, _, _ in UNFINISHED]
+    of_b = [{"prompt": ask(q), "answer": b, "finish_reason": reasons[cut]} for q, _, _, b, cut in UNFINISHED]
+    return of_a, of_b
+
+
+def test_unfinished_answers_by_rule():
+    """A judge that prefers what is longer is asked about two matches; A wins those and the one in which only B is cut,
+    and loses two: 3 wins, 2 losses, 2 ties."""
+    asked = []
+
+    def longer(matches: list[Match]) -> list[Verdict]:
+        asked.append([match.prompt[0]["content"] for match in matches])
+        return [Verdict("a" if len(match.a) > len(match.b) else "b") for match in matches]
+
+    found = win_rate(*cut_rows(), longer)
+    assert asked.pop() == ["none 1", "none 2"]
+    assert [row["winner"] for row in found["matches"]] == ["b", "a", "tie", "tie", "b", "a", "a"]
+    assert (found["wins"], found["ties"], found["losses"], found["equal"]) == (3, 2, 2, 1)
+    assert found["win_rate"] == (3 + 2 / 2) / 7 and found["longer_wins"] == 1.0  # of the two that it was asked about
+    assert found["unfinished"] == {"only A": 2, "only B": 1, "both": 2}
+    turned = win_rate(*reversed(cut_rows()), longer)
+    assert (turned["wins"], turned["losses"]) == (2, 3) and turned["unfinished"]["only A"] == 1
+    asked.clear()
+    found = win_rate(*cut_rows(), longer, unfinished="judge")
+    assert asked.pop() == ["only A", "only B", "both", "none 1", "none 2"]
+    assert [row["winner"] for row in found["matches"]] == ["a", "b", "a", "tie", "tie", "a", "a"]
+    assert (found["equal"], found["unfinished"]) == (2, {"only A": 2, "only B": 1, "both": 2})
+
+
+def test_files_of_answers_say_what_is_unfinished(tmp_path):
+    """Of the first completion; one that does not say is finished."""
+    found = [{"text": "a", "finish_reason": "length"}, {"text": "b", "finish_reason": "stop"}]
+    lines = [found, found[::-1], [{"text": "c"}]]
+    lines = [{"index": i, "prompt": f"Q{i}", "completions": some} for i, some in enumerate(lines)]
+    answers = read_answers(write(tmp_path / "out.jsonl", lines))
+    matches, _ = judging.matches_of(answers, answers)
+    assert [(match.finished_a, match.finished_b) for match in matches] == [(False,) * 2, (True,) * 2, (True,) * 2]
+
+
+def test_people_are_not_asked_about_unfinished_answers(tmp_path):
+    out = str(tmp_path / "people")
+    assert judging.write_side_by_side(*cut_rows(), out, unfinished="judge") == 5
+    assert judging.write_side_by_side(*cut_rows(), out) == 2
+    found = win_rate(*cut_rows(), functools.partial(people_judge, out=out))
+    assert found["none"] == {"no choice": 2} and (found["wins"], found["losses"], found["ties"]) == (1, 2, 2)
 
 
 def test_nothing_to_tally():
@@ -337,7 +395,7 @@ def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsy
     service.reply = longest
     service.failures = dict.fromkeys(range(1, 9), 503)
     matches, _ = judging.matches_of(six("a"), six("b"))
-    endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=0.5), str(tmp_path / "j"))
+    endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=2.0), str(tmp_path / "j"))
     assert capsys.readouterr().err.count("again in") == 1
     assert len(service.requests) == 12 + 8
 

@@ -251,6 +251,8 @@ def test_adaptive_kl_by_hand():
     assert control.coefficient == pytest.approx(0.2 * 0.999 * 1.02)
     control.update(0.0, 10**6)  # a fifth too little, and no more than the whole horizon
     assert control.coefficient == pytest.approx(0.2 * 0.999 * 1.02 * 0.8)
+    control.update(math.nan, 100)  # of a forward that overflowed
+    assert control.coefficient == pytest.approx(0.2 * 0.999 * 1.02 * 0.8)
     fixed = AdaptiveKL(0.05)
     fixed.update(60.0, 1000)
     assert fixed.coefficient == 0.05

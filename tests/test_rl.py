@@ -20,12 +20,14 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint
+import policy_gradient as pg
 import prepare
 import reward_model
 import rl
 import rollouts
 from lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
+from pairs import columns_for
 from prompts import Prompts
 from reward_model import RewardModel
 from tokenizer import Tokenizer, chat_ready, train
@@ -123,6 +125,17 @@ def reward_of(one: rollouts.Drawn) -> float:
     return -abs(len(one.text) - one.prompt.row["number"]) / 20 if one.finished else -1.0
 
 
+def n_drawn(event: dict) -> float:
+    """Tokens that were drawn in a step, from the figures of its log line."""
+    return event["draw_tokens_per_s"] * event["draw_share"] * event["step_ms"] / 1000
+
+
+def n_positions(drawn: list[rollouts.Drawn]) -> int:
+    """Of batches of 4 answers, those of like length together, with their padding; each but for its last token."""
+    lengths = sorted(len(one.prompt.ids) + len(one.ids) - 1 for one in drawn)
+    return sum(4 * int(columns_for(longest, 96)) for longest in lengths[3::4])
+
+
 def text_logps(model: Transformer, one: rollouts.Drawn) -> torch.Tensor:
     ids = torch.tensor([one.prompt.ids + one.ids])
     return model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-len(one.ids) :, 0]
@@ -149,6 +162,8 @@ def test_first_step_of_grpo_by_hand(run, base, tmp_path):
     assert found["reward_std"] == pytest.approx(rewards.std().item(), rel=1e-5)
     assert found["length"] == n_tokens / 16 and found["finished"] == sum(one.finished for one in drawn) / 16
     assert found["ratio_max"] == 1 and found["clipped"] == 0 and abs(found["kl"]) < 1e-6
+    assert n_drawn(found) == pytest.approx(n_tokens)
+    assert found["tokens_per_s"] * found["step_ms"] / 1000 == pytest.approx(n_positions(drawn))
 
 
 def test_first_step_of_ppo_by_hand(run, base, tmp_path):
@@ -172,6 +187,7 @@ def test_first_step_of_ppo_by_hand(run, base, tmp_path):
     assert found["value_loss"] == pytest.approx(0.5 * flat.square().mean().item(), rel=1e-5)
     assert found["value_norm"] == pytest.approx(of_head.norm().item(), rel=1e-4)
     assert found["explained"] == pytest.approx(0, abs=1e-6)
+    assert "flat_groups" not in found  # of one answer each
 
 
 @pytest.mark.parametrize("flags", [["--temperature=0.8"], ["--algorithm=ppo"], ["--trainable=lora"]])
@@ -215,6 +231,38 @@ def test_unfinished_answers_by_rule(run, base, tmp_path):
     (found,) = tp.events(tmp_path / "out", "train")
     assert 0 < len(rewards) < 16 and found["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert found["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_steps_without_a_finished_answer_change_nothing(run, base, tmp_path, monkeypatch, algorithm):
+    """Not the weights, and not the coefficient of a KL divergence that was not measured."""
+    plain, rows = rollouts.draw, set()
+
+    def draw(*args, batch_size, **others):
+        rows.add(batch_size)
+        return [one._replace(finished=False) for one in plain(*args, batch_size=batch_size, **others)]
+
+    monkeypatch.setattr(rollouts, "draw", draw)
+    flags = ["--unfinished=mask", "--kl_target=1", "--kl_horizon=1", "--max_steps=2", "--eval_prompts=0"]
+    assert run(f"--algorithm={algorithm}", *flags) == 0
+    out = tmp_path / "out"
+    assert column(out, "train", "kl_coef") == [0.04, 0.04] and column(out, "train", "grad_norm") == [0, 0]
+    assert column(out, "train", "reward") == column(out, "eval", "reward") == [None, None]
+    assert algorithm == "grpo" or column(out, "train", "explained") == [None, None]
+    before, after = (load_file(folder / "model.safetensors") for folder in (base / "model", out / "latest"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert rows == {16}  # an evaluation holds no more answers in memory than a step
+
+
+def test_updates_of_the_critic_without_a_finite_gradient_are_counted(run, tmp_path, monkeypatch):
+    plain = pg.value_losses
+    monkeypatch.setattr(pg, "value_losses", lambda *args: plain(*args) * math.inf)
+    with pytest.raises(RuntimeError, match="4 updates in a row .* value_learning_rate"):
+        run("--algorithm=ppo", "--minibatches=2", "--max_steps=5", "--max_skipped=4", "--save_every=1")
+    assert column(tmp_path / "out", "train", "value_skipped") == [2, 4]
+    assert column(tmp_path / "out", "train", "skipped") == [0, 0]
+    saved, _ = checkpoint.load_train_state(tmp_path / "out" / "latest", 0)
+    assert (saved["step"], saved["value_skipped"]) == (1, [2, 2])
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -420,6 +468,17 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
         assert theirs == pytest.approx(mine, rel=2e-3, abs=1e-5), key
     mine, theirs = (column(out, "eval", "val_loss") for out in (tmp_path / "out", two_ranks / name))
     assert theirs == pytest.approx(mine, rel=1e-4)
+    mine, theirs = (list(map(n_drawn, tp.events(out, "train"))) for out in (tmp_path / "out", two_ranks / name))
+    assert theirs == pytest.approx(mine)
+
+
+@pytest.mark.dist
+def test_throughput_is_that_of_all_ranks(two_ranks, base):
+    """Their micro-batches are not equally wide."""
+    drawn = first_answers(base)
+    found = tp.events(two_ranks / "backward", "train")[0]
+    positions = n_positions(drawn[:8]) + n_positions(drawn[8:])
+    assert found["tokens_per_s"] * found["step_ms"] / 1000 == pytest.approx(positions)
 
 
 @pytest.mark.dist
