@@ -1,6 +1,6 @@
 """The best of several answers to a prompt by a reward model, which the engine that draws them knows nothing of.
 
-    judge = Judge(reward_model.load(find_model(reward_from, tokenizer)), tokenizer)
+    judge = Judge(load(find_model(reward_from, tokenizer, "reward_from")), tokenizer)
     judge.rank(result, n) -> the result with its n best answers, best first, each with its reward
     judge.report()        -> how many answers have no reward, by reason
 
@@ -10,31 +10,13 @@ with no other prompt's, so that rewards depend on the prompt, the parameters and
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import torch
 
-import checkpoint
 from completion import Completion, Result
-from reward_model import RewardModel, is_reward_model, score_ids
+from reward_model import RewardModel, score_ids
 from sampling import SampleError
 from tokenizer import Tokenizer
-
-
-def find_model(reward_from: str, tokenizer: Tokenizer) -> Path:
-    """The directory of a reward model that reads the ids of `tokenizer`: `reward_from`, or the newest checkpoint of
-    that run. Raises SampleError and CheckpointError."""
-    if not Path(reward_from).is_dir():
-        raise SampleError(f"sample: reward_from={reward_from!r} is no directory; give that of a reward model")
-    directory = checkpoint.resolve(reward_from)
-    if not is_reward_model(directory):
-        raise SampleError(f"sample: reward_from={reward_from!r} holds no reward model; reward.py trains one")
-    if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-        raise SampleError(
-            f"sample: reward_from={reward_from!r} has another tokenizer than the model that answers; "
-            f"train the reward model from one with the same"
-        )
-    return directory
 
 
 class Judge:

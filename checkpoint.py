@@ -16,6 +16,8 @@ model.safetensors and config.json: what is trained, and the directory of the fro
 that as it is; opened as a model, it is both, merged.
 
 A kill -9 at any moment of a save costs that save alone: nothing is removed before its successor stands.
+
+Training need not wait for the disk: write_behind.py lets save() work in a thread, from a copy in memory.
 """
 
 import hashlib
@@ -24,9 +26,11 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import ddp
 import lora
@@ -58,6 +63,7 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 WEIGHT_DTYPES = ("F32", "F16", "BF16")  # safetensors' names of what float32 holds exactly
 CONFIG_FILES = ("config.json", "model_config.json")  # beside an adapter transformers takes the first for a whole model
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # parameters with a row for each token
+SAVE_THREADS = 4  # of a save, to write, sum up and wait for the disk: what they call leaves Python to the others
 SAMPLED_BLOCKS = 64  # of 4 KiB from each file of frozen weights: training moves every weight, so a few show it
 
 
@@ -73,7 +79,7 @@ class CheckpointError(ValueError):
 def save(
     out_dir: str | Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, rank_state: dict,
     world: ddp.World, *, val_loss: float | None, keep_last: int, keep_best: int, base: str | Path = "",
-    write: Callable[[Path, Transformer, Tokenizer], None] | None = None,
+    write: Callable[[Path, Transformer, Tokenizer], None] | None = None, group: ProcessGroup | None = None,
 ) -> Path:  # fmt: skip
     """Write out_dir/step_NNNNNN, point the links at it, remove what is not kept; return its path.
 
@@ -82,42 +88,42 @@ def save(
     lowest `val_loss`; None and NaN do not compete, of equals the earlier is better. If one rank fails (disk full), all
     raise CheckpointError and earlier checkpoints are intact. `base`, where the model has adapters: the directory that
     its frozen weights were loaded from, and from which a resume will take them. `write`: takes the place of write_model
-    for a model of another kind.
+    for a model of another kind. `group`: over which the ranks agree, None for that of training.
     """
     if keep_last < 0 or not 0 <= keep_best <= len(BEST):
         raise CheckpointError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
     final = Path(out_dir) / f"step_{step:06d}"
     temp = final.with_name(f".{final.name}.tmp")
     failure = f"cannot save {final}, earlier checkpoints are intact"
-    with agreed(failure, world, temp):
+    with agreed(failure, world, temp, group):
         if world.is_main:
             clean(final.parent)
             temp.mkdir()
-    with agreed(failure, world, temp):
+    with agreed(failure, world, temp, group):
         write_state(temp / rank_file(world.rank), rank_state)
         if world.is_main:
-            write(temp, model, tokenizer) if write else write_model(temp, model, tokenizer, base)
-            write_state(temp / "train_state.pt", state)
+            write = write or partial(write_model, base=base)
+            at_once([lambda: write(temp, model, tokenizer), lambda: write_state(temp / "train_state.pt", state)])
             ranked = val_loss is not None and math.isfinite(val_loss)
             write_json(temp / "score.json", {"step": step, "val_loss": float(val_loss) if ranked else None})
-    with agreed(failure, world, temp):
+    with agreed(failure, world, temp, group):
         if world.is_main:
             commit(temp, final)
-    with agreed(f"{final} is saved, but the links and the older checkpoints are not in order", world, temp):
+    with agreed(f"{final} is saved, but the links and the older checkpoints are not in order", world, temp, group):
         if world.is_main:
             tidy(final.parent, step, keep_last, keep_best)
     return final
 
 
 @contextmanager
-def agreed(failure: str, world: ddp.World, temp: Path) -> Iterator[None]:
+def agreed(failure: str, world: ddp.World, temp: Path, group: ProcessGroup | None) -> Iterator[None]:
     """A part of the save that all ranks leave together: if it raises on one rank, `temp` goes and all ranks raise."""
     error = None
     try:
         yield
     except Exception as e:  # whatever it is: the others must hear of it, or they would wait for this rank
         error = e
-    reasons = ddp.gather_objects("" if error is None else f"rank {world.rank}: {reason_of(error)}")
+    reasons = ddp.gather_objects("" if error is None else f"rank {world.rank}: {reason_of(error)}", group)
     if not any(reasons):
         return
     if world.is_main:
@@ -126,6 +132,31 @@ def agreed(failure: str, world: ddp.World, temp: Path) -> Iterator[None]:
     if error is not None and not isinstance(error, (OSError, RuntimeError, SafetensorError, CheckpointError)):
         raise error
     raise CheckpointError(f"checkpoint: {failure} ({'; '.join(filter(None, reasons))})") from error
+
+
+def at_once(actions: list[Callable[[], object]]) -> list:
+    """Results of the actions, a few at a time, each in a thread. When all have ended, the first error is raised.
+
+    Plain threads: concurrent.futures takes nothing more once the main thread has ended, and a save may outlast it."""
+    results: list = [None] * len(actions)
+    errors: list[BaseException] = []
+    todo = iter(enumerate(actions))
+
+    def work() -> None:
+        for i, action in todo:
+            try:
+                results[i] = action()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(min(SAVE_THREADS, len(actions)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def clean(out_dir: Path) -> None:
@@ -186,11 +217,12 @@ def write_json(path: Path, value: dict) -> None:
 
 def commit(temp: Path, final: Path) -> None:
     """Contents to the disk, then the name. A step that exists steps aside until the new one has its name."""
-    for path in temp.iterdir():
-        sync(path)
-    # Where an adapter's base is may change: its directory is moved. That file is to be edited then.
-    fixed = [path for path in sorted(temp.iterdir()) if path.name != lora.CONFIG_FILE]
-    write_json(temp / "checksums.json", {path.name: sha256(path) for path in fixed})
+    files = sorted(temp.iterdir(), key=lambda path: path.stat().st_size, reverse=True)
+    # The disk is at work while the bytes are summed up.
+    done = at_once([partial(action, path) for path in files for action in (sync, sha256)])
+    sums = {path.name: digest for path, digest in zip(files, done[1::2], strict=True)}
+    sums.pop(lora.CONFIG_FILE, None)  # where an adapter's base is may change: it is moved, and that file edited then
+    write_json(temp / "checksums.json", dict(sorted(sums.items())))
     sync(temp / "checksums.json")
     sync(temp)
     old = final.with_name(f".{final.name}.old")

@@ -12,12 +12,14 @@ may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscor
 
 import ast
 import difflib
+import importlib.util
 import io
 import math
 import os
+import re
 import sys
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 TYPES = (bool, int, float, str)
@@ -144,6 +146,25 @@ def last_line(error: Exception, path: str) -> int:
             line = tb.tb_lineno
         tb = tb.tb_next
     return line
+
+
+def load_function(name: str, key: str) -> Callable:
+    """The function "file.py:function" that the setting `key` names. Runs that file. Raises ConfigError."""
+    path, _, function = name.rpartition(":")
+    if not os.path.isfile(path):
+        raise ConfigError(f"config: {key}={name!r}: there is no file {path!r}; give file.py:function")
+    spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
+    if spec is None:
+        raise ConfigError(f"config: {key}={name!r}: {path!r} is not a Python file; give file.py:function")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"config: {key}={name!r}: {path} fails: {said}") from error
+    if not callable(getattr(module, function, None)):
+        raise ConfigError(f"config: {key}={name!r}: {path} has no function {function!r}")
+    return getattr(module, function)
 
 
 def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> str:

@@ -20,15 +20,14 @@ import runs
 import train_utils
 from lora import LoRAConfig, set_trainable
 from optim import Optimizer, stays_whole
-from reward_model import RewardModel
-from rewards import find_model
+from reward_model import RewardModel, find_model
 from rollouts import RolloutBatch, Rollouts
 from tokenizer import Tokenizer
 
 
 def find_critic(config: dict, source: Path | None, tokenizer: Tokenizer) -> Path | None:
     """Where the critic begins: the reward model critic_from, or what the policy begins with. Raises RewardError."""
-    return find_model(config["critic_from"], tokenizer) if config["critic_from"] else source
+    return find_model(config["critic_from"], tokenizer, "critic_from") if config["critic_from"] else source
 
 
 def make_critic(

@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
@@ -424,12 +424,16 @@ class DDP:
         self.found_inf = torch.zeros((), device=self.device)
         self._home = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._norm_param = nn.Parameter(torch.zeros((), device=self.device))  # carries the norm through GradScaler
-        self._norm_optimizer = torch.optim.SGD([self._norm_param])
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" and overlap_step != "off" else None
         self._start_step()
         for p in self._home:
             p.register_post_accumulate_grad_hook(self._on_grad)
         self._watch_forward()
+
+    @cached_property
+    def _norm_optimizer(self) -> torch.optim.Optimizer:
+        """For a GradScaler alone: any optimizer of torch's imports torch._dynamo, as long again as all of torch."""
+        return torch.optim.SGD([self._norm_param])
 
     def _start_step(self) -> None:
         """Expect one gradient per parameter, and bucket 0 to be launched first."""
@@ -528,7 +532,7 @@ class DDP:
             raise DDPError("ddp: step() was called with another optimizer or lr than expect_step()")
         norm = self._finish_reduce()
         grad_scale = torch.ones((), device=self.device)
-        if scaler is not None:
+        if scaler is not None and scaler.is_enabled():
             grad_scale = scaler.scale(grad_scale)
             # To the scaler the norm is the only gradient: it is unscaled and checked, and update() grows or backs off
             # exactly as if all gradients had been looked at.

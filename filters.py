@@ -5,18 +5,17 @@ The numbers of the rules are in one table, RULES, with their sources. Two langua
 Chinese ("zh"), and all that is written with spaces ("en").
 """
 
-import importlib.util
-import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
+
+from configurator import load_function
 
 
 class FilterError(ValueError):
@@ -203,7 +202,7 @@ class Rules:
     quality: "web" = all rules but C4's; "curated" (books, encyclopedias, code) = length and replacement characters.
     off, on: rules by name, separated by commas; on="c4" is the three of C4. min_chars, max_chars: instead of the
     lengths of the table, if not 0. words: a file of unwanted words, one on a line. keep: a function of your own, text
-    -> bool, as "file.py:function". Raises FilterError.
+    -> bool, as "file.py:function". Raises FilterError, ConfigError.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class Rules:
             "zh": [(rule, rule.zh) for rule in rules if rule.zh is not None],
         }
         self.words = WordList.load(words) if words else None
-        self.keep = load_function(keep) if keep and "keep" in names else None
+        self.keep = load_function(keep, "keep") if keep and "keep" in names else None
         self.keep_name = keep
 
     def __reduce__(self) -> tuple:
@@ -263,24 +262,6 @@ def named_rules(names: str, setting: str) -> set[str]:
     return found
 
 
-def load_function(name: str) -> Callable[[str], bool]:
-    """The function "file.py:function". Runs that file. Raises FilterError."""
-    path, _, function = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise FilterError(f"filters: keep={name!r}: there is no file {path!r}; give file.py:function")
-    spec = importlib.util.spec_from_file_location("keep_" + re.sub(r"\W", "_", path), path)
-    if spec is None:
-        raise FilterError(f"filters: keep={name!r}: {path!r} is not a Python file; give file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # of code that is not ours
-        raise FilterError(f"filters: keep={name!r}: {path} fails: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, function, None)):
-        raise FilterError(f"filters: keep={name!r}: {path} has no function {function!r}")
-    return getattr(module, function)
-
-
 def c4_lines(text: str, terminal_mark: bool = False) -> str:
     """The lines that C4 keeps: at least three words, none of more than 1000 characters, no "javascript", nothing about
     cookies or terms of use; and, as C4 but not FineWeb wants it, with a terminal mark."""
@@ -301,11 +282,12 @@ SPACE, OTHER, LETTERS, LATIN, HAN_CLASS = range(5)
 
 @lru_cache(maxsize=1)
 def character_classes() -> np.ndarray:
-    """uint8 (0x110000,): what a character is. Takes a tenth of a second, once for each process."""
-    characters = [chr(code) for code in range(0x110000)]
-    classes = np.full(len(characters), OTHER, np.uint8)
-    classes[np.fromiter(map(str.isalpha, characters), bool)] = LETTERS
-    classes[np.fromiter(map(str.isspace, characters), bool)] = SPACE
+    """uint8 (0x110000,): what a character is. Made once for each process."""
+    characters = [chr(code) for code in range(0x20000)]  # beyond are Han alone: no other letters, no white space
+    classes = np.full(0x110000, OTHER, np.uint8)
+    n = len(characters)
+    classes[:n][np.fromiter(map(str.isalpha, characters), bool, n)] = LETTERS
+    classes[:n][np.fromiter(map(str.isspace, characters), bool, n)] = SPACE
     letters = classes == LETTERS
     for begin, end in ((0, 0x250), (0x1E00, 0x1F00), (0xFF21, 0xFF5B)):  # Latin, its extensions, its full-width form
         classes[begin:end][letters[begin:end]] = LATIN

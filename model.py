@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a target with this value is not trained on
-# Elements of the largest logits block that the loss holds. 2**22 floats are 16 MiB: large enough for full-speed matrix
-# products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations.
-CHUNK_ELEMENTS = 2**22
+# Elements of the largest logits block that the loss holds. 3 * 2**21 floats are 24 MiB: large enough for full-speed
+# matrix products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations. From 32 MiB
+# on glibc's malloc takes new pages each time (1.06 to 1.2 of the time at 8k). With 2**22 the head takes 1.15 times the
+# time at a vocabulary of 32k, 512 wide: each block is added to the whole float32 gradient.
+CHUNK_ELEMENTS = 3 * 2**21
 # On a CPU with bfloat16 units, two products and a softmax take 0.2 to 0.4 of the time of torch's fused attention up to
 # 256 tokens, forward and backward (its tiles are small); at 1024 they take 1.4 times.
 PLAIN_ATTENTION_LENGTH = 512
@@ -215,7 +217,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-@torch.compiler.disable  # the number of documents would be part of a compiled graph
+# The number of documents would be part of a compiled graph. torch.compiler.disable does the same, but imports
+# torch._dynamo here and now: as long again as all of torch.
+@torch._disable_dynamo
 def attention_of_each(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float) -> Tensor:
     """`bordered_attention` where no kernel takes borders: each document by itself. With eight of them in 1024 tokens a
     training step takes 0.6 to 0.7 of the time that T x T scores take, most of which are masked."""
@@ -462,8 +466,9 @@ def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits (n, V) float32, targets (n,) -> (nats (n,), 0 where IGNORE; log of the sum of exponentials (n, 1))."""
     valid = targets != IGNORE
-    lse = logits.logsumexp(dim=1, keepdim=True)
-    return (lse - logits.gather(1, targets.masked_fill(~valid, 0).unsqueeze(1))).squeeze(1) * valid, lse
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    nats = -logits.log_softmax(dim=1).gather(1, index)  # on a CPU one kernel, half the time of logsumexp's five passes
+    return nats.squeeze(1) * valid, logits.gather(1, index) + nats
 
 
 def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor) -> Tensor:
@@ -602,10 +607,14 @@ def memory_table(
     Weights, gradients and optimizer state are float32, the last two of what is trained. Activations are what autograd
     keeps, counted from the graph of one block: the residual stream and the normalised one in float32; in the compute
     dtype what the linear layers read (the norms' results, attention's, SwiGLU's product), query, key, value, the
-    result of attention (and its weights where it is plain), three tensors of SwiGLU, autocast's copies of the matrices.
-    torch.compile recomputes the normalised stream and two of SwiGLU's four. A frozen norm does not keep the normalised
-    stream, a frozen matrix without an adapter not what it reads, a frozen head has no gradient. A document mask is one
-    for all blocks; beside it each head has keys and values of its own.
+    result of attention (and its weights where it is plain), three tensors of SwiGLU, autocast's copies of the matrices;
+    QK-norm keeps its input and result in float32. torch.compile recomputes the normalised stream and two of SwiGLU's
+    four. A frozen norm does not keep the normalised stream, a frozen matrix without an adapter not what it reads, a
+    frozen head has no gradient. A document mask is one for all blocks; beside it each head has keys and values of its
+    own. With checkpointing a block keeps its input alone; one block at a time is there as a whole, in backward.
+
+    The peak is the largest of three moments: logits beside all that was kept; the head's gradient and its product with
+    that of the loss; gradients inside the last block, while that of a tied head waits for the embedding's.
     """
     size, N = dtype.itemsize, B * T
     table = parameter_table(cfg)
@@ -619,22 +628,30 @@ def memory_table(
     read = 2 * C + HD + cfg.ffn_dim if trained_matrices or adapters else 0
     streams, factors = (2, 1) if compiled else (4 if trained_matrices else 2, 3)
     block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))
+    block += 8 * N * (HD + KD) if cfg.qk_norm else 0
     copies = size * matrices if size < 4 else 0
-    kept = cfg.n_layer * N * 4 * C if activation_checkpointing else cfg.n_layer * block + copies
-    activations = kept + block * (3 if activation_checkpointing else 1)  # backward of a block takes as much again
+    once = copies / cfg.n_layer if activation_checkpointing else copies  # after forward
     masked = doc_mask and (device_type != "cpu" or T <= PLAIN_ATTENTION_LENGTH)
-    activations += N * T * (size + 1) if masked else 0
-    chunk = min(N, max(1, CHUNK_ELEMENTS // V)) * V
-    # glibc's heap keeps holes between what is freed: of the short-lived part 0.15 to 0.5 in float32, 0.3 to 0.8 in half
-    # precision or where adapters keep small tensors between large ones, measured on 20 shapes; blocks that are computed
-    # again go where the ones before them were.
-    holes = 0.6 if adapters else 0.1 if activation_checkpointing else 0.45 if size < 4 else 0.3
-    head = chunk * (4 + 2 * size) + (8 * V * C if whole >= V * C else 0) + N * C * (8 + 3 * size)
+    kept = cfg.n_layer * (4 * N * C if activation_checkpointing else block) + (N * T * size if masked else 0)
+    kept += N * C * (8 + 2 * size)  # of the last norm, and the gradient of its result
+
+    rows, grad = max(1, CHUNK_ELEMENTS // V), 4 * V * C if whole >= V * C else 0
+    # Of a chunk the logits and their exponentials in float32; while the next one is computed, what is left of it.
+    logits = min(N, rows) * V * (8 if N <= rows else 12) + grad + (size * V * C if size < 4 else 0)
+    inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors; of the stream, and their cast
+    inside += block if activation_checkpointing else 0
+    moments = (kept + copies, logits), (kept + once, 2 * grad), (kept + once + inside, grad)
+    activations, head = max(moments, key=sum)
+    # glibc's heap keeps holes: what is kept in half precision or is small, as of adapters, comes to lie where a larger
+    # temporary was, and the next one needs a new place. Shares of what is alive, measured on ten shapes; with
+    # checkpointing blocks of work lie between what is kept, in forward and in backward, another two of them.
+    holes = (0.7 if adapters else 0.5 if size < 4 else 0.35) * (activations + head)
+    holes += 2 * block if activation_checkpointing else 0
     return {
         "weights": 4 * total,
         "gradients": 4 * trainable,
         "optimizer": 8 * trainable - (4 * trained_matrices if optimizer == "muon" else 0),
         "activations": activations,
         "head": head,
-        "allocator": holes * (activations + head) if device_type == "cpu" else 0,
+        "allocator": holes if device_type == "cpu" else 0,
     }

@@ -72,7 +72,7 @@ competence = 1.0  # share of the windows seen at first, the easiest; needs prepa
 competence_steps = 0  # steps until all windows are seen
 competence_schedule = "sqrt"  # how the share grows: sqrt | linear
 # batch
-batch_size = 16  # sequences per rank and micro-step
+batch_size = 16  # sequences per rank and micro-step; 0 = as many as fit, needs total_batch_tokens
 total_batch_tokens = 0  # tokens per step, all ranks and micro-steps; 0 = one micro-step on each rank
 max_steps = 2000
 # optimizer
@@ -116,6 +116,7 @@ sample_prompts = ""  # continued at each evaluation; several separated by |
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
+async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), of those saved at an evaluation; stop_after saves each best
 
@@ -148,14 +149,23 @@ def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> 
 
 
 def check_config(config: dict, world_size: int) -> int:
-    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config)
+    """Tokens per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config | {"batch_size": config["batch_size"] or 1})
     runs.check_least(config, "max_steps", 1)
     runs.check_least(config, "competence_steps", int(config["competence"] < 1))
     runs.check_share(config, "competence")
     runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     runs.check_least(config, "stop_after", 0)
-    return runs.count_micro_steps(config, world_size)
+    return runs.count_tokens(config, world_size)
+
+
+def memory(
+    cfg: ModelConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
+) -> dict[str, float]:
+    """{part: bytes} of what a rank will hold."""
+    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
+    trained = trainable_table(cfg, config["trainable"], adapters)
+    return runs.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
 
 
 def plan(
@@ -181,7 +191,7 @@ def plan(
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
-        runs.describe_memory(cfg, config, trained, config["doc_mask"], world_size, device, dtype),
+        runs.describe_parts(memory(cfg, world_size, device, dtype, config)),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ]
     return "\n".join(lines)
@@ -256,9 +266,8 @@ def check_domain(domain: str, corpus: Corpus) -> list[str]:
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    accum_steps = check_config(config, world_size)
-    tokens_per_step = accum_steps * batch_size * block_size * world_size
-    config["total_batch_tokens"] = tokens_per_step
+    tokens_per_step = config["total_batch_tokens"] = check_config(config, world_size)
+    samples = tokens_per_step // (block_size * world_size)  # of each rank
     torch_device, torch_dtype = runs.choose_device(config)
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 
@@ -267,7 +276,9 @@ if __name__ == "__main__":
     paths = [Path(path) for stage in parse_data_dir(data_dir) for path in stage.weights]
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         cfg = choose_architecture(config, source, 0)
-        print(plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs=""))
+        memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
+        config["batch_size"], chosen = runs.fit_batch_size(config, samples, memory_of, torch_device)
+        print("\n".join([plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs=""), *chosen]))
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
@@ -286,10 +297,12 @@ if __name__ == "__main__":
     runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
+    memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
+    config["batch_size"], chosen = runs.fit_batch_size(config, samples, memory_of, torch_device)
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * tokens_per_step // block_size)
         text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs)
-        print("\n".join([text, *warnings, *check_domain(domain, corpus)]), flush=True)
+        print("\n".join([text, *chosen, *warnings, *check_domain(domain, corpus)]), flush=True)
     if plan_only:
         sys.exit(0)
     resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
@@ -306,6 +319,8 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    batch_size = config["batch_size"] = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    accum_steps = samples // batch_size
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
@@ -335,7 +350,7 @@ if __name__ == "__main__":
     # ---- state: fresh, or exactly as it was
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
     if resume_from:
         runs.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
@@ -350,7 +365,7 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     watched = f"val_loss/{stop_on}" if stop_on else "val_loss"
-    save_failed, stopping = False, False
+    stopping = False
 
     def evaluations_since_best() -> int:
         """How many in a row have not been better, on all ranks alike."""
@@ -415,10 +430,10 @@ if __name__ == "__main__":
                 n_worse = evaluations_since_best()
                 better, ended = n_worse == 0, n_worse >= stop_after
         if step % save_every == 0 or last or stopping or ended or (better and keep_best):
-            save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "not saved" if save_failed else "the same command continues"
+            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
             log.print(f"stopped by a signal after step {step}; {how}")
             break
         if ended and not last:
@@ -427,9 +442,10 @@ if __name__ == "__main__":
     why = f"no better {watched} in {stop_after} evaluations" if ended else "stopped by a signal" if stopping else ""
     if ended:
         log.print(f"{why}: that is the end")
+    saved = runs.finish_saving(parts, log)
     batches.close()
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size, watched, why)
     dist.close()
-    sys.exit(stop_signal.exit_code if stopping else int(save_failed))
+    sys.exit(stop_signal.exit_code if stopping else int(not saved))

@@ -134,12 +134,20 @@ def any_rank(flag: bool, operation: str = "any_rank") -> bool:
     return all_reduce_sum(torch.tensor(int(flag)), operation).item() > 0
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value` (anything that pickles), in the order of the ranks, on all ranks."""
+def new_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """A second gloo group of all ranks, for a second thread; None without a process group. All ranks call it."""
+    if not dist.is_initialized():
+        return None
+    with named_errors("new_group"):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (anything that pickles), in the order of the ranks, on all ranks. group: of new_group."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
-    issue("gather_objects", dist.all_gather_object, values, value)
+    issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
 
 
@@ -201,7 +209,7 @@ def listed(names: list[str]) -> str:
 
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
     """Call a collective of torch.distributed; all of ours go through here. `operation` is what errors call it."""
-    if bulletin.debug:
+    if bulletin.debug and kwargs.get("group") is None:  # another group's turn is another thread's
         sizes = [t.numel() for t in args if isinstance(t, Tensor)]
         bulletin.compare(f"{operation} of {sizes[0]} elements" if len(sizes) == 1 else operation)  # two: may differ
     with named_errors(operation):

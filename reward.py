@@ -71,7 +71,7 @@ competence = 1.0  # share of the pairs seen at first, the easiest; needs a 'diff
 competence_steps = 0  # steps until all pairs are seen
 competence_schedule = "sqrt"  # how the share grows: sqrt | linear
 # batch
-batch_size = 8  # pairs per rank and micro-step: twice as many rows
+batch_size = 8  # pairs per rank and micro-step: twice as many rows; 0 = as many as fit, needs total_batch_pairs
 total_batch_pairs = 0  # batch_size x micro-steps x ranks; 0 = one micro-step on each rank
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
@@ -111,6 +111,7 @@ eval_steps = 0  # batches of batch_size pairs, over all ranks; 0 = all of the va
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
+async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
@@ -123,8 +124,10 @@ DEBUG_DATA = "data/debug/reward.jsonl"
 
 
 def check_config(config: dict, world_size: int) -> int:
-    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"total_batch_tokens": 0})
+    """Pairs per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config | {"total_batch_tokens": 0, "batch_size": config["batch_size"] or 1})
+    if config["score"]:
+        runs.check_least(config, "batch_size", 1)
     runs.check_choice(config, "loss", ("last", "per_token"))
     runs.check_choice(config, "end", reward_model.ENDS)
     for key in ("max_steps", "val_fraction", "total_batch_pairs", "center", "margin_scale"):
@@ -134,12 +137,22 @@ def check_config(config: dict, world_size: int) -> int:
     runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return runs.count_pair_steps(config, world_size)
+    return runs.count_pairs(config, world_size)
 
 
 def flops_of(cfg: ModelConfig, T: int) -> float:
     """FLOPs per token of a body without a head."""
     return flops_per_token(cfg, T) - 6 * cfg.vocab_size * cfg.n_embd
+
+
+def memory(
+    cfg: ModelConfig, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
+) -> dict[str, float]:
+    """{part: bytes} of what a rank will hold at most."""
+    body = replace(cfg, tie_embeddings=True)  # the head is one row
+    trained = trainable_table(body, config["trainable"], adapters)
+    rows = config | {"batch_size": 2 * config["batch_size"]}
+    return runs.memory_parts(body, rows, trained, False, world_size, device, dtype, {"head": 0.0})
 
 
 def plan(
@@ -149,14 +162,13 @@ def plan(
     """What this run will take at most, as text: parameters, steps, memory by part, time."""
     body = replace(cfg, tie_embeddings=True)  # the head is one row
     trained = trainable_table(body, config["trainable"], adapters)
-    rows = config | {"batch_size": 2 * config["batch_size"]}
     tokens = 2 * config["total_batch_pairs"] * config["block_size"] * config["max_steps"]
     seconds = tokens * flops_of(cfg, config["block_size"]) / (peak * world_size)
     total = parameter_table(body)["total"] + cfg.n_embd
     return "\n".join([
         f"parameters  {total:,}, trained {trained['trainable'] + cfg.n_embd:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps",
-        runs.describe_memory(body, rows, trained, False, world_size, device, dtype, {"head": 0.0}),
+        runs.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        at most {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -190,8 +202,7 @@ def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) 
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    accum_steps = check_config(config, world_size)
-    pairs_per_step = config["total_batch_pairs"] = accum_steps * batch_size * world_size
+    pairs_per_step = config["total_batch_pairs"] = check_config(config, world_size)
     torch_device, torch_dtype = runs.choose_device(config | {"compile": compile and not score})
     if score:
         score_conversations(config, torch_device, torch_dtype)
@@ -213,6 +224,8 @@ if __name__ == "__main__":
     if not corpus.val:
         raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
+    memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
+    config["batch_size"], chosen = runs.fit_batch_size(config, pairs_per_step // world_size, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
     mixture = corpus.order(
@@ -222,7 +235,7 @@ if __name__ == "__main__":
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     if rank == 0:
         text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak)
-        print("\n".join([*corpus.report(), text]), flush=True)
+        print("\n".join([*corpus.report(), text, *chosen]), flush=True)
     if plan_only:
         sys.exit(0)
     resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
@@ -237,6 +250,9 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    batch_size = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    config["batch_size"] = asked["batch_size"] = batch_size
+    accum_steps = pairs_per_step // (batch_size * world_size)
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
@@ -266,7 +282,7 @@ if __name__ == "__main__":
     # ---- state: fresh, or exactly as it was
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
     if resume_from:
         runs.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
@@ -279,7 +295,7 @@ if __name__ == "__main__":
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
-    save_failed, stopping = False, False
+    stopping = False
 
     def evaluate_now(step: int) -> float:
         """The validation loss; all scores go to the log."""
@@ -341,18 +357,19 @@ if __name__ == "__main__":
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
             trained = {"trained": reward_model.trained_weights(raw_model, base)}
-            save_failed = not runs.save(
+            runs.save(
                 parts, step, tokenizer, config, order, skipped, val_loss, log, base, reward_model.write_model, trained
             )
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "not saved" if save_failed else "the same command continues"
+            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
             log.print(f"stopped by a signal after step {step}; {how}")
             break
 
+    saved = runs.finish_saving(parts, log)
     batches.close()
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
-    sys.exit(stop_signal.exit_code if stopping else int(save_failed))
+    sys.exit(stop_signal.exit_code if stopping else int(not saved))

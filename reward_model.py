@@ -203,6 +203,22 @@ def is_reward_model(directory: str | Path) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in names or [])
 
 
+def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
+    """The directory of a reward model that reads the ids of `tokenizer`: what the setting `key` names, or the newest
+    checkpoint of that run. Raises RewardError and CheckpointError."""
+    if not Path(name).is_dir():
+        raise RewardError(f"reward: {key}={name!r} is no directory; give that of a reward model")
+    directory = checkpoint.resolve(name)
+    if not is_reward_model(directory):
+        raise RewardError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
+    if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+        raise RewardError(
+            f"reward: {key}={name!r} has another tokenizer than the model that answers; "
+            f"train the reward model from one with the same"
+        )
+    return directory
+
+
 def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardModel:
     """The reward model in a directory of ours or of transformers', to score with. Raises RewardError."""
     if not is_reward_model(directory):

@@ -13,22 +13,20 @@ no reward here: what it gets instead is a rule of rl.py.
 """
 
 import copy
-import importlib.util
 import json
 import math
 import numbers
-import os
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import checkpoint
-from reward_model import RewardError, is_reward_model, load, score_ids
+from configurator import load_function
+from reward_model import RewardError, find_model, load, score_ids
 from tokenizer import Tokenizer
 
 SHOWN = 60  # characters of a prompt in an error
@@ -49,7 +47,8 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The parts that a `reward` string names. Raises RewardError: one is not there, or does not fit the policy.
+    """The parts that a `reward` string names. Raises RewardError, or ConfigError for a function: one is not there, or
+    does not fit the policy.
 
     names: what the log calls the parts. block_size: most ids of a prompt and its answer that all parts can read; 0 = no
     limit.
@@ -118,7 +117,7 @@ def parse_weight(text: str) -> float:
 
 
 def is_function(part: str) -> bool:
-    return re.search(r"\.py:[^/]*$", part) is not None
+    return re.search(r"\.py(:[^/]*)?$", part) is not None
 
 
 def names_of(parts: list[str]) -> list[str]:
@@ -135,7 +134,7 @@ class FunctionReward:
     block_size = 0  # it reads text of any length
 
     def __init__(self, name: str) -> None:
-        self.name, self.function = name, load_function(name)
+        self.name, self.function = name, load_function(name, "reward")
         self.fingerprint = checkpoint.sha256(Path(name.rpartition(":")[0]))
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
@@ -153,22 +152,6 @@ class FunctionReward:
             returned = f"{shorten(repr(value))} ({type(value).__name__})"
             raise RewardError(f"reward: {self.name} returns {returned}, not a finite number, {about(answer)}")
         return number
-
-
-def load_function(name: str) -> Callable[[list[dict], str, dict], float]:
-    """The function "file.py:function". Runs that file. Raises RewardError."""
-    path, _, function = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise RewardError(f"reward: {name!r}: there is no file {path!r}; give file.py:function")
-    spec = importlib.util.spec_from_file_location("reward_" + re.sub(r"\W", "_", path), path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # of code that is not ours
-        raise RewardError(f"reward: {name!r}: {path} fails: {said_by(error)}") from error
-    if not callable(getattr(module, function, None)):
-        raise RewardError(f"reward: {name!r}: {path} has no function {function!r}")
-    return getattr(module, function)
 
 
 def said_by(error: BaseException) -> str:
@@ -194,7 +177,7 @@ class ModelReward:
     def __init__(
         self, name: str, tokenizer: Tokenizer, device: torch.device | str, dtype: torch.dtype, batch_size: int
     ) -> None:
-        directory = find_model(name, tokenizer)
+        directory = find_model(name, tokenizer, "reward")
         self.name, self.tokenizer, self.dtype, self.batch_size = name, tokenizer, dtype, batch_size
         self.model = load(directory, device)
         self.block_size = self.model.cfg.block_size
@@ -209,18 +192,3 @@ class ModelReward:
             if not math.isfinite(value):
                 raise RewardError(f"reward: {self.name} gives {value} {about(answer)}; try dtype=float32")
         return scores
-
-
-def find_model(name: str, tokenizer: Tokenizer) -> Path:
-    """The directory of a reward model that reads the ids of `tokenizer`. Raises RewardError and CheckpointError."""
-    if not Path(name).is_dir():
-        raise RewardError(f"reward: {name!r} is no directory; give that of a reward model, or file.py:function")
-    directory = checkpoint.resolve(name)
-    if not is_reward_model(directory):
-        raise RewardError(f"reward: {name!r} holds no reward model; reward.py trains one")
-    if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-        raise RewardError(
-            f"reward: {name!r} has another tokenizer than the model that answers; "
-            f"train the reward model from one with the same"
-        )
-    return directory

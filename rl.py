@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo
 from torch import Tensor
 
 import checkpoint
@@ -134,6 +133,7 @@ eval_answers = 2  # of these answers, how many are shown
 log_every = 1  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 100  # steps; also after the last step
+async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the held-out reward of those saved at an evaluation
 
@@ -360,7 +360,7 @@ if __name__ == "__main__":
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
     value_skipped = torch.tensor(state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
     if resume_from:
         runs.restore(parts, resume_from, state, rank_state, compress)
     ddp.n_steps = start_step * n_updates
@@ -375,7 +375,7 @@ if __name__ == "__main__":
         batch_size=draw_batch_size or n_answers // world_size, dtype=torch_dtype,
     )  # fmt: skip
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
-    save_failed, stopping = False, False
+    stopping = False
 
     def policy_logps(batch: RolloutBatch) -> Tensor:
         return answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
@@ -533,17 +533,16 @@ if __name__ == "__main__":
             if critic:
                 other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
                 other |= {"value_skipped": value_skipped.tolist()}
-            save_failed = not runs.save(
-                parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other
-            )
+            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "not saved" if save_failed else "the same command continues"
+            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
             log.print(f"stopped by a signal after step {step}; {how}")
             break
 
+    saved = runs.finish_saving(parts, log)
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
-    sys.exit(stop_signal.exit_code if stopping else int(save_failed))
+    sys.exit(stop_signal.exit_code if stopping else int(not saved))

@@ -6,10 +6,12 @@ The trainers share this file so that resuming is exact in all of them for the sa
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from lora import resize_vocab
 from model import ModelConfig, Transformer, memory_table, parameter_table
 from optim import SCHEDULES, Optimizer
 from tokenizer import Tokenizer
+from write_behind import Writer
 
 AT_LEAST = dict.fromkeys(("batch_size", "block_size", "log_every", "eval_every", "save_every", "max_skipped"), 1)
 AT_LEAST |= {"total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0, "compress_rank": 1}
@@ -34,6 +37,9 @@ CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
     "compress": dist.COMPRESS,
 }  # fmt: skip
+# Of a GPU, or of free RAM: the rest is for what the plan leaves out (CUDA's context, blocks of its allocator that
+# nothing fits in, on a CPU other programs) and for an estimate that is a tenth too low.
+MEMORY_SHARE = 0.85
 # What a run leaves in its directory: overwrite=True deletes nothing else.
 OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*|\.?latest|\.?best2?|\.?step_\d+)"
@@ -80,28 +86,31 @@ def check_choice(config: dict, key: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
 
 
-def count_micro_steps(config: dict, world_size: int) -> int:
-    """Micro-steps per step, from total_batch_tokens (0 = one). Raises ConfigError."""
-    tokens_per_micro = config["batch_size"] * config["block_size"] * world_size
-    total = config["total_batch_tokens"] or tokens_per_micro
-    if total % tokens_per_micro:
+def count_tokens(config: dict, world_size: int) -> int:
+    """Tokens per step over all ranks: total_batch_tokens; 0 = one micro-step on each. Raises ConfigError."""
+    return count_per_step(config, "total_batch_tokens", {"block_size": config["block_size"], "world_size": world_size})
+
+
+def count_pairs(config: dict, world_size: int) -> int:
+    """Pairs per step over all ranks: total_batch_pairs; 0 = one micro-step on each. Raises ConfigError."""
+    return count_per_step(config, "total_batch_pairs", {"world_size": world_size})
+
+
+def count_per_step(config: dict, key: str, factors: dict[str, int]) -> int:
+    """config[key], or one micro-step where it is 0. Raises ConfigError where it is no multiple of `factors` and of
+    batch_size. A batch_size that is still to be chosen, 0, will divide it."""
+    batch_size, total = config["batch_size"], config[key]
+    if not batch_size and not total:
         raise ConfigError(
-            f"config: total_batch_tokens={total} must be a multiple of batch_size*block_size*world_size = "
-            f"{config['batch_size']}*{config['block_size']}*{world_size} = {tokens_per_micro}"
+            f"config: batch_size=0 takes as many as fit, and {key}=0 would make that the step: what a run learns must "
+            f"not depend on the memory; give {key}, or batch_size"
         )
-    return total // tokens_per_micro
-
-
-def count_pair_steps(config: dict, world_size: int) -> int:
-    """Micro-steps per step, from total_batch_pairs (0 = one). Raises ConfigError."""
-    per_micro_step = config["batch_size"] * world_size
-    total = config["total_batch_pairs"] or per_micro_step
+    factors = ({"batch_size": batch_size} if batch_size else {}) | factors
+    per_micro_step = math.prod(factors.values())
     if total % per_micro_step:
-        raise ConfigError(
-            f"config: total_batch_pairs={total} must be a multiple of batch_size*world_size = "
-            f"{config['batch_size']}*{world_size} = {per_micro_step}"
-        )
-    return total // per_micro_step
+        values = " = ".join(dict.fromkeys(("*".join(map(str, factors.values())), str(per_micro_step))))
+        raise ConfigError(f"config: {key}={total} must be a multiple of {'*'.join(factors)} = {values}")
+    return total or per_micro_step
 
 
 def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
@@ -120,17 +129,22 @@ def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def describe_memory(
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_parts(
     cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
     dtype: torch.dtype, other: Mapping[str, float] | None = None,
-) -> str:  # fmt: skip
-    """A line of what a rank will hold, by part. trained: of lora.trainable_table; masked: documents share rows; other:
-    parts that the model alone does not have, or has otherwise, in bytes."""
+) -> dict[str, float]:  # fmt: skip
+    """{part: bytes} of what a rank holds at most, on a GPU there. trained: of lora.trainable_table; masked: documents
+    share rows; other: parts that the model alone does not have, or has otherwise, in bytes."""
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
         trained["adapters"],
     )  # fmt: skip
+    if config["async_save"] and device.type == "cpu":  # on a GPU's machine it is in RAM, where there is room
+        memory["copy to save from"] = 4 * trained["trainable"] + memory["optimizer"]
     memory |= {"process": train_utils.process_bytes(device)} | dict(other or {})
     if config["zero1"]:
         memory["optimizer"] /= world_size
@@ -138,8 +152,114 @@ def describe_memory(
         params = parameter_table(cfg)
         matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
         memory["compression error"] = 4 * min(matrices, trained["trainable"])
+    return memory
+
+
+def describe_parts(memory: Mapping[str, float]) -> str:
+    """A line of memory_parts."""
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
+
+
+def describe_memory(
+    cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
+    dtype: torch.dtype, other: Mapping[str, float] | None = None,
+) -> str:  # fmt: skip
+    """A line of what a rank holds at most; the arguments of memory_parts."""
+    return describe_parts(memory_parts(cfg, config, trained, masked, world_size, device, dtype, other))
+
+
+def fit_batch_size(
+    config: dict, n_samples: int, memory_of: Callable[[dict], Mapping[str, float]], device: torch.device,
+    usable: float | None = None,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """(batch_size, lines for the plan). Where it is 0: that of the run that goes on, for other sums would round
+    otherwise; else the largest that divides n_samples, those of a rank in a step, and whose memory_of(config) is at
+    most `usable` bytes, None = those of the device. Raises ConfigError if one sample is too much."""
+    if config["batch_size"]:
+        return config["batch_size"], []
+    began = began_with(config)
+    if began and n_samples % began == 0:
+        return began, [f"batch_size  {began}, with which {config['out_dir']} began"]
+    usable = usable_bytes(device) if usable is None else usable
+
+    def needed(batch_size: int, **changes: bool) -> float:
+        return sum(memory_of(config | {"batch_size": batch_size} | changes).values())
+
+    fitting = [size for size in range(1, n_samples + 1) if n_samples % size == 0 and needed(size) <= usable]
+    if fitting:
+        return fitting[-1], [f"batch_size  {fitting[-1]} chosen: {gib(needed(fitting[-1]))} of {gib(usable)} GiB"]
+    advice = "a shorter block_size, a smaller model or trainable='lora'"
+    if not config["activation_checkpointing"]:
+        less = needed(1, activation_checkpointing=True)
+        fits = "fits" if less <= usable else "is still too much"
+        advice = f"activation_checkpointing=True takes {gib(less)} GiB, which {fits}; else {advice}"
+    raise ConfigError(
+        f"config: batch_size=1 takes {gib(needed(1))} GiB, {gib(usable)} GiB can be used; {advice}"
+    )
+
+
+def gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.2f}"
+
+
+def began_with(config: dict) -> int:
+    """The batch_size in the config.py of the run that will be continued; 0 if there is none."""
+    path = Path(config["out_dir"]) / "config.py"
+    if config["resume"] == "never" or not path.exists():
+        return 0
+    found = re.search(r"^batch_size = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def usable_bytes(device: torch.device, root: Path = Path("/")) -> float:
+    """What this rank may plan to fill: MEMORY_SHARE of its GPU, or its share of the RAM that is free now, with what it
+    holds already. Ranks may see different numbers. Raises ConfigError where the system does not tell. root: of the
+    files that tell, /proc and /sys."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info(device)
+        return MEMORY_SHARE * min(total, free + torch.cuda.memory_reserved(device))
+    if device.type != "cpu" or not (root / "proc/meminfo").exists():
+        raise ConfigError(f"config: batch_size=0: nothing tells how much memory {device} has here; give batch_size")
+    text = (root / "proc/meminfo").read_text(encoding="utf-8")
+    free = [1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1]), *free_in_groups(root)]
+    return MEMORY_SHARE * (min(free) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + train_utils.ram_bytes("VmRSS"))
+
+
+def free_in_groups(root: Path) -> list[int]:
+    """Bytes left in each control group that this process is in and whose memory is limited (a container, a job).
+
+    Version 2 has memory.max, version 1 memory.limit_in_bytes, in the group's directory; inside a container that is
+    often the top one. The groups above count too. Pages of files are not counted: the system takes them back."""
+    found = []
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, kinds, group = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        top, limit, used, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "file"
+        if kinds:
+            top, limit, used, files = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
+        place = top / group.lstrip("/")
+        for directory in (place, *place.parents):
+            if directory.is_relative_to(top) and (directory / limit).exists():
+                most = (directory / limit).read_text(encoding="utf-8").strip()
+                if most != "max":
+                    stat = dict(line.split() for line in (directory / "memory.stat").read_text("utf-8").splitlines())
+                    held = int((directory / used).read_text(encoding="utf-8")) - int(stat.get(files, 0))
+                    found.append(int(most) - held)
+    return found
+
+
+def agree_batch_size(asked: int, chosen: int, verbose: bool) -> int:
+    """The smallest that a rank has chosen, on all ranks, if they were asked to: it divides a step and fits on each.
+    What differs otherwise, check_ranks_agree reports."""
+    everyone = dist.gather_objects((asked, chosen))
+    least = min(size for _, size in everyone)
+    if any(asked for asked, _ in everyone) or least == chosen:
+        return chosen
+    if verbose:
+        print(f"batch_size  {least}, as much as fits on every rank", flush=True)
+    return least
 
 
 # ---- where a run begins ----------------------------------------------------------------------------------------------
@@ -327,6 +447,7 @@ class Parts(NamedTuple):
     ddp: dist.DDP
     world: dist.World
     device: torch.device
+    writer: Writer | None = None  # of a model that is saved with another's state
 
 
 def restore(parts: Parts, path: Path, state: dict, rank_state: dict, compress: str) -> None:
@@ -346,27 +467,44 @@ def save(
     parts: Parts, step: int, tokenizer: Tokenizer, config: dict, order: dict, skipped: torch.Tensor,
     val_loss: float | None, log: train_utils.RunLog, base: str = "",
     write: Callable[[Path, Transformer, Tokenizer], None] | None = None, other: Mapping[str, object] | None = None,
-) -> bool:  # fmt: skip
-    """Write the checkpoint of this step, by all ranks; whether it was written. If not (a full disk), training may go on
-    and the next save be tried: what is there already is whole. base, write: as of checkpoint.save; other: what the
-    training state holds besides."""
+) -> None:  # fmt: skip
+    """Write the checkpoint of this step, by all ranks, behind training unless async_save is off. If it cannot be
+    written (a full disk), the next save says so and is tried: what is there already is whole. base, write: as of
+    checkpoint.save; other: what the training state holds besides."""
+    report_save(parts, log)
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
     opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
     state |= {"optimizer": opt_state, "scaler": parts.scaler.state_dict()} | dict(other or {})
     rank_state = {"rng": train_utils.rng_state(parts.device)}
     if config["compress"] == "powersgd":
         rank_state["powersgd"] = parts.hook.state_dict()
+    model = parts.model if parts.world.is_main else None
+    model, state, rank_state = parts.writer.copy(model, state, rank_state)
+    parts.writer.start(partial(
+        checkpoint.save, config["out_dir"], step, model, tokenizer, state, rank_state, parts.world,
+        val_loss=val_loss, keep_last=config["keep_last"], keep_best=config["keep_best"], base=base, write=write,
+        group=parts.writer.group,
+    ))  # fmt: skip
+    if not parts.writer.behind:
+        report_save(parts, log)
+
+
+def report_save(parts: Parts, log: train_utils.RunLog) -> None:
+    """Wait for the save that is under way and say how it ended, if there is one."""
     try:
-        path = checkpoint.save(
-            config["out_dir"], step, parts.model, tokenizer, state, rank_state, parts.world,
-            val_loss=val_loss, keep_last=config["keep_last"], keep_best=config["keep_best"], base=base,
-            write=write,
-        )  # fmt: skip
+        path = parts.writer.wait()
     except checkpoint.CheckpointError as error:
         log.print(str(error))
-        return False
-    log.write("save", step, {"path": str(path)})
-    return True
+    else:
+        if path is not None:
+            log.write("save", checkpoint.step_of(path), {"path": str(path)})
+
+
+def finish_saving(parts: Parts, log: train_utils.RunLog) -> bool:
+    """Wait for the last save; whether it is on the disk. None can follow."""
+    report_save(parts, log)
+    parts.writer.close()
+    return parts.writer.saved
 
 
 # ---- what stops a run ------------------------------------------------------------------------------------------------

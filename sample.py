@@ -25,7 +25,7 @@ import checkpoint
 import reward_model
 import train_utils
 from answers import Answers, Rank
-from best_of import Judge, find_model
+from best_of import Judge
 from chat import Chat, converse
 from configurator import configure
 from generate import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
@@ -250,7 +250,7 @@ if __name__ == "__main__":
     if in_terminal and as_json:
         raise SampleError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
     check_reward_keys(config, talk, in_terminal)
-    reward_dir = find_model(reward_from, tokenizer) if reward_from else None
+    reward_dir = reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
     if as_json:
         settings = deciding_settings(config, talk, directory, reward_dir, torch_device, torch_dtype)
         answers = Answers(prompts, prompt, out, settings)

@@ -61,7 +61,7 @@ epochs = 3.0  # passes over the rows of all sources
 max_steps = 0  # 0 = as many as epochs takes
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
 # batch
-batch_size = 8  # rows per rank and micro-step
+batch_size = 8  # rows per rank and micro-step; 0 = as many as fit, needs total_batch_tokens
 total_batch_tokens = 0  # batch_size x block_size x micro-steps x ranks; 0 = one micro-step on each rank
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
@@ -104,6 +104,7 @@ sample_prompts = ""  # questions whose answers are printed at each evaluation; s
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
+async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
@@ -116,20 +117,28 @@ DEBUG_DATA = "data/debug/chat.jsonl"
 
 
 def check_config(config: dict, world_size: int) -> int:
-    """Number of micro-steps per step. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config)
+    """Tokens per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
+    runs.check_config(config | {"batch_size": config["batch_size"] or 1})
     for key in ("max_steps", "neftune_alpha", "eval_answers"):
         runs.check_least(config, key, 0)
     runs.check_share(config, "val_fraction")
     runs.check_least(config, "eval_new_tokens", 1)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return runs.count_micro_steps(config, world_size)
+    return runs.count_tokens(config, world_size)
 
 
 def debug_rows(talks: list[list[dict]]) -> list[dict]:
     """Questions and answers about Python."""
     return [{"messages": talk} for talk in talks]
+
+
+def memory(
+    cfg: ModelConfig, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
+) -> dict[str, float]:
+    """{part: bytes} of what a rank will hold."""
+    trained = trainable_table(cfg, config["trainable"], adapters)
+    return runs.memory_parts(cfg, config, trained, config["pack"], world_size, device, dtype)
 
 
 def plan(
@@ -144,7 +153,7 @@ def plan(
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
-        runs.describe_memory(cfg, config, trained, config["pack"], world_size, device, dtype),
+        runs.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -218,9 +227,8 @@ def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples:
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    accum_steps = check_config(config, world_size)
-    config["total_batch_tokens"] = accum_steps * batch_size * block_size * world_size
-    rows_per_step = accum_steps * batch_size * world_size
+    config["total_batch_tokens"] = check_config(config, world_size)
+    rows_per_step = config["total_batch_tokens"] // block_size
     torch_device, torch_dtype = runs.choose_device(config)
     peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
 
@@ -239,6 +247,8 @@ if __name__ == "__main__":
     if not corpus.val:
         raise ConfigError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
+    memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
+    config["batch_size"], chosen = runs.fit_batch_size(config, rows_per_step // world_size, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
@@ -251,7 +261,7 @@ if __name__ == "__main__":
             warnings += [f"warning     {source} has learnt rows of {learnt} tokens, not of block_size={block_size}"]
         if max_steps < FEW_STEPS:
             warnings += [f"warning     only {max_steps} steps; lower total_batch_tokens, or raise epochs or max_steps"]
-        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
+        print("\n".join([*corpus.report(), text, *chosen, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
     resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
@@ -266,6 +276,9 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    batch_size = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    config["batch_size"] = asked["batch_size"] = batch_size
+    accum_steps = rows_per_step // (batch_size * world_size)
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
@@ -296,7 +309,7 @@ if __name__ == "__main__":
     # ---- state: fresh, or exactly as it was
     train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout and noise differ by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device)
+    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
     if resume_from:
         runs.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
@@ -312,7 +325,7 @@ if __name__ == "__main__":
     asked = [text for text in sample_prompts.split("|") if text]
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
-    save_failed, stopping = False, False
+    stopping = False
 
     def evaluate_now(step: int) -> float:
         """The validation loss; all scores go to the log."""
@@ -383,16 +396,17 @@ if __name__ == "__main__":
         if step % eval_every == 0 or last:
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
-            save_failed = not runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "not saved" if save_failed else "the same command continues"
+            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
             log.print(f"stopped by a signal after step {step}; {how}")
             break
 
+    saved = runs.finish_saving(parts, log)
     batches.close()
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
     dist.close()
-    sys.exit(stop_signal.exit_code if stopping else int(save_failed))
+    sys.exit(stop_signal.exit_code if stopping else int(not saved))

@@ -740,7 +740,8 @@ def test_close_ends_the_threads_of_the_group() -> None:
     code = """if True:
         import os, pathlib, torch, ddp
         ddp.init()
-        ddp.DDP(torch.nn.Linear(2, 2))  # imports torch._dynamo
+        ddp.DDP(torch.nn.Linear(2, 2))
+        import torch._dynamo  # as compile=True does at some point
         ddp.any_rank(True)
         ddp.close()
         print([path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])

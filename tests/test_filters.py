@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import filters
+from configurator import ConfigError
 from filters import CURATED, RULE_NAMES, RULES, WEB, Cleaning, FilterError, Rules, Text, WordList, clean
 
 PUNCTUATION = Cleaning(punctuation=True)
@@ -333,7 +334,7 @@ def test_order_and_switches() -> None:
     ],
 )
 def test_wrong_settings(settings: dict, said: str) -> None:
-    with pytest.raises(FilterError) as error:
+    with pytest.raises((ConfigError, FilterError)) as error:
         Rules(**settings)
     assert said in str(error.value) and error.value.one_line and "\n" not in str(error.value)
 
@@ -352,10 +353,10 @@ def test_hook(tmp_path: Path) -> None:
         rules.check("")
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     for wrong in ("limit", "none", ""):
-        with pytest.raises(FilterError, match="has no function"):
+        with pytest.raises(ConfigError, match="has no function"):
             Rules(keep=f"{path}:{wrong}")
     path.write_text("import nothing_like_this", encoding="utf-8")
-    with pytest.raises(FilterError, match="ModuleNotFoundError"):
+    with pytest.raises(ConfigError, match="ModuleNotFoundError"):
         Rules(keep=f"{path}:keep")
 
 
@@ -437,3 +438,16 @@ def test_units_of_n_grams() -> None:
     assert Text(" ".join(words)).grams[2][:3] == pytest.approx(brute_grams(words, 2))
     characters = "甲乙丙丁，甲乙丙 丁\n完"
     assert Text(characters).grams[4][:3] == pytest.approx(brute_grams(list("甲乙丙丁，甲乙丙丁完"), 4))
+
+
+def test_classes_are_those_of_every_character() -> None:
+    """Python's own answers for all 0x110000, and the ranges of Latin and Chinese letters."""
+    letters = [chr(code).isalpha() for code in range(0x110000)]
+    spaces = [chr(code).isspace() for code in range(0x110000)]
+    classes = filters.character_classes()
+    han = np.zeros(0x110000, bool)
+    for begin, end in filters.HAN_RANGES:
+        han[begin:end] = True
+    assert np.array_equal(classes == filters.HAN_CLASS, han)
+    assert np.array_equal(np.isin(classes, (filters.LETTERS, filters.LATIN)), np.array(letters) & ~han)
+    assert np.array_equal(classes == filters.SPACE, np.array(spaces))

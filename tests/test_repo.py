@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "configurator": set(),
     "shapes": set(),
     "readers": {"shapes"},
-    "filters": set(),
+    "filters": {"configurator"},
     "dedup": set(),
     "decontaminate": {"dedup", "readers"},
     "bpe": {"readers"},
@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "score_tables": set(),
     "reward_scores": {"answer_files", "answer_pairs", "checkpoint", "readers", "reward_model", "shapes", "tokenizer"},
     "policy_gradient": set(),
-    "rewards": {"checkpoint", "reward_model", "tokenizer"},
+    "rewards": {"checkpoint", "configurator", "reward_model", "tokenizer"},
     "prompts": {"answer_pairs", "chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection"}
     | {"shapes", "tokenizer"},
     "rollouts": {"data", "generate", "mixture", "model", "pairs", "policy_gradient", "prompts", "rewards", "sampling"}
@@ -73,13 +73,15 @@ MAY_IMPORT = {
     "generated": {"chat_files", "ddp", "filters", "generate", "model", "readers", "sample", "sampling", "tokenizer"},
     "judging": {"answers", "chat_client", "conversations", "ddp", "generated", "pairs", "readers", "reward_model"}
     | {"tokenizer"},
-    "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"},
+    "write_behind": {"ranks"},
+    "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"}
+    | {"write_behind"},
     "sampling": set(),
     "completion": {"model", "sampling", "tokenizer"},
     "generate": {"completion", "lora", "model", "sampling", "tokenizer"},
     "chat": {"generate", "model", "sampling", "tokenizer"},
     "answer_pairs": {"answer_files", "data", "pipeline", "readers", "shapes"},
-    "best_of": {"checkpoint", "completion", "reward_model", "sampling", "tokenizer"},
+    "best_of": {"completion", "reward_model", "sampling", "tokenizer"},
     "answers": {"answer_files", "generate", "model", "sampling", "tokenizer"},
     "sample": {"answers", "chat", "checkpoint", "configurator", "generate", "model", "sampling", "tokenizer"}
     | {"best_of", "reward_model", "train_utils"},

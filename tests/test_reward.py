@@ -369,7 +369,7 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
 
 
 DIES = """
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 import checkpoint
 
 write_state = checkpoint.write_state
@@ -377,6 +377,8 @@ write_state = checkpoint.write_state
 def write_and_die(path, state):
     write_state(path, state)
     if path.parent.name == ".step_000006.tmp" and path.name == "train_state.pt":
+        while not path.with_name("model.safetensors").exists():  # another thread's
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
 checkpoint.write_state = write_and_die

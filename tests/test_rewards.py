@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 import checkpoint
 import rewards
 from best_of import closed_ids
+from configurator import ConfigError
 from generate import generate
 from rewards import Answer, RewardError, Rewards
 from sampling import SamplingParams
@@ -199,7 +200,7 @@ def test_a_model_whose_score_is_not_finite_is_named_with_the_prompt(home):
     ("rm=much", "'rm=much' in reward='rm=much' is not"),
     ("rm,rm=0.5", "'rm' comes twice in reward='rm,rm=0.5'"),
     ("nowhere", "'nowhere' is no directory"),
-    ("rules.py", "'rules.py' is no directory; give that of a reward model, or file.py:function"),
+    ("rules.py", "reward='rules.py': there is no file ''; give file.py:function"),
     ("chat", "'chat' holds no reward model; reward.py trains one"),
     ("other.py:exact", "there is no file 'other.py'"),
     ("rules.py:", "rules.py has no function ''"),
@@ -209,7 +210,7 @@ def test_a_model_whose_score_is_not_finite_is_named_with_the_prompt(home):
 ])  # fmt: skip
 def test_what_cannot_be_a_reward_is_refused(home, spec, says):
     (home / "broken.py").write_text("def exact(", encoding="utf-8")
-    with pytest.raises(RewardError, match=re.escape(says)):
+    with pytest.raises((ConfigError, RewardError), match=re.escape(says)):
         Rewards(spec, tokenizer_of(home))
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -351,6 +352,15 @@ def start(c):
     return subprocess.Popen([sys.executable, ROOT / "tools" / "self_instruct.py", *flags], **pipes)
 
 
+def run_as_command(c, timeout):
+    child = start(c)
+    try:
+        out, errors = child.communicate(timeout=timeout)
+    finally:
+        child.kill()
+    return subprocess.CompletedProcess(child.args, child.returncode, out, errors)
+
+
 def test_kill_and_go_on(settings, endpoint, tmp_path):
     c = changed(settings, n_tasks=90, parallel=3)
     expected = straight(c, tmp_path)
@@ -385,6 +395,44 @@ def test_what_a_retry_cannot_mend_ends_at_once(settings, endpoint, status):
     with pytest.raises(chat_client.ChatError, match=f"HTTP {status}.*planted"):
         si.run(changed(settings, parallel=1))
     assert len(endpoint.requests) <= 2
+
+
+def test_a_service_that_nobody_started_is_not_waited_for(settings, endpoint):
+    """With retries that would take minutes; one connection is tried, and one line says what to do."""
+    with socket.socket() as free:  # bound, so that it is nobody else's, but it does not listen
+        free.bind(("127.0.0.1", 0))
+        c = changed(settings, base_url=f"http://127.0.0.1:{free.getsockname()[1]}/v1", retry_wait=60.0)
+        done = run_as_command(c, timeout=30)
+    assert done.returncode == 1 and "start the service, or mend base_url" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    si.run(settings)  # and the same command goes on
+    assert len(rows_of(settings)) == 40
+
+
+def test_a_service_that_has_answered_is_waited_for(settings, endpoint, monkeypatch):
+    """It goes away in the midst of a run, and comes back; what it answered in an earlier run does not count."""
+    refused, post = [], chat_client.post
+
+    def away(*args):
+        if 3 <= len(endpoint.requests) and len(refused) < 5:
+            refused.append(args)
+            raise chat_client.Unreachable("planted", 0.0)
+        return post(*args)
+
+    monkeypatch.setattr(chat_client, "post", away)
+    si.run(changed(settings, max_retries=8))
+    assert len(rows_of(settings)) == 40 and len(refused) == 5
+    refused.clear()
+    with pytest.raises(chat_client.ChatError, match="start the service, or mend base_url"):
+        si.run(changed(settings, n_tasks=80))
+    assert len(refused) == 1
+
+
+def test_requests_that_run_side_by_side_print_a_wait_once(settings, endpoint, capsys):
+    endpoint.failures = dict.fromkeys(range(1, 9), 503)
+    si.run(changed(settings, retry_wait=1.0, n_tasks=10))
+    said = [line for line in capsys.readouterr().err.splitlines() if "again in" in line]
+    assert 1 <= len(said) <= 2 and "HTTP 503" in said[0]  # eight threads wait at once, once or twice
 
 
 def test_retries_end(settings, endpoint):

@@ -1,128 +1,238 @@
-"""Training throughput, with the peer beside it: steps of ours and of nanoGPT's model alternate in one process.
+"""The benchmark: every measurement with its peer beside it and with what this machine allows, in one table.
 
-    OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT                  # a checkout of karpathy/nanoGPT
-    python tools/bench.py --n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16
+    OMP_NUM_THREADS=2 python tools/bench.py --quick=True                                    # every row, about a minute
+    OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json           # a checkout of nanoGPT
+    python tools/bench.py --rows=train --compile=none,blocks,whole,whole:max-autotune       # on a GPU: what pays there
 
-Prints tokens/s (median of `repeats` after a warm-up), the ratio, and the share of this machine's matrix-product
-ceiling, measured here in the same dtype. Equal batch, block and vocabulary; parameters within a percent.
-nanoGPT runs as it ships: on a GPU in bfloat16 and compiled, on a CPU in float32 without compile (its README's command).
+Sides take turns after a warm-up; a line gives the median of the repeats, their spread, (most - least) / median, and how
+many times as fast as each peer ours is: median, least and most of the rounds. "of limit" is the share of what the
+machine allows, measured in the same turns: train, the matrix products in the same dtype; ddp, the step without
+communication; generate, reading weights and cache once per token; checkpoint, the bare disk. For memory it is the peak
+against the printed estimate, for startup the time against what was promised. With one thread (OMP_NUM_THREADS=1) the
+seconds of train, generate, tokenize and dedup are those of the processor.
+tools/bench_*.py measure the same subjects, and tuning (bench_sft.py, bench_dpo.py), in more cases.
 """
 
-import importlib.util
-import statistics
+import json
+import os
+import platform
+import subprocess
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import ddp as dist
-import train_utils
+import timing
+from timing import ROOT, Line
+
 from configurator import ConfigError, configure
-from model import ModelConfig, Transformer, flops_per_token, parameter_table
-from optim import Optimizer
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-nanogpt = ""  # checkout of nanoGPT to run beside ours; "" = ours alone
-n_layer = 6  # of both models
-n_head = 6  # of both models
-n_embd = 384  # of both models
-vocab_size = 65  # of both models
-block_size = 256  # tokens per sequence
-batch_size = 16  # sequences per step
-repeats = 7  # timed steps of each; the median counts
-optimizer = "adamw,muon"  # ours: adamw, muon or both
-compile = "False,True"  # ours: eager, compiled block by block, or both
+rows = "all"  # all, or some of train,ddp,generate,tokenize,bpe,dedup,checkpoint,startup
+quick = False  # small cases and three repeats where the keys below leave the choice
+out = ""  # JSON file with all samples; "" = none
+repeats = 0  # of each side; 0 = 3 with quick, else 7
+shapes = "auto"  # train: some of tiny,10M,25M,124M,350M,1.1B; auto = 10M with quick, up to 124M on a CPU, else all
+tokens = 0  # train: in a step; 0 = 1024 with quick, 4096 on a CPU, else 16384
+optimizer = "adamw,muon"  # train, ours: adamw, muon or both
+compile = "auto"  # train, ours: some of none,blocks,whole; these two also with :max-autotune, :reduce-overhead (GPU)
+compile_peer = "auto"  # train: transformers compiled: True | False | auto = on a GPU; on a CPU that takes a minute
+nanogpt = ""  # train: checkout of karpathy/nanoGPT; "" = without
+input = ""  # tokenize, bpe: corpora by name, en:books/*.txt,zh:poems/*.json; "" = prose and code of Python
+checkpoint_dir = "out"  # checkpoint: where it is written for a while, on the disk that is meant; it is removed
+memory = "auto"  # train: the peak of a process beside the printed estimate: True | False | auto = unless quick
 device = "auto"  # auto | cpu | cuda | mps
-dtype = "auto"  # ours: auto | float32 | bfloat16
+dtype = "auto"  # train, generate: auto | float32 | bfloat16
+
+PROMISED_S = {"tokenizer.py --help": 0.5, "prepare.py --help": 0.5, "pretrain.py, first step": 6.0}  # other --help: 2
 
 
-def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, compiled: bool, dtype: torch.dtype) -> Callable:
-    model = Transformer(cfg).to(tokens.device)
-    ddp = dist.DDP(model)
-    opt = Optimizer(ddp.buckets, kind)
-    if compiled:
-        model.compile_blocks(partial(torch.compile, dynamic=False))
+def train(n: int, folder: Path) -> Iterator[Line]:
+    """Tokens/s of a training step beside transformers and nanoGPT; memory beside the estimate."""
+    import bench_train
 
-    def step() -> None:
-        with train_utils.autocast(tokens.device, dtype):
-            loss = model(tokens, tokens) / tokens.numel()
-        loss.backward()
-        ddp.step(opt, lr=1e-3, clip=1.0)
+    import train_utils
 
-    return step
-
-
-def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor) -> Callable:
-    """A training step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
-    path = Path(directory) / "model.py"
-    if not path.exists():
-        raise ConfigError(f"config: nanogpt={directory!r} holds no model.py; give a checkout of karpathy/nanoGPT")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nanogpt_model"] = module
-    spec.loader.exec_module(module)
-    shape = {"n_layer": cfg.n_layer, "n_head": cfg.n_head, "n_embd": cfg.n_embd, "vocab_size": cfg.vocab_size}
-    model = module.GPT(module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape)).to(tokens.device)
-    opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
-    on_gpu = tokens.device.type == "cuda"
-    if on_gpu:
-        model = torch.compile(model)
-
-    def step() -> None:
-        with train_utils.autocast(tokens.device, torch.bfloat16 if on_gpu else torch.float32):
-            _, loss = model(tokens, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-
-    return step
+    torch_device = train_utils.choose_device(device)
+    on_gpu = torch_device.type == "cuda"
+    options = bench_train.Options(
+        torch_device, train_utils.choose_dtype(dtype, torch_device), n,
+        n_tokens=tokens or (1024 if quick else 16384 if on_gpu else 4096),
+        optimizers=optimizer.split(","),
+        compiles=bench_train.parse_compile(("none" if quick else "none,blocks") if compile == "auto" else compile),
+        compile_peer=on_gpu if compile_peer == "auto" else compile_peer == "True",
+        nanogpt=nanogpt,
+    )  # fmt: skip
+    names = list(bench_train.SHAPES)
+    if shapes != "auto":
+        chosen = shapes.split(",")
+    else:
+        chosen = names[1:2] if quick else names[1:] if on_gpu else names[1:4]
+    if unknown := [name for name in chosen if name not in names]:
+        raise ConfigError(f"config: shapes={unknown[0]!r} is none of {', '.join(names)}")
+    with_memory = not quick if memory == "auto" else memory == "True"
+    yield from bench_train.measure(chosen, options, with_memory, folder)
 
 
-def timed(step: Callable, device: torch.device) -> float:
-    train_utils.synchronize(device)
-    begin = time.perf_counter()
-    step()
-    train_utils.synchronize(device)
-    return time.perf_counter() - begin
+def ddp(n: int, folder: Path) -> Iterator[Line]:
+    """Steps of two processes over loopback, one thread each, beside torch DDP; the limit is a step without exchange."""
+    found, steps, cases = folder / "ddp.json", 1 if quick else 3, "compute,torch,ours" + (",forward" * (not quick))
+    flags = [f"--rounds={n}", f"--steps={steps}", "--mbit=0", f"--cases={cases}", f"--out={found}"]
+    done = subprocess.run([sys.executable, ROOT / "tools/bench_ddp.py", *flags], capture_output=True, text=True)
+    if done.returncode:
+        raise timing.BenchError(f"bench: bench_ddp.py: status {done.returncode}: {done.stderr.strip()[-300:]!r}")
+    cases = json.loads(found.read_text(encoding="utf-8"))["cases"]
+    seconds = {key: [ms / 1e3 for ms in case["ms"]] for key, case in cases.items() if key != "compute"}
+    names = {"torch": "torch DDP", "ours": "ours", "forward": "ours, step in forward"}
+    seconds = {names[key]: times for key, times in seconds.items()}
+    limit = 1 / (cases["compute"]["median"] / 1e3)
+    yield from timing.lines("ddp", "7M, 2 ranks x 4 x 128", seconds, "step/s", ["torch DDP"], 1, limit)
+
+
+def generate(n: int, folder: Path) -> Iterator[Line]:
+    """Tokens/s of greedy generation beside transformers."""
+    import bench_generate
+
+    import train_utils
+
+    torch_device = train_utils.choose_device(device)
+    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    for shape in ["26M"] if quick else ["26M", "124M"]:
+        for batch in [1] if quick else [1, 8]:
+            yield from bench_generate.compare(
+                shape, batch, torch_dtype, torch_device, min(n, 3), new_tokens=32 if quick else 128, prompt_tokens=16,
+                kinds=["static"], compiled=not quick,
+            )  # fmt: skip
+
+
+def corpora(folder: Path, most_mb: float) -> Iterator[tuple[str, Path]]:
+    """(name and size, JSON file of the texts) of `input`."""
+    import bench_tokenizer
+
+    found = bench_tokenizer.named_corpora(input, "text") if input else bench_tokenizer.python_corpora()
+    for name, texts in list(found.items())[: 1 if quick else None]:
+        path = folder / f"{name}.json"
+        yield f"{name} {bench_tokenizer.write_corpus(texts, path, most_mb):.1f} MB", path
+
+
+def tokenize(n: int, folder: Path) -> Iterator[Line]:
+    """Encoding beside tiktoken alone and beside Hugging Face's tokenizers; the ids are compared first."""
+    import bench_tokenizer
+
+    import tokenizer
+
+    size = 2048 if quick else 32768
+    for case, path in corpora(folder, 0.5 if quick else 5.0):
+        texts = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer.train(texts, size).save(folder / path.stem)
+        yield from bench_tokenizer.compare_encoding(f"{case}, {size} ids", texts, folder / path.stem, n)
+
+
+def bpe(n: int, folder: Path) -> Iterator[Line]:
+    """Training a tokenizer beside Hugging Face's and sentencepiece, each in a process of its own."""
+    import bench_tokenizer
+
+    size, n_threads = 2048 if quick else 32768, [1] if quick else [1, 2]
+    for case, path in corpora(folder, 0.5 if quick else 10.0):
+        yield from bench_tokenizer.compare(f"{case}, {size} ids", path, size, n_threads, min(n, 3))
+
+
+def dedup(n: int, folder: Path) -> Iterator[Line]:
+    """Near duplicates beside the usual loop of datasketch; the survivors are compared first."""
+    import bench_data
+
+    languages = {"English": (bench_data.python_docs(), 2000), "Chinese": (bench_data.chinese_text(), 600)}
+    for language, (texts, size) in languages.items():
+        if cut := bench_data.pieces(texts, size, 100 if quick else 500):
+            yield from bench_data.language_lines(language, cut, n)
+
+
+def checkpoint(n: int, folder: Path) -> Iterator[Line]:
+    """Saving and loading a training state beside torch.save and the bare disk."""
+    import bench_checkpoint
+    import bench_train
+
+    import tokenizer
+
+    shape = "10M" if quick else "124M"
+    Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=checkpoint_dir) as place:
+        learnt = tokenizer.train(["Three letters, and a few more: abc."], 384)
+        yield from bench_checkpoint.measure(shape, bench_train.SHAPES[shape], learnt, min(n, 3), Path(place))
+
+
+def startup(n: int, folder: Path) -> Iterator[Line]:
+    """Seconds until --help has answered, and until the first step of a debug run, beside `import torch`."""
+    texts = {path.stem: path.read_text("utf-8") for path in sorted(ROOT.glob("*.py"))}
+    scripts = [name for name, text in texts.items() if '\nif __name__ == "__main__":' in text]
+    commands = {"import torch": [sys.executable, "-c", "import torch"]}
+    for name in ["tokenizer"] if quick else scripts:
+        commands[f"{name}.py --help"] = [sys.executable, str(ROOT / f"{name}.py"), "--help"]
+    quiet = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+    sides = {name: partial(timing.wall_seconds, partial(quiet, command)) for name, command in commands.items()}
+    debug = [sys.executable, "pretrain.py", "config/debug.py", "--max_steps=1", "--log_every=1", "--resume=never"]
+    debug += ["--overwrite=True", f"--data_dir={folder / 'debug'}", f"--out_dir={folder / 'run'}"]
+    sides["pretrain.py, first step"] = lambda: timing.until_line(debug, "step      1/")[0]
+    seconds = timing.alternate(sides, min(n, 3), warmups=0 if quick else 1)  # the first also makes the debug corpus
+    for line in timing.lines("startup", "a fresh process", seconds, "s", ["import torch"]):
+        line.limit = PROMISED_S.get(line.side, 2.0 if "--help" in line.side else 0.0)
+        yield line
+
+
+ROWS = {row.__name__: row for row in (train, ddp, generate, tokenize, bpe, dedup, checkpoint, startup)}
+
+
+def check() -> list[str]:
+    """The names of the rows that are asked for. Raises ConfigError for a value that cannot be used."""
+    names = list(ROWS) if rows == "all" else rows.split(",")
+    for key, value, allowed in [
+        *(("rows", name, ROWS) for name in names),
+        *(("optimizer", name, ("adamw", "muon")) for name in optimizer.split(",")),
+        ("compile_peer", compile_peer, ("auto", "True", "False")),
+        ("memory", memory, ("auto", "True", "False")),
+        ("dtype", dtype, ("auto", "float32", "bfloat16")),
+    ]:
+        if value not in allowed:
+            raise ConfigError(f"config: {key}={value!r} is none of {', '.join(allowed)}")
+    if min(repeats, tokens) < 0:
+        raise ConfigError(f"config: {repeats=} and {tokens=} must not be negative")
+    if nanogpt and not Path(nanogpt, "model.py").exists():
+        raise ConfigError(f"config: nanogpt={nanogpt!r} holds no model.py; give a checkout of karpathy/nanoGPT")
+    return names
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    import torch
+
+    threads = f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join([threads, *names])
 
 
 if __name__ == "__main__":
     configure(globals())
-    torch_device = train_utils.choose_device(device)
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
-    cfg = ModelConfig(vocab_size, block_size, n_layer, n_head, n_embd=n_embd)
-    tokens = torch.randint(0, vocab_size, (batch_size, block_size), device=torch_device)
-    rows = {"nanoGPT": nanogpt_step(nanogpt, cfg, tokens)} if nanogpt else {}
-    for kind in optimizer.split(","):
-        for flag in compile.split(","):
-            if flag not in ("True", "False"):
-                raise ConfigError(f"config: compile must be True, False or both with a comma, got {compile!r}")
-            name = f"ours, {kind}{', compiled' if flag == 'True' else ''}"
-            rows[name] = our_step(cfg, tokens, kind, flag == "True", torch_dtype)
-    for step in rows.values():
-        timed(step, torch_device), timed(step, torch_device)  # compile, allocate
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    ceilings = []
-    for _ in range(repeats):
-        ceilings.append(train_utils.peak_flops(torch_device, torch_dtype))
-        for name, step in rows.items():
-            times[name].append(timed(step, torch_device))
-    ceiling, flops = statistics.median(ceilings), flops_per_token(cfg, block_size)
-    print(
-        f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, "
-        f"{parameter_table(cfg)['total']:,} parameters, {torch_dtype} ceiling {ceiling / 1e9:,.0f} GFLOP/s"
-    )
-    base = statistics.median(next(iter(times.values())))
-    for name, seconds in times.items():
-        rate = tokens.numel() / statistics.median(seconds)
-        spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
-        print(
-            f"{name:24} {rate:9,.0f} tok/s   x {base / statistics.median(seconds):5.2f}   "
-            f"{100 * rate * flops / ceiling:5.1f}% of the ceiling   spread {100 * spread:.0f}%"
-        )
+    chosen, found, failed = check(), [], False
+    hardware = machine()
+    print(f"{hardware}, load average {os.getloadavg()[0]:.1f}")
+    print(", ".join(f"{name} {version}" for name, version in timing.versions().items()))
+    print(timing.HEADER)
+    with tempfile.TemporaryDirectory() as name:
+        for row in chosen:
+            folder = Path(name, row)
+            folder.mkdir()
+            try:
+                for line in ROWS[row](repeats or (3 if quick else 7), folder):
+                    print(timing.text(line), flush=True)
+                    found.append(line)
+            except (ModuleNotFoundError, timing.BenchError) as error:
+                wrong = isinstance(error, timing.BenchError)
+                failed = failed or wrong
+                found.append(Line(row, "", "", "", note=str(error) if wrong else timing.needs(error)))
+                print(timing.text(found[-1]), flush=True)
+    if out:
+        timing.write_json(out, found, hardware, " ".join(["python", *sys.argv]))
+    sys.exit(int(failed))

@@ -7,21 +7,26 @@ What is given to datasketch for nothing: its elements are made beforehand, so th
 the text in them. Median of `repeats` after a warm-up.
 """
 
-import json
 import os
+import platform
 import random
 import re
-import statistics
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasketch import LeanMinHash, MinHash, MinHashLSH
+
+if TYPE_CHECKING:
+    from datasketch import MinHashLSH  # else where it is used: it imports scipy, half a second
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import timing
 
 import dedup
 import readers
@@ -47,23 +52,23 @@ def strings(value: object) -> Iterator[str]:
         yield value
 
 
-def chinese_text() -> Iterator[str]:
+def chinese_text(paths: str = "") -> Iterator[str]:
     sample = Path(__file__).parent.parent / "data" / "zh_sample.txt"
-    for path in readers.find_files(input or str(sample)) if input or sample.exists() else []:
+    for path in readers.find_files(paths or str(sample)) if paths or sample.exists() else []:
         for record in readers.read_records(path):
             yield from strings(record.value)
 
 
-def pieces(texts: Iterator[str], size: int) -> list[str]:
-    """Documents of `size` characters, cut from all texts in a row; at most `documents`."""
+def pieces(texts: Iterator[str], size: int, most: int) -> list[str]:
+    """Documents of `size` characters, cut from all texts in a row; at most so many."""
     held, found = "", []
     for text in texts:
         held += text + "\n"
         found += [held[i : i + size] for i in range(0, len(held) - size + 1, size)]
         held = held[len(held) // size * size :]
-        if len(found) >= documents:
+        if len(found) >= most:
             break
-    return found[:documents]
+    return found[:most]
 
 
 def with_copies(texts: list[str]) -> list[str]:
@@ -105,6 +110,8 @@ def our_survivors(texts: list[str]) -> list[int]:
 
 def plain_survivors(sets: list[list[int]]) -> list[int]:
     """The usual loop: an update per shingle, a query per document, an insert if nothing found is similar."""
+    from datasketch import MinHash, MinHashLSH
+
     index, kept, dropped = MinHashLSH(num_perm=128, params=(BANDS, ROWS)), {}, []
     for i, numbers in enumerate(sets):
         sketch = MinHash(num_perm=128, seed=1, hashfunc=int)
@@ -118,63 +125,48 @@ def plain_survivors(sets: list[list[int]]) -> list[int]:
     return dropped
 
 
-def cpu_seconds(run: Callable) -> float:
-    begin = time.process_time()
-    run()
-    return time.process_time() - begin
+def compare(case: str, ours: Callable, theirs: Callable, texts: list[str], repeats: int) -> list[timing.Line]:
+    """Documents per CPU second of both, which take turns."""
+    calls = {"datasketch": theirs, "ours": ours}
+    seconds = timing.alternate({name: partial(timing.cpu_seconds, call) for name, call in calls.items()}, repeats)
+    n_bytes = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    notes = {"ours": f"{n_bytes / median(seconds['ours']) / 1e6:.1f} MB/s"}
+    return timing.lines("dedup", case, seconds, "doc/s", ("datasketch",), len(texts), notes=notes)
 
 
-def compare(name: str, ours: Callable, theirs: Callable, n: int, n_bytes: int) -> dict:
-    """One row of the table: documents per CPU second of both, which take turns."""
-    cpu_seconds(ours), cpu_seconds(theirs)
-    times = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(repeats)]
-    mine, other = (statistics.median(column) for column in zip(*times, strict=True))
-    spread = max((max(column) - min(column)) / statistics.median(column) for column in zip(*times, strict=True))
-    row = {"name": name, "ours": n / mine, "datasketch": n / other, "ratio": other / mine}
-    row |= {"mb_per_s": n_bytes / mine / 1e6, "spread": spread}
-    print(
-        f"{name:32} {row['ours']:9,.0f} documents/s {row['mb_per_s']:6.1f} MB/s   "
-        f"datasketch {row['datasketch']:7,.0f} documents/s   "
-        f"x {row['ratio']:6.1f}   spread {100 * spread:.0f}%"
-    )
-    return row
+def language_lines(language: str, texts: list[str], repeats: int) -> list[timing.Line]:
+    """Signatures, and the whole way from texts to survivors. Raises BenchError if the two do not keep the same."""
+    from datasketch import MinHash
 
-
-def language_rows(language: str, texts: list[str]) -> list[dict]:
-    n, n_bytes = len(texts), sum(len(text.encode("utf-8", "replace")) for text in texts)
     shingles, seed_one = shingles_of(texts), {"num_perm": 128, "seed": 1}
-    rows = [
-        compare(
-            f"signatures, {language}",
-            lambda: dedup.signatures(dedup.units(texts)),
-            lambda: MinHash.bulk(shingles, **seed_one),
-            n, n_bytes,
-        )
-    ]  # fmt: skip
+    signed = compare(
+        f"signatures, {language}",
+        lambda: dedup.signatures(dedup.units(texts)),
+        lambda: MinHash.bulk(shingles, **seed_one),
+        texts, repeats,
+    )  # fmt: skip
     copies = with_copies(texts)
     sets = elements(copies)
     if our_survivors(copies) != plain_survivors(sets):
-        raise SystemExit(f"bench_data: survivors differ, {language}")
-    name = f"texts to survivors, {language}"
-    rows.append(compare(name, lambda: our_survivors(copies), lambda: plain_survivors(sets), n, n_bytes))
-    return rows
+        raise timing.BenchError(f"bench: dedup: survivors differ, {language}")
+    ours, theirs = partial(our_survivors, copies), partial(plain_survivors, sets)
+    return signed + compare(f"texts to survivors, {language}", ours, theirs, copies, repeats)
 
 
-def index_memory() -> dict:
-    """Bytes per document that the index takes, signatures not counted: 10 % copies, and in pairs throughout."""
-    row = {"name": "index memory"}
+def index_memory(n: int) -> Iterator[timing.Line]:
+    """Bytes per document that an index of n takes, signatures not counted: 10 % copies, and in pairs throughout."""
     for kind, share in (("10 % copies", 0.1), ("all in pairs", 0.5)):
-        n = index_documents
         signatures = np.random.default_rng(0).integers(0, 2**32 - 1, (n, 128), dtype=np.uint32)
         signatures[n - int(share * n) :] = signatures[: int(share * n)]
         ours = peak(lambda s=signatures: dedup.near_duplicates(s, THRESHOLD, BANDS, ROWS)) / n
         theirs = peak(lambda s=signatures: filled_index(s)) / n
-        row[kind] = {"ours": ours, "datasketch": theirs}
-        print(f"index memory, {kind:18} {ours:9,.0f} bytes/document           datasketch {theirs:7,.0f}")
-    return row
+        for name, n_bytes in (("datasketch", theirs), ("ours", ours)):
+            yield timing.Line("dedup", f"index memory, {kind}", name, "B/doc", [n_bytes])
 
 
-def filled_index(signatures: np.ndarray) -> MinHashLSH:
+def filled_index(signatures: np.ndarray) -> "MinHashLSH":
+    from datasketch import LeanMinHash, MinHashLSH
+
     index = MinHashLSH(num_perm=128, params=(BANDS, ROWS))
     for i, row in enumerate(signatures):
         sketch = LeanMinHash(seed=1, hashvalues=row, scheme="affine32")
@@ -199,13 +191,15 @@ if __name__ == "__main__":
     if os.environ.get("OMP_NUM_THREADS") != "1":
         print("note: CPU seconds of one thread are meant; start with OMP_NUM_THREADS=1")
     print(f"CPU seconds of one process, numpy {np.__version__}, {documents} documents of each language")
-    rows = language_rows("English", pieces(python_docs(), 2000))
-    chinese = pieces(chinese_text(), 600)
-    if chinese:
-        rows += language_rows("Chinese", chinese)
-    else:
-        print("no Chinese text: give --input=...")
-    rows.append(index_memory())
+    print(timing.HEADER)
+    found = []
+    languages = {"English": (python_docs(), 2000), "Chinese": (chinese_text(input), 600)}
+    for language, (texts, size) in languages.items():
+        if cut := pieces(texts, size, documents):
+            found += language_lines(language, cut, repeats)
+        else:
+            print("no Chinese text: give --input=...")
+    found += index_memory(index_documents)
+    print("\n".join(map(timing.text, found)))
     if out:
-        Path(f"{out}.tmp").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        os.replace(f"{out}.tmp", out)
+        timing.write_json(out, found, platform.machine(), " ".join(sys.argv))

@@ -3,22 +3,23 @@
     OMP_NUM_THREADS=2 python tools/bench_generate.py                        # 26M and 124M, some minutes
     OMP_NUM_THREADS=2 python tools/bench_generate.py --shapes=26M --batch=1 --dtypes=float32 --new_tokens=64
 
-Greedy, random weights, the same in all. Prints tokens/s of whole calls (prompt included; median), the ratio to
-transformers with its static cache (median over rounds of the ratio in a round), and the share of what this machine's
+Greedy, random weights, the same in all. Prints tokens/s of whole calls (prompt included; median), the ratio to the
+first of transformers' caches (median over rounds of the ratio in a round), and the share of what this machine's
 memory allows: every step reads each matrix and the cached keys and values once, at the speed at which a sum runs over
 as many bytes, measured in the same rounds.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import timing
 
 import train_utils
 from configurator import ConfigError, configure
@@ -46,7 +47,9 @@ SHAPES = {
 Call = Callable[[], list[list[int]]]
 
 
-def our_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, compiled: bool) -> Call:
+def our_call(
+    model: Transformer, prompts: list[list[int]], dtype: torch.dtype, compiled: bool, new_tokens: int
+) -> Call:
     params = SamplingParams(max_new_tokens=new_tokens, temperature=0)
 
     def call() -> list[list[int]]:
@@ -57,17 +60,21 @@ def our_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, c
     return call
 
 
-def their_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, kind: str) -> Call:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformers is imported where it is used
+    from transformers import LlamaConfig
 
-    cfg = model.cfg
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_dim, bos_token_id=None,
         num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
         max_position_embeddings=cfg.block_size, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
         eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    hf = LlamaForCausalLM(config).eval()
+
+
+def their_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype, kind: str, new_tokens: int) -> Call:
+    from transformers import LlamaForCausalLM
+
+    hf = LlamaForCausalLM(llama_config(model.cfg)).eval()
     state = model.state_dict()
     hf.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()})
     hf = hf.to(model.embed_tokens.weight.device, dtype)
@@ -84,56 +91,39 @@ def their_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype,
     return call
 
 
-def timed(call: Callable, device: torch.device) -> float:
-    """Seconds; with a single thread those of the processor, which other programs do not change much."""
-    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    train_utils.synchronize(device)
-    begin = clock()
-    call()
-    train_utils.synchronize(device)
-    return clock() - begin
-
-
-def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype) -> int:
-    """What a step in the middle of the text must read: every matrix but the embedding, and the cache."""
+def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int) -> int:
+    """What a step at this length of the text must read: every matrix but the embedding, and the cache."""
     table = parameter_table(cfg)
     matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
-    return matrices * dtype.itemsize + cache_bytes(cfg, rows, prompt_tokens + new_tokens // 2, dtype)
+    return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
 
 
-def table(shape: str, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Time all in turn and print a line for each."""
+def compare(
+    shape: str, rows: int, dtype: torch.dtype, device: torch.device, repeats: int, new_tokens: int, prompt_tokens: int,
+    kinds: list[str], compiled: bool,
+) -> list[timing.Line]:  # fmt: skip
+    """Tokens/s of transformers (`kinds` of caches) and of ours, in turns; the limit is in the middle of the text."""
     cfg = SHAPES[shape]
     torch.manual_seed(0)
     model = Transformer(cfg).to(device).eval()
     prompts = torch.randint(cfg.vocab_size, (rows, prompt_tokens)).tolist()
-    calls: dict[str, Call] = {}
-    for kind in filter(None, peers.split(",")):
-        calls[f"transformers, {kind}"] = their_call(model, prompts, dtype, kind)
-    calls["ours"] = our_call(model, prompts, dtype, False)
-    if compile:
-        calls["ours, compiled"] = our_call(model, prompts, dtype, True)
-    n_bytes = bytes_per_step(cfg, rows, dtype)
-    read = partial(torch.sum, torch.ones(n_bytes // 4, device=device))
+    makers = {f"transformers, {k}": partial(their_call, model, prompts, dtype, k, new_tokens) for k in kinds}
+    makers["ours"] = partial(our_call, model, prompts, dtype, False, new_tokens)
+    if compiled:
+        makers["ours, compiled"] = partial(our_call, model, prompts, dtype, True, new_tokens)
+    calls, missing = timing.build(makers)
     texts = {name: call() for name, call in calls.items()}  # compile, allocate
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    reads = []
-    for _ in range(repeats):
-        for name, call in calls.items():
-            seconds[name].append(timed(call, device))
-            reads += [timed(read, device) for _ in range(5)]
-    bound = rows / statistics.median(reads)
-    print(f"{shape}, batch {rows}, {str(dtype)[6:]}: {n_bytes / 1e6:,.0f} MB per step, {bound:,.0f} tok/s at most here")
+    n_bytes = bytes_per_step(cfg, rows, dtype, prompt_tokens + new_tokens // 2)
+    sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
+    found = timing.alternate(sides | {"memory": timing.reading(n_bytes, device)}, repeats, warmups=0)
+    limit = rows * median(found.pop("memory")) / n_bytes
     first = next(iter(calls))
-    for name, times in seconds.items():
-        rate = rows * new_tokens / statistics.median(times)
-        ratio = statistics.median([a / b for a, b in zip(seconds[first], times, strict=True)])
-        same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
-        print(
-            f"    {name:24} {rate:9,.1f} tok/s   x {ratio:5.2f}   {100 * rate / bound:5.1f}% of the bound   "
-            f"{same}/{rows} texts equal   spread {100 * (max(times) - min(times)) / statistics.median(times):.0f}%",
-            flush=True,
-        )
+    same = {name: sum(a == b for a, b in zip(texts[first], texts[name], strict=True)) for name in calls}
+    notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
+    case = f"{shape}, batch {rows}, {str(dtype)[6:]}"
+    peers = [name for name in calls if name.startswith("transformers")][:1]
+    lines = timing.lines("generate", case, found, "tok/s", peers, rows * new_tokens, limit, notes)
+    return lines + [timing.Line("generate", case, name, "tok/s", note=note) for name, note in missing.items()]
 
 
 if __name__ == "__main__":
@@ -151,7 +141,13 @@ if __name__ == "__main__":
         raise ConfigError(f"config: {prompt_tokens=} and {new_tokens=} do not fit the context of {short[0]}")
     torch_device = train_utils.choose_device(device)
     print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {new_tokens} new tokens")
+    print(timing.HEADER)
     for name in shapes.split(","):
         for kind in dtypes.split(","):
             for rows in map(int, batch.split(",")):
-                table(name, rows, train_utils.choose_dtype(kind, torch_device), torch_device)
+                torch_dtype = train_utils.choose_dtype(kind, torch_device)
+                for line in compare(
+                    name, rows, torch_dtype, torch_device, repeats, new_tokens, prompt_tokens,
+                    list(filter(None, peers.split(","))), compile,
+                ):  # fmt: skip
+                    print(timing.text(line), flush=True)

@@ -4,13 +4,14 @@
     python tools/bench_tokenizer.py --input='en:books/*.txt,zh:poems/*.json,zh:news/'  # corpora of your own, by name
 
 Every training has a fresh process, a warm-up on a small part of the text, and the text in memory; the trainers take
-turns, and the median counts. "wall" and "cpu" are seconds; "ratio" is that of wall time to ours, "cpu ratio" that of
-CPU time, which a busy machine disturbs less; "memory" is what the peak is above the process with the text in it.
+turns, and the median counts. A line for seconds by the clock and one for CPU seconds, which a busy machine disturbs
+less; the memory in a line is what the peak is above the process with the text in it.
 tokenizers runs with each number of threads in `threads`; ours has one thread, and so has sentencepiece here. The same
 regular expression cuts the text for ours and tokenizers; sentencepiece merges characters inside words, not bytes.
 """
 
 import ast
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -22,16 +23,20 @@ import sysconfig
 import tempfile
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import timing
+
 import bpe
 import readers
 from configurator import ConfigError, configure
+from tokenizer import Tokenizer
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 input = ""  # name:paths,name:paths; "" = prose and code of the installed Python
@@ -41,6 +46,9 @@ vocab_sizes = "8192,32768"
 threads = "1,2"  # of tokenizers
 repeats = 3  # timed trainings of each; the median counts
 quick = False  # 2 MB, the first vocabulary size, one training of each
+
+
+Encode = Callable[[str], Sequence[int]]
 
 
 class Cost(NamedTuple):
@@ -177,32 +185,68 @@ def peak_mb() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def compare(name: str, path: Path, megabytes: float, vocab_size: int, n_threads: list[int], repeats: int) -> None:
-    """Print a row for each trainer."""
-    rows = [("ours", 1), *(("tokenizers", n) for n in n_threads), ("sentencepiece", 1)]
-    costs: dict[tuple[str, int], list[Cost]] = {row: [] for row in rows}
-    for _ in range(repeats):
-        for row in rows:
-            costs[row].append(cost(*row, path, vocab_size))
-    medians = {row: Cost(*map(statistics.median, zip(*costs[row], strict=True))) for row in rows}
-    base = medians["ours", 1]
-    for (trainer, n), median in medians.items():
-        print(
-            f"{name:8} {megabytes:5.1f} {vocab_size:6} {trainer:14} {n:7} {median.wall:7.2f} {median.cpu:7.2f} "
-            f"{median.wall / base.wall:6.2f} {median.cpu / base.cpu:9.2f} {median.memory:8.0f}",
-            flush=True,
-        )
+def compare(case: str, path: Path, vocab_size: int, n_threads: list[int], repeats: int) -> list[timing.Line]:
+    """Seconds of all trainers, which take turns, by the clock and of the processor."""
+    rows = [(f"tokenizers, {n} thread{'s' * (n > 1)}", "tokenizers", n) for n in n_threads]
+    rows += [("sentencepiece", "sentencepiece", 1), ("ours", "ours", 1)]
+    lost = [name for name, trainer, _ in rows if trainer != "ours" and importlib.util.find_spec(trainer) is None]
+    sides = {name: partial(cost, trainer, n, path, vocab_size) for name, trainer, n in rows if name not in lost}
+    costs, lines = timing.alternate(sides, repeats, warmups=0), []
+    for i, clock in enumerate(("wall", "cpu")):
+        seconds = {name: [cost[i] for cost in found] for name, found in costs.items()}
+        notes = {name: f"{statistics.median(cost.memory for cost in found):,.0f} MB" for name, found in costs.items()}
+        lines += timing.lines("bpe", f"{case}, {clock}", seconds, "s", list(sides)[:-1], notes=notes)
+    notes = {name: f"needs pip install {name.partition(',')[0]}" for name in lost}
+    return lines + [timing.Line("bpe", case, name, "s", note=note) for name, note in notes.items()]
+
+
+# ---- encoding -------------------------------------------------------------------------------------------------------
+
+
+def compare_encoding(case: str, texts: list[str], directory: Path, repeats: int) -> list[timing.Line]:
+    """MB per CPU second of the tokenizer in `directory`: tiktoken alone, tokenizers, ours. Raises BenchError if they do
+    not give the same ids."""
+    tokenizer = Tokenizer.load(directory)
+
+    def hugging_face_ids() -> Encode:
+        from tokenizers import Tokenizer as Theirs
+
+        theirs = Theirs.from_file(str(directory / "tokenizer.json"))
+        return lambda text: theirs.encode(text, add_special_tokens=False).ids
+
+    encoders, missing = timing.build({
+        "tiktoken": lambda: tokenizer.engine.encoding.encode_ordinary,
+        "tokenizers": hugging_face_ids,
+        "ours": lambda: tokenizer.encode,
+        "ours, arrays": lambda: tokenizer.encode_array,
+    })  # fmt: skip
+    for name, encode in encoders.items():
+        if any(list(encode(text)) != tokenizer.encode(text) for text in texts):
+            raise timing.BenchError(f"bench: tokenize: the ids of {name} are not those of ours, {case}")
+    sides = {name: partial(timing.cpu_seconds, partial(encode_all, encode, texts)) for name, encode in encoders.items()}
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    lines = timing.lines(
+        "tokenize", case, timing.alternate(sides, repeats), "MB/s", ("tiktoken", "tokenizers"), megabytes
+    )  # fmt: skip
+    return lines + [timing.Line("tokenize", case, name, "MB/s", note=note) for name, note in missing.items()]
+
+
+def encode_all(encode: Encode, texts: list[str]) -> None:
+    for text in texts:
+        encode(text)
 
 
 if __name__ == "__main__":
     configure(globals())
     sizes, limit = [int(size) for size in vocab_sizes.split(",")], 2.0 if quick else corpus_mb
     corpora = named_corpora(input, text_key) if input else python_corpora()
-    print("corpus      MB  vocab trainer        threads    wall     cpu  ratio cpu ratio   memory")
+    print(timing.HEADER)
     with tempfile.TemporaryDirectory() as directory:
         for name, texts in corpora.items():
             path = Path(directory, name + ".json")
             megabytes = write_corpus(texts, path, limit)
             for vocab_size in sizes[:1] if quick else sizes:
+                case = f"{name} {megabytes:.1f} MB, {vocab_size} ids"
                 n_threads = [int(n) for n in threads.split(",")]
-                compare(name, path, megabytes, vocab_size, n_threads, 1 if quick else repeats)
+                for line in compare(case, path, vocab_size, n_threads, 1 if quick else repeats):
+                    print(timing.text(line), flush=True)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import dedup
 import readers
 import shapes
-from chat_client import Answer, Journal, ask, json_line
+from chat_client import Answer, Journal, Waits, ask, json_line
 from configurator import ConfigError, configure
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
@@ -301,18 +301,24 @@ def run(c: SimpleNamespace) -> None:
 def answers(c: SimpleNamespace, growth: Growth) -> Iterator[Answer]:
     """Answers in the order of their requests, until the growth is done.
 
-    Up to 2 * parallel requests are on the way, so that a slow one does not hold the others up; a kill loses these.
+    The first request goes alone: if nobody answers, there is no use in waiting. Then up to 2 * parallel are on the way,
+    so that a slow one does not hold the others up; a kill loses these. Raises ChatError.
     """
-    key = os.environ[c.api_key_env].strip() if c.api_key_env else ""
+    key, waits = os.environ[c.api_key_env].strip() if c.api_key_env else "", Waits()
+
+    def one(request: int, prompt: str, is_first: bool = False) -> Answer:
+        body = {"model": c.model, "messages": [{"role": "user", "content": prompt}], **json.loads(c.fields)}
+        how = (c.timeout, c.max_retries, c.retry_wait, f"request {request}")
+        return ask(c.base_url, key, body, *how, waits, is_first)
+
+    if not growth.is_done():
+        yield one(growth.n_requests, growth.prompt(growth.n_requests), is_first=True)
     pool, waiting = ThreadPoolExecutor(c.parallel), deque()
     try:
         while not growth.is_done():
             while len(waiting) < min(2 * c.parallel, LAG):
                 request = growth.n_requests + len(waiting)
-                message = {"role": "user", "content": growth.prompt(request)}
-                body = {"model": c.model, "messages": [message], **json.loads(c.fields)}
-                how = (c.timeout, c.max_retries, c.retry_wait, f"request {request}")
-                waiting.append(pool.submit(ask, c.base_url, key, body, *how))
+                waiting.append(pool.submit(one, request, growth.prompt(request)))
             yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,0 +1,100 @@
+"""What a script imports before it does anything: --help and mistakes are answered at once, and a run starts soon.
+
+No clock: a slow library is named together with the line that imports it. In a process of its own a list of such
+libraries is watched while all scripts are imported, or one of them runs.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+
+ROOT = Path(__file__).parent.parent
+FILES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("tools/*.py"))]
+WITHOUT_TORCH = {"bpe", "configurator", "corpus", "data", "dedup", "filters", "pipeline", "prepare", "readers"}
+WITHOUT_TORCH |= {"tokenizer", "bench_data", "bench_tokenizer", "curves", "dedup_datatrove", "largest", "plot"}
+WITHOUT_TORCH |= {"self_instruct", "shapes"}
+# torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
+SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
+SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft", "datatrove"}
+TUNERS = ("sft", "dpo", "reward", "rl")
+
+WATCH = """if True:
+    import sys, traceback
+
+    class Watch:
+        def find_spec(self, name, path=None, target=None):
+            if name in slow:
+                ours = [line for line in traceback.extract_stack() if line.filename.startswith(root + "/")]
+                ours = [line for line in ours if "site-packages" not in line.filename] or traceback.extract_stack()
+                print(f"SLOW {ours[-1].filename}:{ours[-1].lineno} imports {name}: {ours[-1].line}", flush=True)
+
+    root, slow = sys.argv[1], set(sys.argv[2].split())
+    sys.path[:0] = [root, root + "/tools"]
+    sys.meta_path.insert(0, Watch())
+    del sys.argv[1:3]
+"""
+IMPORT = "    import importlib\n    for name in sys.argv[1:]:\n        importlib.import_module(name)\n"
+RUN = "    import runpy\n    del sys.argv[0]\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+
+
+def slow_imports(code: str, slow: set[str], *args: str, cwd: Path = ROOT) -> list[str]:
+    """Which lines imported one of `slow` while `code` ran, in a process of its own."""
+    command = [sys.executable, "-c", WATCH + code, str(ROOT), " ".join(slow), *args]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("SLOW")]
+
+
+def test_what_needs_no_torch_imports_neither_it_nor_anything_slow():
+    assert slow_imports(IMPORT, SLOW | {"torch"}, *sorted(WITHOUT_TORCH)) == []
+
+
+def test_no_file_imports_anything_slow_at_its_head():
+    assert slow_imports(IMPORT, SLOW, *(file.stem for file in FILES)) == []
+
+
+def test_an_import_is_found_with_the_line_that_makes_it(tmp_path):
+    """Also when a library makes it."""
+    (tmp_path / "head.py").write_text("import json\nimport wave\n", encoding="utf-8")
+    here = f"    root = {str(tmp_path)!r}\n    sys.path.append(root)\n"
+    assert slow_imports(here + IMPORT, {"wave"}, "head") == [f"SLOW {tmp_path / 'head.py'}:2 imports wave: import wave"]
+    (tmp_path / "head.py").write_text("\nimport html\n", encoding="utf-8")
+    (found,) = slow_imports(here + IMPORT, {"html.entities"}, "head")
+    assert found == f"SLOW {tmp_path / 'head.py'}:2 imports html.entities: import html"
+
+
+@pytest.mark.parametrize("script", ["pretrain", *(pytest.param(s, marks=pytest.mark.slow) for s in TUNERS)])
+def test_a_run_that_compiles_nothing_imports_nothing_slow(script, tmp_path):
+    """The debug configuration, with its data made anew."""
+    (tmp_path / "config").symlink_to(ROOT / "config")
+    config = "config/debug.py" if script == "pretrain" else f"config/debug_{script}.py"
+    args = (str(ROOT / f"{script}.py"), config, "--max_steps=2", "--peak_tflops=1")
+    assert slow_imports(RUN, SLOW, *args, cwd=tmp_path) == []
+    assert (tmp_path / "out").is_dir()
+
+
+def test_documents_one_by_one_are_in_no_graph(monkeypatch):
+    """What keeps them out is torch's own decorator that imports torch._dynamo late. Other numbers of documents: no
+    graph is made anew; without the decorator each number has its own."""
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+    graphs = []
+
+    def graphs_of(lengths: tuple[int, ...]) -> int:
+        torch._dynamo.reset()
+        graphs.clear()
+        cfg = model.ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32)
+        net = model.Transformer(cfg)
+        backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+        net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
+        for length in lengths:
+            net(torch.zeros(2, 32, dtype=torch.int64), documents=(torch.arange(32) // length).expand(2, -1))
+        return len(graphs)
+
+    assert graphs_of((32,)) == graphs_of((32, 16, 7, 5)) > 0
+    monkeypatch.setattr(model, "attention_of_each", model.attention_of_each.__wrapped__)
+    assert graphs_of((32,)) < graphs_of((32, 16, 7, 5))

@@ -1,0 +1,98 @@
+"""Saving and loading a training state, beside torch.save and the bare disk; bench.py's row `checkpoint`.
+
+The disk writes as many bytes into the same directory, in large blocks of what cannot be compressed, and waits until it
+has them; or it reads the files of the checkpoint. What is read was just written: it is in memory on all sides. What
+training waits for is the copy in memory that write_behind.py then saves from.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import timing
+
+import checkpoint
+import ddp as dist
+import train_utils
+from model import ModelConfig, Transformer
+from optim import Optimizer
+from tokenizer import Tokenizer
+from write_behind import Writer
+
+CPU = torch.device("cpu")
+
+
+def trained(cfg: ModelConfig) -> tuple[Transformer, Optimizer]:
+    """A model and an optimizer that has its state: a step has been made on a few tokens."""
+    model = Transformer(cfg)
+    ddp = dist.DDP(model)
+    opt = Optimizer(ddp.buckets, "adamw")
+    tokens = torch.randint(cfg.vocab_size, (1, 8))
+    ddp.expect_step(opt, 1e-3)
+    (model(tokens, tokens) / tokens.numel()).backward()
+    ddp.step(opt, lr=1e-3, clip=1.0)
+    ddp.flush()
+    return model, opt
+
+
+def states(opt: Optimizer) -> tuple[dict, dict]:
+    return {"step": 1, "optimizer": opt.state_dict()}, {"rng": train_utils.rng_state(CPU)}
+
+
+def our_save(out_dir: Path, model: Transformer, opt: Optimizer, tokenizer: Tokenizer) -> Path:
+    world = dist.init()
+    return checkpoint.save(out_dir, 1, model, tokenizer, *states(opt), world, val_loss=None, keep_last=1, keep_best=0)
+
+
+def our_load(out_dir: Path, model: Transformer) -> None:
+    """As a resume does: find the newest that is whole, read weights and state."""
+    path = checkpoint.find_latest(out_dir)
+    checkpoint.load_weights(model, path)
+    checkpoint.load_train_state(path, 0)
+
+
+def torch_save(path: Path, model: Transformer, opt: Optimizer) -> None:
+    with open(path, "wb") as f:
+        torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, f)
+    checkpoint.sync(path)
+
+
+def torch_load(path: Path, model: Transformer) -> None:
+    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+
+
+def measure(name: str, cfg: ModelConfig, tokenizer: Tokenizer, repeats: int, folder: Path) -> list[timing.Line]:
+    """MB/s of the same state on all sides; the limit is what the bare disk does in the same turns."""
+    model, opt = trained(cfg)
+    writer = Writer(behind=True, timeout_s=60)
+    out_dir, plain, raw = folder / "run", folder / "plain.pt", folder / "raw.bin"
+    files = sorted(path for path in our_save(out_dir, model, opt, tokenizer).iterdir() if path.is_file())
+    n_bytes = sum(path.stat().st_size for path in files)
+    saves: dict[str, Callable] = {
+        "disk": partial(timing.write_file, raw, n_bytes),
+        "torch.save": partial(torch_save, plain, model, opt),
+        "ours": partial(our_save, out_dir, model, opt, tokenizer),
+        "ours, what training waits for": lambda: writer.copy(model, *states(opt)),
+    }
+    loads: dict[str, Callable] = {
+        "disk": partial(timing.read_files, files),
+        "torch.load": partial(torch_load, plain, model),
+        "ours": partial(our_load, out_dir, model),
+    }
+    found = []
+    for kind, calls, peer in (("save", saves, "torch.save"), ("load", loads, "torch.load")):
+        seconds = timing.alternate({side: partial(timing.wall_seconds, call) for side, call in calls.items()}, repeats)
+        limit = n_bytes / 1e6 / median(seconds["disk"])
+        case = f"{kind} {name}, {n_bytes / 1e6:,.0f} MB"
+        found += timing.lines("checkpoint", case, seconds, "MB/s", ("disk", peer), n_bytes / 1e6, limit)
+    writer.close()
+    shutil.rmtree(out_dir)
+    return found
+

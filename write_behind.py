@@ -1,0 +1,104 @@
+"""Writing behind training: a copy in memory of what is to be saved, as it is now, and a thread that writes from it.
+
+Training waits for the copy alone, a fraction of a second; the disk, the checksums and the other ranks are the thread's
+affair. The copy is of the same form as the original, so what is written is the same to the byte.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ranks
+
+
+class Writer:
+    """Does one save after the other, `behind` training or, if not, while the caller waits and from what is there.
+
+    Made by all ranks together, after init(). Behind training the ranks talk over a group of their own: what two threads
+    send over one would be mixed up. The memory for the copies is allocated at the first and used again for the next.
+    """
+
+    def __init__(self, behind: bool, timeout_s: float) -> None:
+        self.behind = behind
+        self.saved = True  # whether the last save that has ended is on the disk
+        self.group = ranks.new_group(timeout_s) if behind else None
+        self._pool = ThreadPoolExecutor(1)  # Python waits for its thread before it exits, after an exception too
+        self._pending: Future[Path] | None = None
+        self._memory: list[Tensor] = []
+
+    def copy(self, model: nn.Module | None, *states: dict) -> tuple:
+        """(model, *states) as they are now, in CPU memory; as they are, if not behind. Not before wait().
+
+        What the model does not train is not copied but shared."""
+        return snapshot(model, states, self._memory) if self.behind else (model, *states)
+
+    def start(self, save: Callable[[], Path]) -> None:
+        """Call save(), which writes a checkpoint from what copy() returned last and returns its path."""
+        copied = None
+        if self.behind and torch.cuda.is_initialized():
+            copied = torch.cuda.current_stream().record_event()  # the GPU may still be at work on the copies
+
+        def save_the_copy() -> Path:
+            if copied is not None:
+                copied.synchronize()
+            return save()
+
+        self._pending = self._pool.submit(save_the_copy)
+
+    def wait(self) -> Path | None:
+        """What the save that was started returned, or None if there is none. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        self.saved = False
+        path = pending.result()
+        self.saved = True
+        return path
+
+    def close(self) -> None:
+        """After the last wait(). A process group that is still referred to at the exit could abort it, see ranks.py."""
+        self._pool.shutdown()
+        self.group = None
+
+
+def snapshot(model: nn.Module | None, states: tuple[dict, ...], memory: list[Tensor]) -> tuple:
+    """(model, *states) with copies of their tensors in CPU memory; `memory` is kept for the next one.
+
+    Whole storages are copied, and what were views of one are views of its copy: torch.save would write them otherwise.
+    From a GPU the copies are only under way when this returns, on the current stream."""
+    params = [] if model is None else list(model.parameters())
+    trained = [p for p in params if p.requires_grad]
+    shared = [p for p in params if not p.requires_grad] + ([] if model is None else list(model.buffers()))
+    copies: dict[int, Tensor] = {}  # by the address of the storage
+    replaced = {id(t): t for t in shared}
+    for t in [*trained, *tensors_in(states)]:
+        address = t.untyped_storage().data_ptr()
+        if address not in copies:
+            copies[address] = copy_storage(t, len(copies), memory)
+        view = torch.empty(0, dtype=t.dtype).set_(
+            copies[address].untyped_storage(), t.storage_offset(), t.size(), t.stride()
+        )
+        replaced[id(t)] = nn.Parameter(view) if t.requires_grad else view
+    return copy.deepcopy((model, *states), replaced)
+
+
+def copy_storage(t: Tensor, i: int, memory: list[Tensor]) -> Tensor:
+    """All bytes that `t` is a view of, in memory[i]; page-locked if they come from a GPU, so that nobody waits."""
+    storage = t.untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+    if i == len(memory) or len(memory[i]) != len(source):
+        memory[i : i + 1] = [torch.empty(len(source), dtype=torch.uint8, pin_memory=t.is_cuda)]
+    return memory[i].copy_(source, non_blocking=True)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(member)
