@@ -214,5 +214,8 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     """sys.excepthook: errors that are the user's to mend (`one_line = True` on the class) print without a traceback."""
     if getattr(kind, "one_line", False):
         print(error, file=sys.stderr)
+    elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        first = str(error).partition(". GPU")[0]
+        print(f"{first}; lower batch_size, or set activation_checkpointing=True where there is one", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, tb)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import checkpoint
 import ddp as dist
+import memory_plan
 import prepare
 import run_card
 import runs
@@ -160,7 +161,7 @@ def memory(
     rows = config | {"batch_size": 2 * config["batch_size"]}
     twice = config["reference"] == "model" and config["loss"] not in REFERENCE_FREE
     reference = {"reference": 4 * parameter_table(cfg)["total"]} if twice else {}
-    return runs.memory_parts(cfg, rows, trained, False, world_size, device, dtype, reference)
+    return memory_plan.memory_parts(cfg, rows, trained, False, world_size, device, dtype, reference)
 
 
 def plan(
@@ -174,7 +175,7 @@ def plan(
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps, {epochs}",
-        runs.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
+        memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -237,7 +238,8 @@ if __name__ == "__main__":
         raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_train = sum(pairs.n_rows for pairs in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
-    config["batch_size"], chosen = runs.fit_batch_size(config, pairs_per_step // world_size, memory_of, torch_device)
+    samples = pairs_per_step // world_size  # of each rank
+    config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
     mixture = corpus.order(
@@ -272,7 +274,7 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    batch_size = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = pairs_per_step // (batch_size * world_size)
     runs.check_ranks_agree({**config, **order, **about, "step": start_step, "dtype": str(torch_dtype)})

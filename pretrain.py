@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import ddp as dist
+import memory_plan
 import prepare
 import run_card
 import runs
@@ -165,7 +166,7 @@ def memory(
     """{part: bytes} of what a rank will hold."""
     adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
     trained = trainable_table(cfg, config["trainable"], adapters)
-    return runs.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
+    return memory_plan.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
 
 
 def plan(
@@ -191,7 +192,7 @@ def plan(
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
-        runs.describe_parts(memory(cfg, world_size, device, dtype, config)),
+        memory_plan.describe_parts(memory(cfg, world_size, device, dtype, config)),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ]
     return "\n".join(lines)
@@ -277,7 +278,7 @@ if __name__ == "__main__":
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         cfg = choose_architecture(config, source, 0)
         memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
-        config["batch_size"], chosen = runs.fit_batch_size(config, samples, memory_of, torch_device)
+        config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
         print("\n".join([plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs=""), *chosen]))
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
@@ -298,7 +299,7 @@ if __name__ == "__main__":
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
-    config["batch_size"], chosen = runs.fit_batch_size(config, samples, memory_of, torch_device)
+    config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * tokens_per_step // block_size)
         text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs)
@@ -319,7 +320,8 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    batch_size = config["batch_size"] = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    config["batch_size"] = batch_size
     accum_steps = samples // batch_size
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 

@@ -22,6 +22,7 @@ import torch
 
 import checkpoint
 import ddp as dist
+import memory_plan
 import prepare
 import reward_model
 import reward_scores
@@ -152,7 +153,7 @@ def memory(
     body = replace(cfg, tie_embeddings=True)  # the head is one row
     trained = trainable_table(body, config["trainable"], adapters)
     rows = config | {"batch_size": 2 * config["batch_size"]}
-    return runs.memory_parts(body, rows, trained, False, world_size, device, dtype, {"head": 0.0})
+    return memory_plan.memory_parts(body, rows, trained, False, world_size, device, dtype, {"head": 0.0})
 
 
 def plan(
@@ -168,7 +169,7 @@ def plan(
     return "\n".join([
         f"parameters  {total:,}, trained {trained['trainable'] + cfg.n_embd:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps",
-        runs.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
+        memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        at most {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -225,7 +226,8 @@ if __name__ == "__main__":
         raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
-    config["batch_size"], chosen = runs.fit_batch_size(config, pairs_per_step // world_size, memory_of, torch_device)
+    samples = pairs_per_step // world_size  # of each rank
+    config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
     mixture = corpus.order(
@@ -250,7 +252,7 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    batch_size = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = pairs_per_step // (batch_size * world_size)
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import checkpoint
@@ -30,6 +31,7 @@ from reward_model import RewardError, find_model, load, score_ids
 from tokenizer import Tokenizer
 
 SHOWN = 60  # characters of a prompt in an error
+LARGEST = torch.finfo(torch.float32).max  # that training reckons with
 
 
 class Answer(NamedTuple):
@@ -74,6 +76,8 @@ class Rewards:
             found = part.score(finished)
             total = [so_far + weight * value for so_far, value in zip(total, found, strict=True)]
             parts[name] = spread(found, answers)
+        if not all(abs(value) <= LARGEST for value in total):
+            raise RewardError(f"reward: the weighted sum of {', '.join(self.weights)} is not finite; lower the weights")
         return Scores(spread(total, answers), parts)
 
     def record(self) -> dict[str, str]:
@@ -145,10 +149,10 @@ class FunctionReward:
         prompt, row = copy.deepcopy((answer.prompt, answer.row))  # a function that changes them changes no data
         try:
             value = self.function(prompt, answer.text, row)
-            number = float(value) if isinstance(value, numbers.Real) else math.nan
+            number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
         except (Exception, SystemExit) as error:  # of code that is not ours
             raise RewardError(f"reward: {self.name} fails {about(answer)}: {said_by(error)}") from error
-        if not math.isfinite(number):
+        if not abs(number) <= LARGEST:
             returned = f"{shorten(repr(value))} ({type(value).__name__})"
             raise RewardError(f"reward: {self.name} returns {returned}, not a finite number, {about(answer)}")
         return number

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import checkpoint
 import ddp as dist
+import memory_plan
 import policy_gradient as pg
 import prepare
 import rollouts
@@ -232,7 +233,9 @@ def plan(
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {config['prompts_per_step']} prompts x {config['group_size']} answers per step, "
         f"{config['epochs_per_step'] * config['minibatches']} updates, {config['max_steps']:,} steps",
-        runs.describe_memory(cfg, config, trained, False, world_size, device, dtype, other),
+        memory_plan.describe_parts(
+            memory_plan.memory_parts(cfg, config, trained, False, world_size, device, dtype, other)
+        ),
         f"time        of the updates below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x "
         f"{peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip

@@ -23,7 +23,7 @@ import train_utils
 from configurator import ConfigError, write_config
 from data import Batches, same_order
 from lora import resize_vocab
-from model import ModelConfig, Transformer, memory_table, parameter_table
+from model import ModelConfig, Transformer
 from optim import SCHEDULES, Optimizer
 from tokenizer import Tokenizer
 from write_behind import Writer
@@ -37,9 +37,6 @@ CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
     "compress": dist.COMPRESS,
 }  # fmt: skip
-# Of a GPU, or of free RAM: the rest is for what the plan leaves out (CUDA's context, blocks of its allocator that
-# nothing fits in, on a CPU other programs) and for an estimate that is a tenth too low.
-MEMORY_SHARE = 0.85
 # What a run leaves in its directory: overwrite=True deletes nothing else.
 OWN_FILES = re.compile(
     r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*|\.?latest|\.?best2?|\.?step_\d+)"
@@ -127,139 +124,6 @@ def choose_device(config: dict) -> tuple[torch.device, torch.dtype]:
     if reason := dist.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16):
         raise ConfigError(f"config: {reason}")
     return device, dtype
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory_parts(
-    cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
-    dtype: torch.dtype, other: Mapping[str, float] | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """{part: bytes} of what a rank holds at most, on a GPU there. trained: of lora.trainable_table; masked: documents
-    share rows; other: parts that the model alone does not have, or has otherwise, in bytes."""
-    memory = memory_table(
-        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
-        trained["adapters"],
-    )  # fmt: skip
-    if config["async_save"] and device.type == "cpu":  # on a GPU's machine it is in RAM, where there is room
-        memory["copy to save from"] = 4 * trained["trainable"] + memory["optimizer"]
-    memory |= {"process": train_utils.process_bytes(device)} | dict(other or {})
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
-    if config["compress"] == "powersgd":
-        params = parameter_table(cfg)
-        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
-        memory["compression error"] = 4 * min(matrices, trained["trainable"])
-    return memory
-
-
-def describe_parts(memory: Mapping[str, float]) -> str:
-    """A line of memory_parts."""
-    parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
-    return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
-
-
-def describe_memory(
-    cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
-    dtype: torch.dtype, other: Mapping[str, float] | None = None,
-) -> str:  # fmt: skip
-    """A line of what a rank holds at most; the arguments of memory_parts."""
-    return describe_parts(memory_parts(cfg, config, trained, masked, world_size, device, dtype, other))
-
-
-def fit_batch_size(
-    config: dict, n_samples: int, memory_of: Callable[[dict], Mapping[str, float]], device: torch.device,
-    usable: float | None = None,
-) -> tuple[int, list[str]]:  # fmt: skip
-    """(batch_size, lines for the plan). Where it is 0: that of the run that goes on, for other sums would round
-    otherwise; else the largest that divides n_samples, those of a rank in a step, and whose memory_of(config) is at
-    most `usable` bytes, None = those of the device. Raises ConfigError if one sample is too much."""
-    if config["batch_size"]:
-        return config["batch_size"], []
-    began = began_with(config)
-    if began and n_samples % began == 0:
-        return began, [f"batch_size  {began}, with which {config['out_dir']} began"]
-    usable = usable_bytes(device) if usable is None else usable
-
-    def needed(batch_size: int, **changes: bool) -> float:
-        return sum(memory_of(config | {"batch_size": batch_size} | changes).values())
-
-    fitting = [size for size in range(1, n_samples + 1) if n_samples % size == 0 and needed(size) <= usable]
-    if fitting:
-        return fitting[-1], [f"batch_size  {fitting[-1]} chosen: {gib(needed(fitting[-1]))} of {gib(usable)} GiB"]
-    advice = "a shorter block_size, a smaller model or trainable='lora'"
-    if not config["activation_checkpointing"]:
-        less = needed(1, activation_checkpointing=True)
-        fits = "fits" if less <= usable else "is still too much"
-        advice = f"activation_checkpointing=True takes {gib(less)} GiB, which {fits}; else {advice}"
-    raise ConfigError(
-        f"config: batch_size=1 takes {gib(needed(1))} GiB, {gib(usable)} GiB can be used; {advice}"
-    )
-
-
-def gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.2f}"
-
-
-def began_with(config: dict) -> int:
-    """The batch_size in the config.py of the run that will be continued; 0 if there is none."""
-    path = Path(config["out_dir"]) / "config.py"
-    if config["resume"] == "never" or not path.exists():
-        return 0
-    found = re.search(r"^batch_size = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def usable_bytes(device: torch.device, root: Path = Path("/")) -> float:
-    """What this rank may plan to fill: MEMORY_SHARE of its GPU, or its share of the RAM that is free now, with what it
-    holds already. Ranks may see different numbers. Raises ConfigError where the system does not tell. root: of the
-    files that tell, /proc and /sys."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(device)
-        return MEMORY_SHARE * min(total, free + torch.cuda.memory_reserved(device))
-    if device.type != "cpu" or not (root / "proc/meminfo").exists():
-        raise ConfigError(f"config: batch_size=0: nothing tells how much memory {device} has here; give batch_size")
-    text = (root / "proc/meminfo").read_text(encoding="utf-8")
-    free = [1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1]), *free_in_groups(root)]
-    return MEMORY_SHARE * (min(free) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + train_utils.ram_bytes("VmRSS"))
-
-
-def free_in_groups(root: Path) -> list[int]:
-    """Bytes left in each control group that this process is in and whose memory is limited (a container, a job).
-
-    Version 2 has memory.max, version 1 memory.limit_in_bytes, in the group's directory; inside a container that is
-    often the top one. The groups above count too. Pages of files are not counted: the system takes them back."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, kinds, group = line.split(":", 2)
-        if kinds not in ("", "memory"):
-            continue
-        top, limit, used, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "file"
-        if kinds:
-            top, limit, used, files = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
-        place = top / group.lstrip("/")
-        for directory in (place, *place.parents):
-            if directory.is_relative_to(top) and (directory / limit).exists():
-                most = (directory / limit).read_text(encoding="utf-8").strip()
-                if most != "max":
-                    stat = dict(line.split() for line in (directory / "memory.stat").read_text("utf-8").splitlines())
-                    held = int((directory / used).read_text(encoding="utf-8")) - int(stat.get(files, 0))
-                    found.append(int(most) - held)
-    return found
-
-
-def agree_batch_size(asked: int, chosen: int, verbose: bool) -> int:
-    """The smallest that a rank has chosen, on all ranks, if they were asked to: it divides a step and fits on each.
-    What differs otherwise, check_ranks_agree reports."""
-    everyone = dist.gather_objects((asked, chosen))
-    least = min(size for _, size in everyone)
-    if any(asked for asked, _ in everyone) or least == chosen:
-        return chosen
-    if verbose:
-        print(f"batch_size  {least}, as much as fits on every rank", flush=True)
-    return least
 
 
 # ---- where a run begins ----------------------------------------------------------------------------------------------

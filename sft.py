@@ -22,6 +22,7 @@ import torch
 
 import checkpoint
 import ddp as dist
+import memory_plan
 import prepare
 import run_card
 import runs
@@ -138,7 +139,7 @@ def memory(
 ) -> dict[str, float]:
     """{part: bytes} of what a rank will hold."""
     trained = trainable_table(cfg, config["trainable"], adapters)
-    return runs.memory_parts(cfg, config, trained, config["pack"], world_size, device, dtype)
+    return memory_plan.memory_parts(cfg, config, trained, config["pack"], world_size, device, dtype)
 
 
 def plan(
@@ -153,7 +154,7 @@ def plan(
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
-        runs.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
+        memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -248,7 +249,8 @@ if __name__ == "__main__":
         raise ConfigError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
-    config["batch_size"], chosen = runs.fit_batch_size(config, rows_per_step // world_size, memory_of, torch_device)
+    samples = rows_per_step // world_size  # of each rank
+    config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
@@ -276,7 +278,7 @@ if __name__ == "__main__":
     # ---- processes
     stop_signal = train_utils.StopSignal()
     world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    batch_size = runs.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
+    batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = rows_per_step // (batch_size * world_size)
     runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})

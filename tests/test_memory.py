@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import checkpoint
 import ddp
+import memory_plan
 import model
 import runs
 import train_utils
@@ -128,7 +129,7 @@ def linear(config: dict) -> dict[str, float]:
 
 
 def fit(config: dict, n_samples: int, memory_of=linear, usable: float = 1e12) -> int:
-    return runs.fit_batch_size(CONFIG | config, n_samples, memory_of, CPU, usable)[0]
+    return memory_plan.fit_batch_size(CONFIG | config, n_samples, memory_of, CPU, usable)[0]
 
 
 def test_the_largest_that_divides_a_step_and_fits():
@@ -154,8 +155,8 @@ def test_every_trainer_chooses_by_its_own_plan(script):
         needed = {size: sum(memory_of(config | {"batch_size": size}).values()) for size in range(1, n_samples + 1)}
         usable = rng.uniform(needed[1], 1.2 * needed[n_samples])
         fitting = [size for size in needed if n_samples % size == 0 and needed[size] <= usable]
-        assert runs.fit_batch_size(config, n_samples, memory_of, CPU, usable)[0] == max(fitting)
-        line = runs.describe_parts(memory_of(config | {"batch_size": max(fitting)}))
+        assert memory_plan.fit_batch_size(config, n_samples, memory_of, CPU, usable)[0] == max(fitting)
+        line = memory_plan.describe_parts(memory_of(config | {"batch_size": max(fitting)}))
         assert float(re.search(r"([\d.]+) GiB", line)[1]) == pytest.approx(needed[max(fitting)] / 2**30, abs=0.01)
 
 
@@ -224,14 +225,14 @@ def test_usable_memory_is_what_the_system_and_the_group_leave(tmp_path, monkeypa
     monkeypatch.setattr(train_utils, "ram_bytes", lambda field: {"VmRSS": 70}[field])
     for local in (1, 4):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        assert runs.usable_bytes(CPU, root) == pytest.approx(0.85 * ((least or 5120) / local + 70))
+        assert memory_plan.usable_bytes(CPU, root) == pytest.approx(0.85 * ((least or 5120) / local + 70))
 
 
 def test_memory_that_nobody_tells_is_not_guessed(tmp_path):
     with pytest.raises(ConfigError, match="nothing tells how much memory cpu has"):
-        runs.usable_bytes(CPU, tmp_path)
+        memory_plan.usable_bytes(CPU, tmp_path)
     with pytest.raises(ConfigError, match="nothing tells how much memory mps has"):
-        runs.usable_bytes(torch.device("mps"))
+        memory_plan.usable_bytes(torch.device("mps"))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_a_run_chooses_and_resumes_with_what_it_chose(run, tmp_path, monkeypatch
     monkeypatch.setattr(train_utils, "process_bytes", lambda device: 0.0)
     flags = ["--total_batch_tokens=384", "--batch_size=0", "--dropout=0.1", "--save_every=3", "--eval_every=99"]
     chosen, usable = 4, needed_by(5)
-    monkeypatch.setattr(runs, "usable_bytes", lambda device: usable)
+    monkeypatch.setattr(memory_plan, "usable_bytes", lambda device: usable)
     assert run(*flags, "--max_steps=6", f"--out_dir={tmp_path / 'straight'}") == 0
     output = capsys.readouterr().out
     assert chosen_in(tmp_path / "straight") == chosen
@@ -269,7 +270,7 @@ def test_a_run_chooses_and_resumes_with_what_it_chose(run, tmp_path, monkeypatch
     assert run(*flags, "--max_steps=6", "--schedule=constant") == 0
     whole = tp.losses(tmp_path / "out")
     assert run(*flags, "--max_steps=3", "--schedule=constant", f"--out_dir={tmp_path / 'half'}") == 0
-    monkeypatch.setattr(runs, "usable_bytes", lambda device: 1e12)
+    monkeypatch.setattr(memory_plan, "usable_bytes", lambda device: 1e12)
     capsys.readouterr()
     assert run(*flags, "--max_steps=6", "--schedule=constant", f"--out_dir={tmp_path / 'half'}") == 0
     assert f"batch_size  {chosen}, with which" in capsys.readouterr().out
@@ -286,7 +287,7 @@ def test_mistakes_are_one_line(run, monkeypatch, capsys):
     ]:
         with pytest.raises(ConfigError, match=text):
             run(*flags)
-    monkeypatch.setattr(runs, "usable_bytes", lambda device: 1e6)
+    monkeypatch.setattr(memory_plan, "usable_bytes", lambda device: 1e6)
     with pytest.raises(ConfigError, match="batch_size=1 takes .* 0.00 GiB can be used; activation_checkpointing=True"):
         run("--batch_size=0", "--total_batch_tokens=384")
 
@@ -313,8 +314,8 @@ def test_the_chosen_batch_peaks_at_the_plan(data_dir, tmp_path):
     flags += ["--total_batch_tokens=8192", "--batch_size=0", "--max_steps=3", "--log_every=1", "--eval_steps=1"]
     flags += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", f"--data_dir={data_dir}"]
     flags += ["--save_every=2"]  # the plan counts the copy that is saved from
-    code = f"import runs, runpy, sys; runs.usable_bytes = lambda device: {2**30}; sys.argv[0] = 'pretrain.py'; "
-    code += "runpy.run_path('pretrain.py', run_name='__main__')"
+    code = f"import memory_plan, runpy, sys; memory_plan.usable_bytes = lambda device: {2**30}; "
+    code += "sys.argv[0] = 'pretrain.py'; runpy.run_path('pretrain.py', run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code, *flags, f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -360,13 +361,13 @@ def test_batch_size_0_fills_a_gpu_and_does_not_overflow_it(tmp_path, data_dir):
     flags = [*GPU_SHAPES["124M"][:-1], "--vocab_size=32768", "--compile=False", "--batch_size=0", "--max_steps=2"]
     peak, estimate = gpu_run(tmp_path / "out", data_dir, *flags, f"--total_batch_tokens={1024 * 1024}")
     total = torch.cuda.mem_get_info()[1]
-    assert estimate <= runs.MEMORY_SHARE * total and peak < 0.95 * total
+    assert estimate <= memory_plan.MEMORY_SHARE * total and peak < 0.95 * total
 
 
 if __name__ == "__main__":  # a rank of test_ranks_take_what_fits_on_all_of_them
     rank = int(os.environ["RANK"])
     train_utils.process_bytes = lambda device: 0.0
     usable = 1e12 if rank == 0 else needed_by(5)
-    runs.usable_bytes = lambda device: usable
+    memory_plan.usable_bytes = lambda device: usable
     sys.argv[0] = str(ROOT / "pretrain.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

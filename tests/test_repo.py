@@ -13,7 +13,7 @@ from configurator import read_file
 ROOT = Path(__file__).parent.parent
 MODULES = {path.stem for path in ROOT.glob("*.py")}
 BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
-BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "runs"}
+BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "memory_plan", "runs"}
 BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model", "reward_scores"}
 BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
 BASE |= {"critic", "policy_gradient", "prompts", "rewards", "rollouts"}
@@ -76,6 +76,7 @@ MAY_IMPORT = {
     "write_behind": {"ranks"},
     "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"}
     | {"write_behind"},
+    "memory_plan": {"configurator", "ddp", "model", "train_utils"},
     "sampling": set(),
     "completion": {"model", "sampling", "tokenizer"},
     "generate": {"completion", "lora", "model", "sampling", "tokenizer"},
