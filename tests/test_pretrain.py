@@ -184,10 +184,15 @@ def test_config_of_a_run_runs_again(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_like_eager_ones(run, tmp_path):
-    for flag in ("True", "False"):
-        assert run("--max_steps=5", f"--compile={flag}", f"--out_dir={tmp_path / flag}") == 0
-    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
+def test_compiled_models_train_like_eager_ones(run, tmp_path):
+    """Block by block, and as one graph; that one resumes to the bit, as all do."""
+    for name, *flags in (("eager",), ("blocks", "--compile=True"), ("whole", "--compile=True", "--compile_whole=True")):
+        assert run("--max_steps=5", *flags, f"--out_dir={tmp_path / name}") == 0
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+    for steps in (2, 5):
+        assert run(f"--max_steps={steps}", *flags, "--decay_steps=5", f"--out_dir={tmp_path / 'parts'}") == 0
+    assert run("--max_steps=5", *flags, "--decay_steps=5", f"--out_dir={tmp_path / 'whole_again'}") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole_again")
 
 
 # ---- several sources ------------------------------------------------------------------------------------------------
@@ -536,6 +541,14 @@ def refused(run, capsys, *flags: str) -> str:
 def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, says):
     assert says in refused(run, capsys, flag)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_graph_of_the_model_is_for_one_process(run, capsys, monkeypatch):
+    for flag in ("--overlap_step=forward", "--overlap_step=backward"):
+        says = refused(run, capsys, "--compile_whole=True", "--grad_clip=0", flag)
+        assert "compile_whole=True is for one process without overlap_step" in says
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "compile_whole=True is for one process" in refused(run, capsys, "--compile_whole=True")
 
 
 def test_compile_without_a_compiler_is_one_line(run, capsys, monkeypatch):
