@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tokenize
+import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
@@ -150,7 +151,7 @@ def last_line(error: Exception, path: str) -> int:
 
 def load_function(name: str, key: str) -> Callable:
     """The function "file.py:function" that the setting `key` names. Runs that file. Raises ConfigError."""
-    path, _, function = name.rpartition(":")
+    path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
     if not os.path.isfile(path):
         raise ConfigError(f"config: {key}={name!r}: there is no file {path!r}; give file.py:function")
     spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
@@ -163,7 +164,7 @@ def load_function(name: str, key: str) -> Callable:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"config: {key}={name!r}: {path} fails: {said}") from error
     if not callable(getattr(module, function, None)):
-        raise ConfigError(f"config: {key}={name!r}: {path} has no function {function!r}")
+        raise ConfigError(f"config: {key}={name!r}: {path} has no function {function!r}; give file.py:function")
     return getattr(module, function)
 
 
@@ -215,7 +216,15 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     if getattr(kind, "one_line", False):
         print(error, file=sys.stderr)
     elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-        first = str(error).partition(". GPU")[0]
+        first = f"{str(error).partition('. GPU')[0]}{place_in_our_code(tb)}"
         print(f"{first}; lower batch_size, or set activation_checkpointing=True where there is one", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, tb)
+
+
+def place_in_our_code(tb: TracebackType | None) -> str:
+    """" (file.py:line)" of the innermost call in a file beside this one; empty if there is none."""
+    places = [(os.path.split(os.path.abspath(frame.filename)), frame.lineno) for frame in traceback.extract_tb(tb)]
+    here = os.path.dirname(os.path.abspath(__file__))
+    ours = [f" ({name}:{line})" for (directory, name), line in places if directory == here]
+    return ours[-1] if ours else ""

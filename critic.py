@@ -86,8 +86,9 @@ def estimate_advantages(
 
 def critic_state(parts: runs.Parts, step: int, zero1: bool, source: Path | None) -> dict:
     """What a resume needs, by all ranks: what is trained, its optimizer, and which weights the rest is from."""
+    parts.ddp.flush()  # updates and gathers that wait for the next forward
     opt_state = parts.opt.state_dict(parts.ddp.gather if zero1 else None, keep=parts.world.is_main)
-    weights = {name: p.detach().cpu() for name, p in parts.model.named_parameters() if p.requires_grad}
+    weights = {name: p.detach() for name, p in parts.model.named_parameters() if p.requires_grad}
     base_key = checkpoint.weights_key(source) if source else ""
     return {
         "step": step, "weights": weights, "base_key": base_key, "optimizer": opt_state,

@@ -124,7 +124,7 @@ eval_steps = 50  # batches of batch_size pairs, over all ranks; 0 = all of the v
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
-async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
+async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     kind = "none" if loss in REFERENCE_FREE else reference
     if source and kind in ("model", "precomputed"):  # a run that goes on must not be compared with other weights
-        order["reference"] = checkpoint.weights_key(source)
+        order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
         epochs_text, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
         text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs_text)
@@ -260,7 +260,8 @@ if __name__ == "__main__":
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        saved = {key: order[key] for key in ("reference_weights",) if key in order} | state["order"]  # it may lack that
+        runs.check_data_order(saved, order, DATA_DEFAULTS, resume_from, start_step)
         runs.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
             print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
@@ -388,7 +389,7 @@ if __name__ == "__main__":
             }  # fmt: skip
             log.train(step, values | metrics, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(step, int(skipped[1]), sums[0], batches, world_size)
+                runs.stop_not_finite(parts, log, step, int(skipped[1]), sums[0], batches)
             mark_time, mark_step = time.perf_counter(), step
             n_tokens_seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -400,11 +401,12 @@ if __name__ == "__main__":
             runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
-            log.print(f"stopped by a signal after step {step}; {how}")
             break
 
     saved = runs.finish_saving(parts, log)
+    if stopping:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {step}; {how}")
     batches.close()
     log.close()
     if world.is_main:

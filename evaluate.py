@@ -313,7 +313,12 @@ def describe_result(task: str, found: dict) -> str:
     if task in choices.TASKS:
         return score_tables.describe_choices(found)
     describe = score_tables.describe_domains if task == "perplexity" else score_tables.describe_figures
-    return f"{task}\n{describe(found)}"
+    text = f"{task}\n{describe(found)}"
+    cut = found["unfinished"]["both"] if task == "win_rate" and "unfinished" in found else 0
+    if 2 * cut > found.get("n", 0):
+        text += f"\nwarning: in {cut} of {found['n']} matches both answers are unfinished, which says little; "
+        text += "let sample.py write more with --max_new_tokens"
+    return text
 
 
 def describe_model(directory: Path) -> dict:

@@ -359,6 +359,9 @@ def compiled_step(device_type: str) -> Callable:
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise SampleError("sample: compile=True needs a C++ compiler; install g++, or set compile=False")
     if device_type == "cuda":
+        from torch._dynamo import config  # late: its import takes as long as all of torch
+
+        config.recompile_limit = 128  # graphs, of all models, rows and widths; beyond torch's 8 a call fails
         return torch.compile(decode_step, dynamic=False, fullgraph=True, mode="reduce-overhead")
     return torch.compile(decode_step, dynamic=False)
 

@@ -211,7 +211,7 @@ def win_rate(answers_a: Sequence[dict], answers_b: Sequence[dict], judge: Judge,
     matches, left_out = matches_of(answers_a, answers_b)
     verdicts = [verdict_by_rule(match, unfinished) for match in matches]
     open_ones = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    for i, verdict in zip(open_ones, judge([matches[i] for i in open_ones]) if open_ones else [], strict=True):
+    for i, verdict in zip(open_ones, judge([matches[i] for i in open_ones]), strict=True):
         verdicts[i] = verdict
     rows = [match._asdict() | verdict._asdict() for match, verdict in zip(matches, verdicts, strict=True)]
     return tally(matches, verdicts) | {"left_out": left_out, "matches": rows}
@@ -309,6 +309,8 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
 
     journal: a file that keeps its replies, so that a call that was broken off goes on where it was. Raises JudgeError,
     ChatError."""
+    if not matches:
+        return []
     if ddp.world_size() > 1:
         raise JudgeError("judge: an endpoint is asked by one process; start without torchrun")
     fields = request_fields(endpoint)
@@ -428,8 +430,13 @@ def write(path: str, text: str) -> None:
 
 def people_judge(matches: Sequence[Match], out: str) -> list[Verdict]:
     """The choices that people have written into the out.jsonl of write_side_by_side. Raises JudgeError: they belong to
-    other answers."""
+    other answers, or not to these alone."""
     rows, keys = ({row.get("id"): row for _, row in read_rows(out + end)} for end in (".jsonl", ".key.jsonl"))
+    if len(keys) != len(matches):
+        raise JudgeError(
+            f"judge: {out}.key.jsonl is of {len(keys)} matches, this run asks about {len(matches)}; give `limit` and "
+            "`unfinished` as when the files were written, or write them again under another name"
+        )
     found = []
     for number, match in enumerate(matches):
         row, first = rows.get(number, {}), keys.get(number, {}).get("first", "")

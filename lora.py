@@ -105,9 +105,10 @@ class LoRALinear(nn.Linear):
         """W + scale B A, a new tensor (out, in) in W's dtype, computed in float32; W itself while adapters are off."""
         if not self.enabled:
             return self.weight.detach()
-        with torch.autocast(self.weight.device.type, enabled=False):  # it may be on around a generation
+        weight = self.weight.to(self.lora_B.weight.device)  # a copy to save from may have left it on the GPU
+        with torch.autocast(weight.device.type, enabled=False):  # it may be on around a generation
             delta = self.lora_B.weight.float() @ self.lora_A.weight.float() * self.cfg.scale
-        return (self.weight.float() + delta).to(self.weight.dtype)
+        return (weight.float() + delta).to(weight.dtype)
 
 
 def plain_linear(weight: nn.Parameter) -> nn.Linear:

@@ -19,24 +19,25 @@ MEMORY_SHARE = 0.85
 
 def memory_parts(
     cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
-    dtype: torch.dtype, other: Mapping[str, float] | None = None,
+    dtype: torch.dtype, other: Mapping[str, float] | None = None, head: bool = True,
 ) -> dict[str, float]:  # fmt: skip
     """{part: bytes} of what a rank holds at most, on a GPU there. trained: of lora.trainable_table; masked: documents
-    share rows; other: parts that the model alone does not have, or has otherwise, in bytes."""
+    share rows; other: parts that the model alone does not have, in bytes; head: of memory_table."""
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
-        trained["adapters"],
+        trained["adapters"], head,
     )  # fmt: skip
-    if config["async_save"] and device.type == "cpu":  # on a GPU's machine it is in RAM, where there is room
-        memory["copy to save from"] = 4 * trained["trainable"] + memory["optimizer"]
-    memory |= {"process": train_utils.process_bytes(device)} | dict(other or {})
-    if config["zero1"]:
-        memory["optimizer"] /= world_size
     if config["compress"] == "powersgd":
         params = parameter_table(cfg)
         matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
         memory["compression error"] = 4 * min(matrices, trained["trainable"])
+    if config["async_save"] and device.type == "cpu":  # on a GPU's machine it is in RAM, where there is room
+        saved = memory["optimizer"] + memory.get("compression error", 0)
+        memory["copy to save from"] = 4 * trained["trainable"] + saved
+    memory |= {"process": train_utils.process_bytes(device)} | dict(other or {})
+    if config["zero1"]:
+        memory["optimizer"] /= world_size
     return memory
 
 
@@ -81,9 +82,10 @@ def gib(n_bytes: float) -> str:
 
 
 def began_with(config: dict) -> int:
-    """The batch_size in the config.py of the run that will be continued; 0 if there is none."""
+    """The batch_size in the config.py of the run that will be continued; 0 if there is none. Without a checkpoint there
+    is nothing to continue, and it may have been too much."""
     path = Path(config["out_dir"]) / "config.py"
-    if config["resume"] == "never" or not path.exists():
+    if config["resume"] == "never" or not path.exists() or not any(path.parent.glob("step_*")):
         return 0
     found = re.search(r"^batch_size = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return int(found[1]) if found else 0

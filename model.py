@@ -599,11 +599,12 @@ def flops_per_token(cfg: ModelConfig, T: int) -> float:
 def memory_table(
     cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool,
     compiled: bool, device_type: str, doc_mask: bool = False, trainable: int | None = None, adapters: int = 0,
+    head: bool = True,
 ) -> dict[str, float]:  # fmt: skip
     """{part: bytes} that one rank holds at the peak of a training step, without building the model.
 
     trainable: number of parameters that are trained, `adapters` of them LoRA's; None = all. What the others are is
-    guessed: embedding and head first, then the blocks.
+    guessed: embedding and head first, then the blocks. head: False for a model without logits, a reward model.
     Weights, gradients and optimizer state are float32, the last two of what is trained. Activations are what autograd
     keeps, counted from the graph of one block: the residual stream and the normalised one in float32; in the compute
     dtype what the linear layers read (the norms' results, attention's, SwiGLU's product), query, key, value, the
@@ -635,23 +636,24 @@ def memory_table(
     kept = cfg.n_layer * (4 * N * C if activation_checkpointing else block) + (N * T * size if masked else 0)
     kept += N * C * (8 + 2 * size)  # of the last norm, and the gradient of its result
 
-    rows, grad = max(1, CHUNK_ELEMENTS // V), 4 * V * C if whole >= V * C else 0
+    rows, grad = min(N, max(1, CHUNK_ELEMENTS // V)), 4 * V * C if whole >= V * C else 0
     # Of a chunk the logits and their exponentials in float32; while the next one is computed, what is left of it.
-    logits = min(N, rows) * V * (8 if N <= rows else 12) + grad + (size * V * C if size < 4 else 0)
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if size < 4 else 0)
+    grad, logits = (grad, logits) if head else (0, 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors; of the stream, and their cast
     inside += block if activation_checkpointing else 0
     moments = (kept + copies, logits), (kept + once, 2 * grad), (kept + once + inside, grad)
-    activations, head = max(moments, key=sum)
+    activations, of_head = max(moments, key=sum)
     # glibc's heap keeps holes: what is kept in half precision or is small, as of adapters, comes to lie where a larger
     # temporary was, and the next one needs a new place. Shares of what is alive, measured on ten shapes; with
     # checkpointing blocks of work lie between what is kept, in forward and in backward, another two of them.
-    holes = (0.7 if adapters else 0.5 if size < 4 else 0.35) * (activations + head)
+    holes = (0.7 if adapters else 0.5 if size < 4 else 0.35) * (activations + of_head)
     holes += 2 * block if activation_checkpointing else 0
     return {
         "weights": 4 * total,
         "gradients": 4 * trainable,
         "optimizer": 8 * trainable - (4 * trained_matrices if optimizer == "muon" else 0),
         "activations": activations,
-        "head": head,
+        "head": of_head,
         "allocator": holes if device_type == "cpu" else 0,
     }

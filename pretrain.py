@@ -118,7 +118,7 @@ sample_prompts = ""  # continued at each evaluation; several separated by |
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
-async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
+async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), of those saved at an evaluation; stop_after saves each best
 
@@ -159,22 +159,21 @@ def check_config(config: dict, world_size: int) -> int:
     runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     runs.check_least(config, "stop_after", 0)
     if config["compile_whole"] and (world_size > 1 or config["overlap_step"] != "off"):
-        raise ConfigError("config: compile_whole=True is for one process without overlap_step: both work block by block")
+        raise ConfigError("config: compile_whole=True is for one process without overlap_step, which goes by blocks")
     return runs.count_tokens(config, world_size)
 
 
 def memory(
-    cfg: ModelConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
+    cfg: ModelConfig, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
 ) -> dict[str, float]:
     """{part: bytes} of what a rank will hold."""
-    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
     trained = trainable_table(cfg, config["trainable"], adapters)
     return memory_plan.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
 
 
 def plan(
-    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
-    epochs: str,
+    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
+    peak: float, epochs: str,
 ) -> str:  # fmt: skip
     """What this run will take, as text: parameters, tokens and `epochs` of the data, FLOPs, memory by part, time."""
     params = parameter_table(cfg)
@@ -183,7 +182,6 @@ def plan(
     accum_steps = tokens_per_step // (config["batch_size"] * config["block_size"] * world_size)
     tokens = tokens_per_step * config["max_steps"]
     flops = flops_per_token(cfg, config["block_size"])
-    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
     trained = trainable_table(cfg, config["trainable"], adapters)
     shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
     seconds = tokens * flops / (peak * world_size)
@@ -195,7 +193,7 @@ def plan(
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / total:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
-        memory_plan.describe_parts(memory(cfg, world_size, device, dtype, config)),
+        memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
         f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ]
     return "\n".join(lines)
@@ -277,12 +275,13 @@ if __name__ == "__main__":
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
+    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
     paths = [Path(path) for stage in parse_data_dir(data_dir) for path in stage.weights]
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         cfg = choose_architecture(config, source, 0)
-        memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
+        memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
         config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
-        print("\n".join([plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs=""), *chosen]))
+        print("\n".join([plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs=""), *chosen]))
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
@@ -297,15 +296,14 @@ if __name__ == "__main__":
     )
     n_known = runs.count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
-    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
     runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
-    memory_of = partial(memory, cfg, world_size, torch_device, torch_dtype)
+    memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
     config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * tokens_per_step // block_size)
-        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, epochs)
+        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs)
         print("\n".join([text, *chosen, *warnings, *check_domain(domain, corpus)]), flush=True)
     if plan_only:
         sys.exit(0)
@@ -424,7 +422,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(mixture, step * batches.samples_per_step)
             log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
+                runs.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
         pause, val_loss, better = time.perf_counter(), None, False
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
@@ -439,17 +437,16 @@ if __name__ == "__main__":
         if step % save_every == 0 or last or stopping or ended or (better and keep_best):
             runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
-        if stopping:
-            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
-            log.print(f"stopped by a signal after step {step}; {how}")
-            break
-        if ended and not last:
+        if stopping or ended:
             break
 
     why = f"no better {watched} in {stop_after} evaluations" if ended else "stopped by a signal" if stopping else ""
     if ended:
         log.print(f"{why}: that is the end")
     saved = runs.finish_saving(parts, log)
+    if stopping:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {step}; {how}")
     batches.close()
     log.close()
     if world.is_main:

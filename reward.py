@@ -112,7 +112,7 @@ eval_steps = 0  # batches of batch_size pairs, over all ranks; 0 = all of the va
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
-async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
+async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
@@ -153,7 +153,7 @@ def memory(
     body = replace(cfg, tie_embeddings=True)  # the head is one row
     trained = trainable_table(body, config["trainable"], adapters)
     rows = config | {"batch_size": 2 * config["batch_size"]}
-    return memory_plan.memory_parts(body, rows, trained, False, world_size, device, dtype, {"head": 0.0})
+    return memory_plan.memory_parts(body, rows, trained, False, world_size, device, dtype, head=False)
 
 
 def plan(
@@ -349,7 +349,7 @@ if __name__ == "__main__":
             }  # fmt: skip
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(step, int(skipped[1]), mine, batches, world_size)
+                runs.stop_not_finite(parts, log, step, int(skipped[1]), mine, batches)
             mark_time, mark_step = time.perf_counter(), step
             seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -364,11 +364,12 @@ if __name__ == "__main__":
             )
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
-            log.print(f"stopped by a signal after step {step}; {how}")
             break
 
     saved = runs.finish_saving(parts, log)
+    if stopping:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {step}; {how}")
     batches.close()
     log.close()
     if world.is_main:

@@ -243,7 +243,7 @@ def trained_weights(model: RewardModel, base: str) -> dict:
     """What a resume needs of a model with adapters beside its base, for model.safetensors has their sum; else {}."""
     if lora.lora_config_of(model) is None:
         return {}
-    weights = {name: p.detach().cpu() for name, p in model.named_parameters() if p.requires_grad}
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {"base": base, "base_key": checkpoint.weights_key(Path(base)), "weights": weights}
 
 

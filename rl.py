@@ -134,7 +134,7 @@ eval_answers = 2  # of these answers, how many are shown
 log_every = 1  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 100  # steps; also after the last step
-async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
+async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the held-out reward of those saved at an evaluation
 
@@ -213,6 +213,12 @@ def debug_rows(talks: list[list[dict]]) -> list[dict]:
     return [{"messages": talk[:2]} for talk in talks]
 
 
+def rows_at_a_time(config: dict, world_size: int) -> int:
+    """Answers that a rank draws together: draw_batch_size, but no more than its share of a step."""
+    share = config["prompts_per_step"] * config["group_size"] // world_size
+    return min(config["draw_batch_size"] or share, share)
+
+
 def plan(
     cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
     peak: float, rewards: Rewards,
@@ -220,13 +226,16 @@ def plan(
     """What this run will take at most, as text: parameters, steps, memory by part, time."""
     trained, total = trainable_table(cfg, config["trainable"], adapters), parameter_table(cfg)["total"]
     answers = config["prompts_per_step"] * config["group_size"]
-    rows = min(config["draw_batch_size"] or answers, answers // world_size)
+    rows = rows_at_a_time(config, world_size)
     judges = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
     reward_bytes = float(sum(4 * p.numel() for judge in judges for p in judge.parameters()))
     other = {"reference": 4.0 * total * (config["reference"] == "model")}
     other |= {"reward models": reward_bytes, "cache": float(cache_bytes(cfg, rows, config["block_size"], dtype))}
     other |= {"copy to draw with": float(dtype.itemsize * total)}  # see generate.for_inference
-    other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]} if config["algorithm"] == "ppo" else {}
+    if config["algorithm"] == "ppo":
+        other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]}
+        copied = config["async_save"] and device.type == "cpu"
+        other |= {"critic's copy to save from": 12.0 * trained["trainable"]} if copied else {}
     n_tokens = answers * config["max_steps"] * config["block_size"]
     seconds = n_tokens * config["epochs_per_step"] * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
     return "\n".join([
@@ -305,7 +314,7 @@ if __name__ == "__main__":
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
     if source and reference == "model":  # a run that goes on must not measure its KL to other weights
-        order["reference"] = checkpoint.weights_key(source)
+        order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
         text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, rewards)
         print("\n".join([*corpus.report(), text]), flush=True)
@@ -315,7 +324,8 @@ if __name__ == "__main__":
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        runs.check_data_order(state["order"], order, {}, resume_from, start_step)
+        saved = {key: order[key] for key in ("reference_weights",) if key in order} | state["order"]  # it may lack that
+        runs.check_data_order(saved, order, {}, resume_from, start_step)
         runs.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
             print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
@@ -375,7 +385,7 @@ if __name__ == "__main__":
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
     draw = partial(
         rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
-        batch_size=draw_batch_size or n_answers // world_size, dtype=torch_dtype,
+        batch_size=rows_at_a_time(config, world_size), dtype=torch_dtype,
     )  # fmt: skip
     log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     stopping = False
@@ -521,6 +531,7 @@ if __name__ == "__main__":
             log.train(step, values_now, seconds / n_steps)
             for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
                 if in_a_row >= max_skipped:
+                    runs.report_save(parts, log)
                     raise runs.TrainingError(
                         f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient; lower "
                         f"{key} or continue from an earlier checkpoint"
@@ -539,11 +550,12 @@ if __name__ == "__main__":
             runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
-            log.print(f"stopped by a signal after step {step}; {how}")
             break
 
     saved = runs.finish_saving(parts, log)
+    if stopping:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {step}; {how}")
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)

@@ -102,6 +102,11 @@ def count_per_step(config: dict, key: str, factors: dict[str, int]) -> int:
             f"config: batch_size=0 takes as many as fit, and {key}=0 would make that the step: what a run learns must "
             f"not depend on the memory; give {key}, or batch_size"
         )
+    if not batch_size and config["eval_steps"]:
+        raise ConfigError(
+            f"config: batch_size=0 takes as many as fit, and eval_steps={config['eval_steps']} counts such batches: "
+            "what an evaluation reads must not depend on the memory; give eval_steps=0, all of it, or batch_size"
+        )
     factors = ({"batch_size": batch_size} if batch_size else {}) | factors
     per_micro_step = math.prod(factors.values())
     if total % per_micro_step:
@@ -311,7 +316,7 @@ class Parts(NamedTuple):
     ddp: dist.DDP
     world: dist.World
     device: torch.device
-    writer: Writer | None = None  # of a model that is saved with another's state
+    writer: Writer | None = None  # None: saved as a part of another's state (critic.py)
 
 
 def restore(parts: Parts, path: Path, state: dict, rank_state: dict, compress: str) -> None:
@@ -342,7 +347,7 @@ def save(
     rank_state = {"rng": train_utils.rng_state(parts.device)}
     if config["compress"] == "powersgd":
         rank_state["powersgd"] = parts.hook.state_dict()
-    model = parts.model if parts.world.is_main else None
+    model, state = (parts.model, state) if parts.world.is_main else (None, {})  # which rank 0 alone writes
     model, state, rank_state = parts.writer.copy(model, state, rank_state)
     parts.writer.start(partial(
         checkpoint.save, config["out_dir"], step, model, tokenizer, state, rank_state, parts.world,
@@ -374,11 +379,14 @@ def finish_saving(parts: Parts, log: train_utils.RunLog) -> bool:
 # ---- what stops a run ------------------------------------------------------------------------------------------------
 
 
-def stop_not_finite(step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches, world_size: int) -> None:
+def stop_not_finite(
+    parts: Parts, log: train_utils.RunLog, step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches
+) -> None:
     """Raise on every rank, naming the ranks whose loss of this step was not finite and where their data lies."""
+    report_save(parts, log)
     bad = [rank for rank, finite in enumerate(dist.gather_objects(bool(loss_sum.isfinite()))) if not finite]
     where = f"loss not finite on rank {', '.join(map(str, bad))}" if bad else "loss finite, gradient not"
-    share = batches.samples_per_step // world_size
+    share = batches.samples_per_step // parts.world.world_size
     first = batches.position(step - 1) + (bad[0] if bad else 0) * share
     raise TrainingError(
         f"train: step {step}: {skipped} steps in a row without a finite gradient; {where}; samples {first} to "

@@ -105,7 +105,7 @@ sample_prompts = ""  # questions whose answers are printed at each evaluation; s
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
-async_save = True  # write checkpoints behind training: takes a copy of weights and optimizer in CPU memory
+async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
 keep_last = 2  # newest checkpoints kept; 0 = all
 keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
@@ -389,7 +389,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(mixture, step * rows_per_step)
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(step, int(skipped[1]), loss_sum, batches, world_size)
+                runs.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
             seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -401,11 +401,12 @@ if __name__ == "__main__":
             runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
-            how = "the same command continues" if runs.finish_saving(parts, log) else "not saved"
-            log.print(f"stopped by a signal after step {step}; {how}")
             break
 
     saved = runs.finish_saving(parts, log)
+    if stopping:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {step}; {how}")
     batches.close()
     log.close()
     if world.is_main:

@@ -173,7 +173,8 @@ def versions() -> dict[str, str]:
 
 
 class StopSignal:
-    """Turns SIGTERM and Ctrl-C into a flag that the loop reads after each step; a second Ctrl-C stops at once.
+    """Turns SIGTERM and Ctrl-C into a flag that the loop reads after each step; a second Ctrl-C stops at once, or
+    when the checkpoint that is being written is whole.
 
     torchrun passes a terminal's Ctrl-C on a second time within moments, so a repeat counts only after two seconds.
     """

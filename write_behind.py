@@ -1,10 +1,12 @@
 """Writing behind training: a copy in memory of what is to be saved, as it is now, and a thread that writes from it.
 
-Training waits for the copy alone, a fraction of a second; the disk, the checksums and the other ranks are the thread's
-affair. The copy is of the same form as the original, so what is written is the same to the byte.
+Training waits for the copy, a fraction of a second, and for the save before it if that has not ended; the disk, the
+checksums and the other ranks are the thread's affair. The copy is of the same form as the original, so what is written
+is the same to the byte.
 """
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ import ranks
 
 
 class Writer:
-    """Does one save after the other, `behind` training or, if not, while the caller waits and from what is there.
+    """Does one save after the other, `behind` training or, if not, at once and from what is there.
 
     Made by all ranks together, after init(). Behind training the ranks talk over a group of their own: what two threads
     send over one would be mixed up. The memory for the copies is allocated at the first and used again for the next.
@@ -24,7 +26,7 @@ class Writer:
 
     def __init__(self, behind: bool, timeout_s: float) -> None:
         self.behind = behind
-        self.saved = True  # whether the last save that has ended is on the disk
+        self.saved = True  # False if the last save that has ended raised
         self.group = ranks.new_group(timeout_s) if behind else None
         self._pool = ThreadPoolExecutor(1)  # Python waits for its thread before it exits, after an exception too
         self._pending: Future[Path] | None = None
@@ -33,18 +35,23 @@ class Writer:
     def copy(self, model: nn.Module | None, *states: dict) -> tuple:
         """(model, *states) as they are now, in CPU memory; as they are, if not behind. Not before wait().
 
-        What the model does not train is not copied but shared."""
+        What the model does not train is not copied but shared, on its device."""
         return snapshot(model, states, self._memory) if self.behind else (model, *states)
 
     def start(self, save: Callable[[], Path]) -> None:
         """Call save(), which writes a checkpoint from what copy() returned last and returns its path."""
-        copied = None
-        if self.behind and torch.cuda.is_initialized():
-            copied = torch.cuda.current_stream().record_event()  # the GPU may still be at work on the copies
+        if not self.behind:
+            self._pending = ended(save)
+            return
+        copy_done = None
+        if torch.cuda.is_initialized():
+            device = torch.cuda.current_device()
+            copy_done = torch.cuda.current_stream().record_event()  # the GPU may still be at work on the copies
 
         def save_the_copy() -> Path:
-            if copied is not None:
-                copied.synchronize()
+            if copy_done is not None:
+                torch.cuda.set_device(device)  # a thread begins on device 0; waiting there would open a context on it
+                copy_done.synchronize()
             return save()
 
         self._pending = self._pool.submit(save_the_copy)
@@ -55,7 +62,10 @@ class Writer:
         if pending is None:
             return None
         self.saved = False
-        path = pending.result()
+        try:
+            path = pending.result()
+        finally:
+            del pending  # an error that it holds would hold this frame, and this frame it
         self.saved = True
         return path
 
@@ -63,6 +73,17 @@ class Writer:
         """After the last wait(). A process group that is still referred to at the exit could abort it, see ranks.py."""
         self._pool.shutdown()
         self.group = None
+        gc.collect()  # the errors of a save that failed and its frames, which have the group, hold each other
+
+
+def ended(save: Callable[[], Path]) -> Future[Path]:
+    """What save() returned or raised."""
+    future: Future[Path] = Future()
+    try:
+        future.set_result(save())
+    except Exception as error:  # for wait()
+        future.set_exception(error)
+    return future
 
 
 def snapshot(model: nn.Module | None, states: tuple[dict, ...], memory: list[Tensor]) -> tuple:
@@ -87,12 +108,13 @@ def snapshot(model: nn.Module | None, states: tuple[dict, ...], memory: list[Ten
 
 
 def copy_storage(t: Tensor, i: int, memory: list[Tensor]) -> Tensor:
-    """All bytes that `t` is a view of, in memory[i]; page-locked if they come from a GPU, so that nobody waits."""
+    """All bytes that `t` is a view of, in memory[i]; page-locked if they come from a GPU, so that nobody waits. Of such
+    memory torch takes the next power of two: up to twice the bytes."""
     storage = t.untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
     if i == len(memory) or len(memory[i]) != len(source):
         memory[i : i + 1] = [torch.empty(len(source), dtype=torch.uint8, pin_memory=t.is_cuda)]
-    return memory[i].copy_(source, non_blocking=True)
+    return memory[i].copy_(source, non_blocking=t.is_cuda)  # start() waits for CUDA alone
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

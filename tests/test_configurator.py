@@ -415,3 +415,23 @@ def test_users_mistakes_later_are_one_line_but_bugs_keep_their_traceback(script)
     done, _ = script("--max_steps=14")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: a bug\n")
+
+
+def test_exhausted_memory_names_our_line(capsys):
+    class OutOfMemoryError(RuntimeError):
+        """Of torch's name."""
+
+    class Full(dict):
+        def __contains__(self, key: object) -> bool:
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 9 GiB in all")
+
+    source = Path(configurator.__file__).read_text(encoding="utf-8").splitlines()
+    line = source.index("    if key not in keys:") + 1
+    cases = (lambda: configurator.checked("a", 1, Full(), ""), f" (configurator.py:{line})"), (lambda: 1 in Full(), "")
+    for ask, place in cases:
+        with pytest.raises(OutOfMemoryError) as caught:
+            ask()
+        configurator.one_line_excepthook(OutOfMemoryError, caught.value, caught.tb)
+        said = capsys.readouterr().err
+        assert said.startswith(f"CUDA out of memory. Tried to allocate 2.00 GiB{place}; lower batch_size")
+        assert said.count("\n") == 1

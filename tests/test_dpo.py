@@ -21,6 +21,7 @@ import test_pretrain_ranks as tpr
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from test_rl import forget
 
 import checkpoint
 import prepare
@@ -350,9 +351,10 @@ def test_any_micro_batches_give_the_same_steps(run, tmp_path):
         assert run("--total_batch_pairs=8", "--max_steps=4", "--nll_weight=0.1", *flags) == 0
     for key in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "lengths/rejected", "kl/chosen"):
         one = means_of(tmp_path / "8", "train", key)
+        rounding = 1e-5 * max(1, *map(abs, one))  # margins swing from hundreds of nats to near 0
         for batch_size in (2, 1):
             other = means_of(tmp_path / str(batch_size), "train", key)
-            assert other == pytest.approx(one, rel=1e-3, abs=1e-5), (key, batch_size)
+            assert other == pytest.approx(one, rel=1e-3, abs=rounding), (key, batch_size)
 
 
 @pytest.mark.parametrize("trainable, kinds", [("lora", ("model", "adapter_off")), ("all", ("model",))])
@@ -585,9 +587,11 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base, kind):
     torch.nn.init.normal_(model.norm.weight)
     checkpoint.write_model(start, model, Tokenizer.load(start))
     (tmp_path / "out" / "reference.safetensors").unlink(missing_ok=True)
-    with pytest.raises(Exception, match="reference=") as caught:
+    with pytest.raises(Exception, match="reference_weights=") as caught:
         run(*flags, "--max_steps=2")
     assert caught.value.one_line
+    forget(tmp_path / "out" / "latest", "reference_weights")
+    assert run(*flags, "--max_steps=2") == 0
 
 
 def test_every_shipped_config_trains(run, tmp_path):

@@ -330,7 +330,7 @@ def test_order_and_switches() -> None:
         ({"on": "c5"}, "no rule 'c5' in on="),
         ({"words": "/nowhere/words.txt"}, "cannot read words='/nowhere/words.txt'"),
         ({"keep": "/nowhere/rules.py:keep"}, "there is no file '/nowhere/rules.py'"),
-        ({"keep": "keep"}, "there is no file ''"),
+        ({"keep": "keep"}, "there is no file 'keep'"),
     ],
 )
 def test_wrong_settings(settings: dict, said: str) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import statistics
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from test_model import tiny_config
 from test_self_instruct import Endpoint as Service
 
+import evaluate
 import judging
 import reward_model
 from answers import Answers
@@ -253,8 +255,18 @@ def test_people_are_not_asked_about_unfinished_answers(tmp_path):
 def test_nothing_to_tally():
     found = win_rate(rows(("x", "a")), rows(("x", "b")), lambda matches: [Verdict("none", "why")])
     assert (found["win_rate"], found["interval"], found["longer_wins"]) == (None, None, None)
-    found = win_rate(rows(("x", "a")), rows(("x", "a")), lambda matches: 1 / 0)
+    found = win_rate(rows(("x", "a")), rows(("x", "a")), lambda matches: matches)  # there are none
     assert (found["ties"], found["win_rate"], "first_wins" in found) == (1, 0.5, False)
+
+
+def test_judges_of_nothing(judge, tmp_path):
+    """Nobody is asked."""
+    model, tokenizer = judge
+    service = Endpoint("http://127.0.0.1:9", "m")
+    for own in (functools.partial(judging.reward_judge, model=model, tokenizer=tokenizer),
+                functools.partial(endpoint_judge, endpoint=service, journal=str(tmp_path / "j"))):  # fmt: skip
+        assert win_rate(rows(("x", "a")), rows(("x", "a")), own)["ties"] == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_reward_model_prefers_the_higher_score(judge):
@@ -394,6 +406,8 @@ def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsy
     """Eight at once, all told to wait. The first one goes alone, and well."""
     service.reply = longest
     service.failures = dict.fromkeys(range(1, 9), 503)
+    all_there = threading.Barrier(8)  # so that none comes again before the last one has come
+    service.on_request = lambda k: k in service.failures and all_there.wait(60)
     matches, _ = judging.matches_of(six("a"), six("b"))
     endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=2.0), str(tmp_path / "j"))
     assert capsys.readouterr().err.count("again in") == 1
@@ -432,6 +446,32 @@ def test_side_by_side_files_and_the_choices_of_people(tmp_path):
         win_rate(of_b, of_a, functools.partial(people_judge, out=out))
     with pytest.raises(judging.JudgeError, match="the same answers"):
         judging.write_side_by_side(of_a[-1:], of_b[-1:], out)
+
+
+def test_choices_about_more_or_fewer_matches_are_refused(tmp_path):
+    """With a smaller limit the choices about the rest would be lost; with a larger one some would have none."""
+    of_a, of_b = (rows(*((f"Q{k}", f"{name} {k}") for k in range(9))) for name in ("one", "two"))
+    out = str(tmp_path / "people")
+    judging.write_side_by_side(of_a[:6], of_b[:6], out)
+    of_b[0]["answer"] = of_a[0]["answer"]
+    with pytest.raises(judging.JudgeError, match="6 matches, this run asks about 0"):
+        win_rate(of_a[:1], of_b[:1], functools.partial(people_judge, out=out))
+    of_b[0]["answer"] = "two 0"
+    for n in (5, 7):
+        with pytest.raises(judging.JudgeError, match=f"6 matches, this run asks about {n}.*limit.*unfinished"):
+            win_rate(of_a[:n], of_b[:n], functools.partial(people_judge, out=out))
+    assert win_rate(of_a[:6], of_b[:6], functools.partial(people_judge, out=out))["none"] == {"no choice": 6}
+
+
+@pytest.mark.parametrize("n_cut, warned", [(3, True), (2, False)])
+def test_many_unfinished_pairs_are_warned_of(n_cut, warned):
+    """Three of four matches, and two of four, which is not more than half."""
+    answers = [rows(*((f"Q{k}", f"{name} {k}") for k in range(4))) for name in ("one", "two")]
+    for row in (*answers[0][:n_cut], *answers[1][:n_cut]):
+        row["finish_reason"] = "length"
+    found = win_rate(*answers, lambda matches: [Verdict("a")] * len(matches))
+    text = evaluate.describe_result("win_rate", found)
+    assert ("warning: in 3 of 4 matches both answers are unfinished" in text) is ("warning" in text) is warned
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from configurator import ConfigError, is_key, read_file, resolve
 from lora import LoRAConfig, set_trainable, trainable_table
 from model import ModelConfig, Transformer, memory_table
 from optim import Optimizer, stays_whole
+from reward_model import RewardModel
 
 data_dir, run = tp.data_dir, tp.run
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,7 @@ def peak_of_a_step(cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, how: di
     torch.manual_seed(0)
     x = torch.randint(0, cfg.vocab_size, (B, T), device=device)
     with Alive() as alive:
-        net = Transformer(cfg).to(device)
+        net = (RewardModel if how.get("score") else Transformer)(cfg).to(device)
         set_trainable(net, how.get("trainable", "all"), LORA)
         net.activation_checkpointing = how.get("recompute", False)
         net.document_id = 7 if how.get("documents") else None
@@ -80,7 +81,7 @@ def peak_of_a_step(cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, how: di
         opt = Optimizer(parallel.buckets, kind)
         for _ in range(2):
             with train_utils.autocast(device, dtype):
-                loss = net(x, x)
+                loss = net(x).sum() if how.get("score") else net(x, x)
             loss.backward()
             del loss
             parallel.step(opt, lr=1e-3, clip=1.0)
@@ -96,6 +97,9 @@ SHAPES = {
     "grouped": ({"n_kv_head": 2, "qk_norm": True}, {}),
     "adapters": ({}, {"trainable": "lora"}),
     "documents": ({}, {"documents": True}),
+    "no head": ({"vocab_size": 4096}, {"score": True}),
+    "no head, recomputed": ({"n_layer": 8}, {"score": True, "recompute": True}),
+    "no head, adapters": ({"vocab_size": 4096}, {"score": True, "trainable": "lora"}),
 }
 
 
@@ -113,7 +117,7 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     trained = trainable_table(cfg, how.get("trainable", "all"), LORA)
     table = memory_table(
         cfg, 8, 128, dtype, how.get("optimizer", "muon"), how.get("recompute", False), False, device_type,
-        how.get("documents", False), trained["trainable"], trained["adapters"],
+        how.get("documents", False), trained["trainable"], trained["adapters"], not how.get("score"),
     )  # fmt: skip
     assert sum(table.values()) - table["allocator"] == pytest.approx(measured, rel=0.1)
 
@@ -148,10 +152,9 @@ def test_every_trainer_chooses_by_its_own_plan(script):
     config = {key: value for key, value in trainer.items() if is_key(key, value)}
     config |= {"batch_size": 0, "out_dir": "none", "block_size": 64, "compile": False}
     cfg = ModelConfig(512, 64, n_layer=2, n_head=4, n_embd=64)
-    others = () if script == "pretrain" else (LORA,)
     for world_size in (1, 2, 3, 8):
         n_samples = rng.choice([6, 12, 30, 64])
-        memory_of = partial(trainer["memory"], cfg, *others, world_size, torch.device("cuda"), torch.bfloat16)
+        memory_of = partial(trainer["memory"], cfg, LORA, world_size, torch.device("cuda"), torch.bfloat16)
         needed = {size: sum(memory_of(config | {"batch_size": size}).values()) for size in range(1, n_samples + 1)}
         usable = rng.uniform(needed[1], 1.2 * needed[n_samples])
         fitting = [size for size in needed if n_samples % size == 0 and needed[size] <= usable]
@@ -165,18 +168,24 @@ def test_every_trainer_chooses_by_its_own_plan(script):
     [(runs.count_tokens, "total_batch_tokens", 32), (runs.count_pairs, "total_batch_pairs", 1)],
 )
 def test_a_step_is_whole_micro_steps_on_all_ranks(count, key, one):
+    def counted(batch_size: int, total: int, world_size: int, eval_steps: int = 0) -> int:
+        settings = {"batch_size": batch_size, "block_size": 32, key: total, "eval_steps": eval_steps}
+        return count(settings, world_size)
+
     for world_size in (1, 2, 3, 8):
         for size in (1, 2, 5):
             total = 30 * one * world_size
-            assert count({"batch_size": size, "block_size": 32, key: total}, world_size) == total
-            assert count({"batch_size": size, "block_size": 32, key: 0}, world_size) == size * one * world_size
+            assert counted(size, total, world_size, eval_steps=3) == total
+            assert counted(size, 0, world_size) == size * one * world_size
             with pytest.raises(ConfigError, match=f"{key}={total + one} must be a multiple of batch_size"):
-                count({"batch_size": 2 * size, "block_size": 32, key: total + one}, world_size)
-        assert count({"batch_size": 0, "block_size": 32, key: total}, world_size) == total
+                counted(2 * size, total + one, world_size)
+        assert counted(0, total, world_size) == total
         with pytest.raises(ConfigError, match=f"not depend on the memory; give {key}"):
-            count({"batch_size": 0, "block_size": 32, key: 0}, world_size)
+            counted(0, 0, world_size)
+        with pytest.raises(ConfigError, match="eval_steps=3 counts such batches: .*give eval_steps=0"):
+            counted(0, total, world_size, eval_steps=3)
     with pytest.raises(ConfigError, match=f"{key}={total + one} must be a multiple of .*world_size = "):
-        count({"batch_size": 0, "block_size": 32, key: total + one}, world_size)
+        counted(0, total + one, world_size)
 
 
 def test_what_does_not_fit_says_what_would():
@@ -191,6 +200,8 @@ def test_what_does_not_fit_says_what_would():
 def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
     (tmp_path / "config.py").write_text("seed = 1\nbatch_size = 3\ndraw_batch_size = 9\n", encoding="utf-8")
     config = {"out_dir": str(tmp_path)}
+    assert fit(config, 12, usable=115) == 1  # it ended before its first checkpoint: 3 may have been too much
+    (tmp_path / "step_000002").mkdir()
     assert fit(config, 12, usable=115) == 3
     assert fit(config | {"resume": "never"}, 12, usable=115) == 1
     assert fit(config | {"batch_size": 6}, 12, usable=115) == 6  # asked for
@@ -249,7 +260,7 @@ def needed_by(size: int) -> float:
     defaults = {key: value for key, value in namespace.items() if is_key(key, value)}
     config = resolve(defaults, [*tp.flags_with_defaults((f"--batch_size={size}",), tp.TINY)])
     cfg = ModelConfig(512, 32, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
-    return sum(namespace["memory"](cfg, 1, CPU, torch.float32, config).values())
+    return sum(namespace["memory"](cfg, LORA, 1, CPU, torch.float32, config).values())
 
 
 def plan_bytes(output: str) -> float:
@@ -260,6 +271,7 @@ def test_a_run_chooses_and_resumes_with_what_it_chose(run, tmp_path, monkeypatch
     """To the bit, though the second half would have chosen another; a step is the same tokens."""
     monkeypatch.setattr(train_utils, "process_bytes", lambda device: 0.0)
     flags = ["--total_batch_tokens=384", "--batch_size=0", "--dropout=0.1", "--save_every=3", "--eval_every=99"]
+    flags += ["--eval_steps=0"]
     chosen, usable = 4, needed_by(5)
     monkeypatch.setattr(memory_plan, "usable_bytes", lambda device: usable)
     assert run(*flags, "--max_steps=6", f"--out_dir={tmp_path / 'straight'}") == 0
@@ -282,21 +294,22 @@ def test_a_run_chooses_and_resumes_with_what_it_chose(run, tmp_path, monkeypatch
 def test_mistakes_are_one_line(run, monkeypatch, capsys):
     for flags, text in [
         (["--batch_size=0"], "batch_size=0 takes as many as fit, and total_batch_tokens=0"),
-        (["--batch_size=0", "--total_batch_tokens=48"], "must be a multiple of block_size\\*world_size = 32\\*1 = 32"),
+        (["--batch_size=0", "--total_batch_tokens=384"], "eval_steps=4 counts such batches"),
+        (["--batch_size=0", "--total_batch_tokens=48", "--eval_steps=0"], "a multiple of block_size\\*world_size = 32"),
         (["--batch_size=-1"], "batch_size must be at least 1"),
     ]:
         with pytest.raises(ConfigError, match=text):
             run(*flags)
     monkeypatch.setattr(memory_plan, "usable_bytes", lambda device: 1e6)
     with pytest.raises(ConfigError, match="batch_size=1 takes .* 0.00 GiB can be used; activation_checkpointing=True"):
-        run("--batch_size=0", "--total_batch_tokens=384")
+        run("--batch_size=0", "--total_batch_tokens=384", "--eval_steps=0")
 
 
 @pytest.mark.dist
 def test_ranks_take_what_fits_on_all_of_them(data_dir, tmp_path):
     """Rank 0 has room for a micro-batch of 12, rank 1 for fewer."""
     flags = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--total_batch_tokens=768", "--batch_size=0"]
-    flags = tp.flags_with_defaults((*flags, "--max_steps=2", "--peak_tflops=1"), tp.TINY)
+    flags = tp.flags_with_defaults((*flags, "--max_steps=2", "--peak_tflops=1", "--eval_steps=0"), tp.TINY)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*launcher, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -311,7 +324,7 @@ def test_ranks_take_what_fits_on_all_of_them(data_dir, tmp_path):
 def test_the_chosen_batch_peaks_at_the_plan(data_dir, tmp_path):
     """The peak of a process with batch_size=0 and 1 GiB, within 15 % of the plan that it printed, and no more."""
     flags = ["--n_layer=4", "--n_head=4", "--n_kv_head=4", "--n_embd=256", "--vocab_size=4096", "--block_size=256"]
-    flags += ["--total_batch_tokens=8192", "--batch_size=0", "--max_steps=3", "--log_every=1", "--eval_steps=1"]
+    flags += ["--total_batch_tokens=8192", "--batch_size=0", "--max_steps=3", "--log_every=1", "--eval_steps=0"]
     flags += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", f"--data_dir={data_dir}"]
     flags += ["--save_every=2"]  # the plan counts the copy that is saved from
     code = f"import memory_plan, runpy, sys; memory_plan.usable_bytes = lambda device: {2**30}; "
@@ -336,7 +349,7 @@ GPU_SHAPES = {
 
 def gpu_run(out: Path, data_dir: Path, *flags: str) -> tuple[float, float]:
     """(peak, estimate) in bytes of three steps of pretrain.py."""
-    common = ["--device=cuda", "--dtype=bfloat16", "--max_steps=3", "--log_every=1", "--eval_steps=1"]
+    common = ["--device=cuda", "--dtype=bfloat16", "--max_steps=3", "--log_every=1", "--eval_steps=0"]
     line = [sys.executable, str(ROOT / "pretrain.py"), *common, f"--data_dir={data_dir}", f"--out_dir={out}", *flags]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -200,7 +200,7 @@ def test_a_model_whose_score_is_not_finite_is_named_with_the_prompt(home):
     ("rm=much", "'rm=much' in reward='rm=much' is not"),
     ("rm,rm=0.5", "'rm' comes twice in reward='rm,rm=0.5'"),
     ("nowhere", "'nowhere' is no directory"),
-    ("rules.py", "reward='rules.py': there is no file ''; give file.py:function"),
+    ("rules.py", "reward='rules.py': rules.py has no function ''; give file.py:function"),
     ("chat", "'chat' holds no reward model; reward.py trains one"),
     ("other.py:exact", "there is no file 'other.py'"),
     ("rules.py:", "rules.py has no function ''"),

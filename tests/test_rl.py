@@ -428,7 +428,8 @@ RANK_CASES = {
     "backward": ["--overlap_step=backward", "--grad_clip=0", "--loss=dr_grpo", "--eval_prompts=1"],
     "mask filter": ["--unfinished=mask", "--filter_groups=1", "--reward=even", "--loss=grpo"],
     "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True", "--kl_target=1"],
-    "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True"],
+    # ddp_debug waits for what is in flight
+    "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True", "--ddp_debug=False"],
 }
 
 
@@ -438,7 +439,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
 
     def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
-        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), STEPS), "--ddp_debug=True"), stops
+        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), [*STEPS, "--ddp_debug=True"])), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
     flags = ["--max_steps=8", *RANK_CASES["ppo"]]
@@ -531,6 +532,15 @@ def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
     assert not (tmp_path / "out").exists()
 
 
+def forget(step_dir: Path, key: str) -> None:
+    """Make a checkpoint one of a run that did not record `key` in its order."""
+    state, _ = checkpoint.load_train_state(step_dir, 0)
+    del state["order"][key]
+    path, sums = step_dir / "train_state.pt", step_dir / "checksums.json"
+    checkpoint.write_state(path, state)
+    checkpoint.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.sha256(path)})
+
+
 def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):
     """The KL divergence would be measured to other weights from there on."""
     start = shutil.copytree(base / "model", tmp_path / "start")
@@ -538,9 +548,19 @@ def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):
     model = checkpoint.load_model(start)
     torch.nn.init.normal_(model.norm.weight)
     checkpoint.write_model(start, model, Tokenizer.load(start))
-    with pytest.raises(Exception, match="reference=") as caught:
+    with pytest.raises(Exception, match="reference_weights=") as caught:
         run(f"--init_from={start}", "--max_steps=4")
     assert caught.value.one_line
+    forget(tmp_path / "out" / "latest", "reference_weights")
+    assert run(f"--init_from={start}", "--max_steps=4") == 0
+
+
+def test_a_reward_that_is_no_function_says_how_to_name_one(run, base):
+    cases = {"rules.py": "rules.py has no function ''", "no.py": "there is no file", "rules.py:no": "'no'"}
+    for name, says in cases.items():
+        with pytest.raises(Exception, match="give file.py:function") as caught:
+            run(f"--reward={base / name}", "--max_steps=1")
+        assert caught.value.one_line and says in str(caught.value)
 
 
 def test_means_leave_out_steps_without_a_value():
@@ -583,6 +603,8 @@ def test_the_plan_counts_every_model(base, tmp_path, monkeypatch, capsys, algori
     n_params = sum(p.numel() for p in checkpoint.load_model(base / "model").parameters())
     assert f"reference {4 * n_params / 2**20:,.0f} MiB" in line and "reward models" in line
     assert (f"critic {16 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
+    assert f" copy to save from {12 * n_params / 2**20:,.0f} MiB" in line
+    assert (f"critic's copy to save from {12 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
     assert not (tmp_path / "out").exists()
 
 

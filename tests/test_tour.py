@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import tour  # noqa: E402
 
 import pretrain  # noqa: E402
+from lora import LoRAConfig  # noqa: E402
 from model import ModelConfig, Transformer, flops_per_token  # noqa: E402
 from run_card import defaults_of  # noqa: E402
 
@@ -77,8 +78,10 @@ SETTINGS = [
 def test_memory_is_that_of_the_plan(settings):
     """Part by part, but for the process itself."""
     config = defaults_of(ROOT / "pretrain.py") | {"total_batch_tokens": 8192, "device": "cpu"} | settings
+    config["async_save"] = False  # the tour saves nothing
     cfg, device = ModelConfig(300, config["block_size"], **SHAPES[0]), torch.device(config["device"])
-    plan = pretrain.plan(cfg, config, 1, device, config["dtype"], 1e12, "")
+    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
+    plan = pretrain.plan(cfg, config, adapters, 1, device, config["dtype"], 1e12, "")
     of_plan, of_tour = [
         dict(re.findall(r"(\w+) +([\d,]+) MiB", next(line for line in text.splitlines() if line.startswith("memory"))))
         for text in (plan, tour.totals(cfg, config, device, config["dtype"]))

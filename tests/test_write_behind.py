@@ -1,6 +1,7 @@
 """write_behind.py against saves that wait: the same bytes, whatever training does meanwhile; and nothing is lost when
 the disk, a rank or the run fails while a checkpoint is being written."""
 
+import math
 import os
 import runpy
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,14 @@ from torch import nn
 
 import checkpoint
 import ddp
+import reward_model
+import runs
 import train_utils
 import write_behind
 from lora import LoRAConfig, set_trainable
 from model import Transformer
 from optim import Optimizer
+from reward_model import RewardModel
 from write_behind import Writer
 
 data_dir, run = tp.data_dir, tp.run
@@ -153,8 +159,14 @@ def test_not_behind_nothing_is_copied() -> None:
     state = training.states()[0]
     model, same = writer.copy(training.model, state)
     assert model is training.model and same is state
-    writer.start(lambda: Path("x"))
+    threads = []
+    writer.start(lambda: threads.append(threading.current_thread()) or Path("x"))
+    assert threads == [threading.current_thread()]
     assert writer.wait() == Path("x") and writer.wait() is None
+    writer.start(lambda: Path("x") / 0)
+    with pytest.raises(TypeError):
+        writer.wait()
+    assert not writer.saved
     writer.close()
 
 
@@ -186,6 +198,37 @@ def test_from_a_gpu_while_it_goes_on() -> None:
     writer.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", range(torch.cuda.device_count()))
+def test_adapters_of_a_reward_model_on_a_gpu_are_written(tmp_path: Path, device: int) -> None:
+    """What is frozen stays on the GPU, what is trained is in the copy on the CPU; what is written is their sum."""
+    model = RewardModel(tc.tiny().cfg)
+    set_trainable(model, "lora", LoRAConfig(rank=2))
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(p)
+    writer, found = Writer(True, 60), []
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "gpu").mkdir()
+    reward_model.write_model(tmp_path / "cpu", model, tc.TOKENIZER)
+
+    def save() -> Path:
+        found.append(torch.cuda.current_device())
+        reward_model.write_model(tmp_path / "gpu", copied, tc.TOKENIZER)
+        return tmp_path
+
+    with torch.cuda.device(device):
+        (copied,) = writer.copy(model.cuda())
+        writer.start(save)
+    assert writer.wait() == tmp_path and found == [device]
+    writer.close()
+    mine, theirs = (load((tmp_path / name / "model.safetensors").read_bytes()) for name in ("cpu", "gpu"))
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], msg=name)
+
+
 # ---- one after the other, and what becomes of it --------------------------------------------------------------------
 
 
@@ -200,6 +243,28 @@ def test_a_save_that_fails_is_told_by_the_next_wait(tmp_path: Path) -> None:
     training.start(writer, tmp_path)
     assert writer.wait() is not None and writer.saved
     writer.close()
+
+
+class Group:
+    """In the place of a process group."""
+
+
+@pytest.mark.parametrize("broken", ["write_state", "commit", "write_model"])
+def test_after_a_failed_save_nothing_holds_the_group(tmp_path: Path, monkeypatch, broken: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, broken, fail)
+    training, writer, group = Training(), Writer(True, 60), Group()
+    writer.group, alive = group, weakref.ref(group)
+    model, state, rank_state = writer.copy(training.model, *training.states())
+    writer.start(partial(
+        checkpoint.save, tmp_path, 1, model, tc.TOKENIZER, state, rank_state, tc.ALONE, **KEEP, group=group
+    ))  # fmt: skip
+    del group
+    assert "No space left" in tc.error_line(writer.wait)
+    writer.close()
+    assert alive() is None
 
 
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
@@ -245,15 +310,17 @@ def note_steps(monkeypatch: pytest.MonkeyPatch, seen: list) -> None:
 
 
 def test_a_run_saves_the_same_behind_training_and_not(run: Callable, tmp_path: Path, monkeypatch) -> None:
+    every = [(what, step) for step in (2, 4, 5) for what in ("begin", "end")]
     for behind in (True, False):
         with monkeypatch.context() as patch:
-            seen = slow_saves(patch) if behind else []
+            seen = slow_saves(patch)
             out = tmp_path / str(behind)
             flags = ["--max_steps=5", "--save_every=2", "--dropout=0.1", f"--out_dir={out}"]
             assert run(f"--async_save={behind}", *flags) == 0
+        assert seen == every
     a, b = tmp_path / "True", tmp_path / "False"
     tp.assert_same_run(a, b)
-    assert seen == [] and tc.names(a) == tc.names(b)
+    assert tc.names(a) == tc.names(b)
     assert tp.events(a, "save") == [e | {"path": e["path"].replace("False", "True")} for e in tp.events(b, "save")]
     for step in ("step_000004", "step_000005"):
         mine, theirs = content(a / step), content(b / step)
@@ -282,14 +349,8 @@ def test_a_signal_while_a_checkpoint_is_written(run: Callable, tmp_path: Path, m
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_full_disk_is_one_line_and_the_last_save_decides(run, tmp_path, monkeypatch, capsys, at_the_end) -> None:
-    original, failing = checkpoint.write_state, 6 if at_the_end else 4
-
-    def write_state(path: Path, state: dict) -> None:
-        if state.get("step") == failing:
-            raise OSError(28, "No space left on device")
-        original(path, state)
-
-    monkeypatch.setattr(checkpoint, "write_state", write_state)
+    failing = 6 if at_the_end else 4
+    fail_at(monkeypatch, failing)
     assert run("--max_steps=6", "--save_every=2", "--keep_last=9") == int(at_the_end)
     text = capsys.readouterr().out
     assert text.count("No space left on device") == 1 and f"step_{failing:06d}" in text
@@ -297,6 +358,48 @@ def test_a_full_disk_is_one_line_and_the_last_save_decides(run, tmp_path, monkey
     assert [e["step"] for e in tp.events(tmp_path / "out", "save")] == good
     assert [checkpoint.step_of(path) for path in checkpoint.step_dirs(tmp_path / "out")] == good
     assert not list((tmp_path / "out").glob(".step*"))
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """Have no room for the training state of that step."""
+    original = checkpoint.write_state
+
+    def write_state(path: Path, state: dict) -> None:
+        if state.get("step") == failing:
+            raise OSError(28, "No space left on device")
+        original(path, state)
+
+    monkeypatch.setattr(checkpoint, "write_state", write_state)
+
+
+def test_a_signal_and_a_full_disk(run: Callable, tmp_path: Path, monkeypatch, capsys) -> None:
+    """It does not say that the same command continues."""
+    fail_at(monkeypatch, 3)
+    seen: list[tuple[str, int]] = []
+    note_steps(monkeypatch, seen)
+    original = train_utils.RunLog.advance
+    monkeypatch.setattr(train_utils.RunLog, "advance", lambda log: (len(seen) == 2 and stop(), original(log)))
+    assert run("--max_steps=9", "--save_every=2") == 128 + signal.SIGTERM
+    text = capsys.readouterr().out
+    assert "stopped by a signal after step 3; the last save failed" in text and "continues" not in text
+    assert text.index("No space left on device") < text.index("stopped by")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_an_error_of_the_run_comes_after_what_became_of_the_last_save(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, failing: int
+) -> None:
+    fail_at(monkeypatch, failing)
+    original = Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda *args, **kwargs: original(*args, **kwargs) * math.nan)
+    with pytest.raises(runs.TrainingError, match="4 steps in a row"):
+        run("--max_steps=9", "--save_every=3", "--max_skipped=4", "--eval_every=99")
+    assert ("No space left on device" in capsys.readouterr().out) == bool(failing)
+    assert [e["step"] for e in tp.events(tmp_path / "out", "save")] == ([] if failing else [3])
 
 
 BEGIN = """

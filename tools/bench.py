@@ -8,14 +8,16 @@ Sides take turns after a warm-up; a line gives the median of the repeats, their 
 many times as fast as each peer ours is: median, least and most of the rounds. "of limit" is the share of what the
 machine allows, measured in the same turns: train, the matrix products in the same dtype; ddp, the step without
 communication; generate, reading weights and cache once per token; checkpoint, the bare disk. For memory it is the peak
-against the printed estimate, for startup the time against what was promised. With one thread (OMP_NUM_THREADS=1) the
-seconds of train, generate, tokenize and dedup are those of the processor.
+against the printed estimate, for startup the time against what was promised. The seconds of tokenize and dedup are
+those of the processor, of bpe both; so are those of train and generate on a CPU with one thread (OMP_NUM_THREADS=1).
+A row that fails is a line with the error, the others go on, and the exit status is 1.
 tools/bench_*.py measure the same subjects, and tuning (bench_sft.py, bench_dpo.py), in more cases.
 """
 
+import contextlib
+import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -32,14 +34,13 @@ from configurator import ConfigError, configure
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 rows = "all"  # all, or some of train,ddp,generate,tokenize,bpe,dedup,checkpoint,startup
-quick = False  # small cases and three repeats where the keys below leave the choice
+quick = False  # small cases, nothing compiled, three repeats, where the keys below leave the choice
 out = ""  # JSON file with all samples; "" = none
-repeats = 0  # of each side; 0 = 3 with quick, else 7
+repeats = 0  # of each side; 0 = 3 with quick and for generate, bpe, checkpoint and startup, else 7
 shapes = "auto"  # train: some of tiny,10M,25M,124M,350M,1.1B; auto = 10M with quick, up to 124M on a CPU, else all
 tokens = 0  # train: in a step; 0 = 1024 with quick, 4096 on a CPU, else 16384
 optimizer = "adamw,muon"  # train, ours: adamw, muon or both
 compile = "auto"  # train, ours: some of none,blocks,whole; these two also with :max-autotune, :reduce-overhead (GPU)
-compile_peer = "auto"  # train: transformers compiled: True | False | auto = on a GPU; on a CPU that takes a minute
 nanogpt = ""  # train: checkout of karpathy/nanoGPT; "" = without
 input = ""  # tokenize, bpe: corpora by name, en:books/*.txt,zh:poems/*.json; "" = prose and code of Python
 checkpoint_dir = "out"  # checkpoint: where it is written for a while, on the disk that is meant; it is removed
@@ -48,6 +49,11 @@ device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # train, generate: auto | float32 | bfloat16
 
 PROMISED_S = {"tokenizer.py --help": 0.5, "prepare.py --help": 0.5, "pretrain.py, first step": 6.0}  # other --help: 2
+
+
+def few(n: int) -> int:
+    """How often what takes long is repeated: at most three times, unless somebody has said how often."""
+    return n if repeats else min(n, 3)
 
 
 def train(n: int, folder: Path) -> Iterator[Line]:
@@ -63,7 +69,6 @@ def train(n: int, folder: Path) -> Iterator[Line]:
         n_tokens=tokens or (1024 if quick else 16384 if on_gpu else 4096),
         optimizers=optimizer.split(","),
         compiles=bench_train.parse_compile(("none" if quick else "none,blocks") if compile == "auto" else compile),
-        compile_peer=on_gpu if compile_peer == "auto" else compile_peer == "True",
         nanogpt=nanogpt,
     )  # fmt: skip
     names = list(bench_train.SHAPES)
@@ -71,8 +76,6 @@ def train(n: int, folder: Path) -> Iterator[Line]:
         chosen = shapes.split(",")
     else:
         chosen = names[1:2] if quick else names[1:] if on_gpu else names[1:4]
-    if unknown := [name for name in chosen if name not in names]:
-        raise ConfigError(f"config: shapes={unknown[0]!r} is none of {', '.join(names)}")
     with_memory = not quick if memory == "auto" else memory == "True"
     yield from bench_train.measure(chosen, options, with_memory, folder)
 
@@ -100,11 +103,12 @@ def generate(n: int, folder: Path) -> Iterator[Line]:
 
     torch_device = train_utils.choose_device(device)
     torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    kinds = ["static", "compiled"] if torch_device.type == "cuda" and not quick else ["static"]
     for shape in ["26M"] if quick else ["26M", "124M"]:
         for batch in [1] if quick else [1, 8]:
             yield from bench_generate.compare(
-                shape, batch, torch_dtype, torch_device, min(n, 3), new_tokens=32 if quick else 128, prompt_tokens=16,
-                kinds=["static"], compiled=not quick,
+                shape, batch, torch_dtype, torch_device, few(n), new_tokens=32 if quick else 128, prompt_tokens=16,
+                kinds=kinds, compiled=not quick,
             )  # fmt: skip
 
 
@@ -137,7 +141,7 @@ def bpe(n: int, folder: Path) -> Iterator[Line]:
 
     size, n_threads = 2048 if quick else 32768, [1] if quick else [1, 2]
     for case, path in corpora(folder, 0.5 if quick else 10.0):
-        yield from bench_tokenizer.compare(f"{case}, {size} ids", path, size, n_threads, min(n, 3))
+        yield from bench_tokenizer.compare(f"{case}, {size} ids", path, size, n_threads, few(n))
 
 
 def dedup(n: int, folder: Path) -> Iterator[Line]:
@@ -161,11 +165,13 @@ def checkpoint(n: int, folder: Path) -> Iterator[Line]:
     Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=checkpoint_dir) as place:
         learnt = tokenizer.train(["Three letters, and a few more: abc."], 384)
-        yield from bench_checkpoint.measure(shape, bench_train.SHAPES[shape], learnt, min(n, 3), Path(place))
+        yield from bench_checkpoint.measure(shape, bench_train.SHAPES[shape], learnt, few(n), Path(place))
 
 
 def startup(n: int, folder: Path) -> Iterator[Line]:
     """Seconds until --help has answered, and until the first step of a debug run, beside `import torch`."""
+    import prepare
+
     texts = {path.stem: path.read_text("utf-8") for path in sorted(ROOT.glob("*.py"))}
     scripts = [name for name, text in texts.items() if '\nif __name__ == "__main__":' in text]
     commands = {"import torch": [sys.executable, "-c", "import torch"]}
@@ -176,7 +182,9 @@ def startup(n: int, folder: Path) -> Iterator[Line]:
     debug = [sys.executable, "pretrain.py", "config/debug.py", "--max_steps=1", "--log_every=1", "--resume=never"]
     debug += ["--overwrite=True", f"--data_dir={folder / 'debug'}", f"--out_dir={folder / 'run'}"]
     sides["pretrain.py, first step"] = lambda: timing.until_line(debug, "step      1/")[0]
-    seconds = timing.alternate(sides, min(n, 3), warmups=0 if quick else 1)  # the first also makes the debug corpus
+    with contextlib.redirect_stdout(io.StringIO()):  # before the clock runs
+        prepare.make_debug_data(folder / "debug")
+    seconds = timing.alternate(sides, few(n), warmups=0 if quick else 1)
     for line in timing.lines("startup", "a fresh process", seconds, "s", ["import torch"]):
         line.limit = PROMISED_S.get(line.side, 2.0 if "--help" in line.side else 0.0)
         yield line
@@ -186,12 +194,18 @@ ROWS = {row.__name__: row for row in (train, ddp, generate, tokenize, bpe, dedup
 
 
 def check() -> list[str]:
-    """The names of the rows that are asked for. Raises ConfigError for a value that cannot be used."""
+    """The names of the rows that are asked for. Raises ConfigError, SetupError, DataError for a value that cannot be
+    used."""
+    import bench_tokenizer
+    import bench_train
+
+    import train_utils
+
     names = list(ROWS) if rows == "all" else rows.split(",")
     for key, value, allowed in [
         *(("rows", name, ROWS) for name in names),
         *(("optimizer", name, ("adamw", "muon")) for name in optimizer.split(",")),
-        ("compile_peer", compile_peer, ("auto", "True", "False")),
+        *(("shapes", name, bench_train.SHAPES) for name in shapes.split(",") if shapes != "auto"),
         ("memory", memory, ("auto", "True", "False")),
         ("dtype", dtype, ("auto", "float32", "bfloat16")),
     ]:
@@ -201,6 +215,11 @@ def check() -> list[str]:
         raise ConfigError(f"config: {repeats=} and {tokens=} must not be negative")
     if nanogpt and not Path(nanogpt, "model.py").exists():
         raise ConfigError(f"config: nanogpt={nanogpt!r} holds no model.py; give a checkout of karpathy/nanoGPT")
+    if compile != "auto":
+        bench_train.parse_compile(compile)
+    if input:
+        bench_tokenizer.named_corpora(input, "text")
+    train_utils.choose_device(device)
     return names
 
 
@@ -208,31 +227,39 @@ def machine() -> str:
     """What the figures were measured on."""
     import torch
 
-    threads = f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([threads, *names])
+    import train_utils
+
+    devices = [torch.device("cpu"), train_utils.choose_device(device)]
+    return ", ".join(dict.fromkeys(map(train_utils.hardware, devices)))
+
+
+def attempted(row: str, n: int, folder: Path) -> Iterator[Line]:
+    """The lines of a row; if it fails, with the error as the last one. Raises ConfigError."""
+    folder.mkdir(exist_ok=True)
+    try:
+        yield from ROWS[row](n, folder)
+    except ConfigError:
+        raise
+    except ImportError as error:
+        yield Line(row, "", "", "", note=timing.needs(error))
+    except Exception as error:
+        yield timing.failure(row, "", "", error)
 
 
 if __name__ == "__main__":
     configure(globals())
-    chosen, found, failed = check(), [], False
+    chosen, found = check(), []
     hardware = machine()
     print(f"{hardware}, load average {os.getloadavg()[0]:.1f}")
     print(", ".join(f"{name} {version}" for name, version in timing.versions().items()))
     print(timing.HEADER)
-    with tempfile.TemporaryDirectory() as name:
-        for row in chosen:
-            folder = Path(name, row)
-            folder.mkdir()
-            try:
-                for line in ROWS[row](repeats or (3 if quick else 7), folder):
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            for row in chosen:
+                for line in attempted(row, repeats or (3 if quick else 7), Path(name, row)):
                     print(timing.text(line), flush=True)
                     found.append(line)
-            except (ModuleNotFoundError, timing.BenchError) as error:
-                wrong = isinstance(error, timing.BenchError)
-                failed = failed or wrong
-                found.append(Line(row, "", "", "", note=str(error) if wrong else timing.needs(error)))
-                print(timing.text(found[-1]), flush=True)
-    if out:
-        timing.write_json(out, found, hardware, " ".join(["python", *sys.argv]))
-    sys.exit(int(failed))
+    finally:  # what was measured until then is kept
+        if out:
+            timing.write_json(out, found, hardware, " ".join(["python", *sys.argv]))
+    sys.exit(int(any(line.failed for line in found)))

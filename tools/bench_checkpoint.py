@@ -2,7 +2,8 @@
 
 The disk writes as many bytes into the same directory, in large blocks of what cannot be compressed, and waits until it
 has them; or it reads the files of the checkpoint. What is read was just written: it is in memory on all sides. What
-training waits for is the copy in memory that write_behind.py then saves from.
+training waits for is the copy in memory that write_behind.py then saves from. The state is that of a model on the
+CPU, also where there is a GPU: from there it would be copied first.
 """
 
 import shutil
@@ -76,7 +77,7 @@ def measure(name: str, cfg: ModelConfig, tokenizer: Tokenizer, repeats: int, fol
     files = sorted(path for path in our_save(out_dir, model, opt, tokenizer).iterdir() if path.is_file())
     n_bytes = sum(path.stat().st_size for path in files)
     saves: dict[str, Callable] = {
-        "disk": partial(timing.write_file, raw, n_bytes),
+        "disk": timing.writing(raw, n_bytes),
         "torch.save": partial(torch_save, plain, model, opt),
         "ours": partial(our_save, out_dir, model, opt, tokenizer),
         "ours, what training waits for": lambda: writer.copy(model, *states(opt)),
@@ -90,7 +91,7 @@ def measure(name: str, cfg: ModelConfig, tokenizer: Tokenizer, repeats: int, fol
     for kind, calls, peer in (("save", saves, "torch.save"), ("load", loads, "torch.load")):
         seconds = timing.alternate({side: partial(timing.wall_seconds, call) for side, call in calls.items()}, repeats)
         limit = n_bytes / 1e6 / median(seconds["disk"])
-        case = f"{kind} {name}, {n_bytes / 1e6:,.0f} MB"
+        case = f"{kind} {name}, {n_bytes / 1e6:,.0f} MB, CPU"
         found += timing.lines("checkpoint", case, seconds, "MB/s", ("disk", peer), n_bytes / 1e6, limit)
     writer.close()
     shutil.rmtree(out_dir)

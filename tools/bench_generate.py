@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=2 python tools/bench_generate.py                        # 26M and 124M, some minutes
     OMP_NUM_THREADS=2 python tools/bench_generate.py --shapes=26M --batch=1 --dtypes=float32 --new_tokens=64
 
-Greedy, random weights, the same in all. Prints tokens/s of whole calls (prompt included; median), the ratio to the
-first of transformers' caches (median over rounds of the ratio in a round), and the share of what this machine's
-memory allows: every step reads each matrix and the cached keys and values once, at the speed at which a sum runs over
-as many bytes, measured in the same rounds.
+Greedy, random weights, the same in all. Prints tokens/s of whole calls (prompt included; median), the ratio to each
+of transformers' caches (median over rounds of the ratio in a round), and the share of what this machine's memory
+allows: every step reads each matrix and the cached keys and values once, at the speed at which a sum runs over as many
+bytes, measured in the same rounds. transformers compiled: on a GPU as its generate() does by itself with a static
+cache, on a CPU, where it does not, its forward as a whole.
 """
 
 import sys
@@ -78,10 +79,12 @@ def their_call(model: Transformer, prompts: list[list[int]], dtype: torch.dtype,
     state = model.state_dict()
     hf.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()})
     hf = hf.to(model.embed_tokens.weight.device, dtype)
-    if kind == "compiled":
+    compiles_itself = kind == "compiled" and hf.device.type == "cuda"
+    if kind == "compiled" and not compiles_itself:
         hf.forward = torch.compile(hf.forward, dynamic=False)
     idx = torch.tensor(prompts, device=hf.device)
-    cache = {} if kind == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+    static = {"cache_implementation": "static", "disable_compile": not compiles_itself}
+    cache = {} if kind == "dynamic" else static
 
     def call() -> list[list[int]]:
         with torch.no_grad():
@@ -103,6 +106,7 @@ def compare(
     kinds: list[str], compiled: bool,
 ) -> list[timing.Line]:  # fmt: skip
     """Tokens/s of transformers (`kinds` of caches) and of ours, in turns; the limit is in the middle of the text."""
+    timing.release()
     cfg = SHAPES[shape]
     torch.manual_seed(0)
     model = Transformer(cfg).to(device).eval()
@@ -121,7 +125,7 @@ def compare(
     same = {name: sum(a == b for a, b in zip(texts[first], texts[name], strict=True)) for name in calls}
     notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
     case = f"{shape}, batch {rows}, {str(dtype)[6:]}"
-    peers = [name for name in calls if name.startswith("transformers")][:1]
+    peers = [name for name in calls if name.startswith("transformers")]
     lines = timing.lines("generate", case, found, "tok/s", peers, rows * new_tokens, limit, notes)
     return lines + [timing.Line("generate", case, name, "tok/s", note=note) for name, note in missing.items()]
 

@@ -98,14 +98,17 @@ def named_corpora(spec: str, text_key: str) -> dict[str, Iterator[str]]:
 
 
 def write_corpus(texts: Iterator[str], path: Path, max_mb: float) -> float:
-    """Write the texts, each once, until max_mb; return the megabytes."""
+    """Write the texts, each once, until max_mb; return the megabytes. Halves of surrogate pairs, which are in no UTF-8
+    and which the peers refuse, become question marks."""
     kept: dict[str, None] = {}
     n_bytes = 0
     for text in texts:
+        encoded = text.encode("utf-8", "replace")
+        text = encoded.decode()
         if text in kept:
             continue
         kept[text] = None
-        n_bytes += len(text.encode(errors="replace"))
+        n_bytes += len(encoded)
         if n_bytes >= max_mb * 1e6:
             break
     path.write_text(json.dumps(list(kept)), encoding="utf-8")

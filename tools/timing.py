@@ -5,12 +5,14 @@ within a round and every round begins with another side, so that a machine that 
 ratios are formed within a round.
 """
 
+import gc
 import json
 import math
 import os
-import platform
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import torch  # else where it is used: tools that measure text start without it
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("torch", "transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch", "safetensors", "numpy")
+PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch")
 T = TypeVar("T")
 
 
@@ -44,19 +46,38 @@ def alternate(sides: dict[str, Callable[[], T]], repeats: int, warmups: int = 1)
 
 
 def build(makers: dict[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
-    """({name: what its maker made}, {name: what is missing} of those whose library is not installed)."""
+    """({name: what its maker made}, {name: what is missing} of those whose library cannot be imported)."""
     made, missing = {}, {}
     for name, make in makers.items():
         try:
             made[name] = make()
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             missing[name] = needs(error)
     return made, missing
 
 
-def needs(error: ModuleNotFoundError) -> str:
+def needs(error: ImportError) -> str:
     """What to do about it, in a line."""
+    if not isinstance(error, ModuleNotFoundError):
+        return f"cannot be imported: {one_line(error)}"
     return f"needs pip install {(error.name or str(error)).partition('.')[0]}"
+
+
+def one_line(error: BaseException) -> str:
+    """Its type and the beginning of what it says; of our own errors only that."""
+    said = " ".join(str(error).split())[:300]
+    return said if isinstance(error, BenchError) else f"{type(error).__name__}: {said}"
+
+
+def release() -> None:
+    """Give back what earlier cases have left: compiled code, objects that refer to each other, a GPU's free blocks."""
+    import torch
+
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def wall_seconds(call: Callable) -> float:
@@ -76,12 +97,13 @@ def device_seconds(call: Callable, device: "torch.device") -> float:
     """Seconds until the device is done; on a CPU with a single thread those of the processor."""
     import torch
 
+    import train_utils
+
     def ended() -> None:
         call()
-        synchronize()
+        train_utils.synchronize(device)
 
-    synchronize = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
-    synchronize()
+    train_utils.synchronize(device)
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return (cpu_seconds if one_thread else wall_seconds)(ended)
 
@@ -107,21 +129,31 @@ def matmul(device: "torch.device", dtype: "torch.dtype") -> Callable[[], float]:
 
 
 def reading(n_bytes: int, device: "torch.device") -> Callable[[], float]:
-    """A side: bytes/s at which a sum runs over `n_bytes` of memory, the median of five."""
+    """A side: bytes/s at which a sum runs over `n_bytes` of memory, the median of five. On a GPU many sums are timed
+    together: to start one and to wait for it takes as long as it runs."""
     import torch
 
-    numbers = torch.ones(n_bytes // 4, device=device)
-    return lambda: n_bytes / median(device_seconds(numbers.sum, device) for _ in range(5))
+    numbers, n_sums = torch.ones(n_bytes // 4, device=device), 20 if device.type == "cuda" else 1
+
+    def sums() -> None:
+        for _ in range(n_sums):
+            numbers.sum()
+
+    return lambda: n_sums * n_bytes / median(device_seconds(sums, device) for _ in range(5))
 
 
-def write_file(path: Path, n_bytes: int) -> None:
-    """Write `n_bytes` and wait until they are on the disk."""
+def writing(path: Path, n_bytes: int) -> Callable[[], None]:
+    """A call that writes `n_bytes` and waits until they are on the disk."""
     block = os.urandom(min(n_bytes, 2**24))  # a file system may store zeros as nothing
-    with open(path, "wb") as f:
-        for begin in range(0, n_bytes, len(block)):
-            f.write(block[: n_bytes - begin])
-        f.flush()
-        os.fsync(f.fileno())
+
+    def write() -> None:
+        with open(path, "wb") as f:
+            for begin in range(0, n_bytes, len(block)):
+                f.write(block[: n_bytes - begin])
+            f.flush()
+            os.fsync(f.fileno())
+
+    return write
 
 
 def read_files(paths: Iterable[Path]) -> None:
@@ -130,18 +162,6 @@ def read_files(paths: Iterable[Path]) -> None:
         with open(path, "rb", buffering=0) as f:
             while f.readinto(buffer):
                 pass
-
-
-def free_bytes(device: "torch.device") -> float:
-    """Memory that is still to be had: of the GPU, else of the machine; infinite where the system does not tell."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    table = Path("/proc/meminfo")
-    if not table.exists():
-        return math.inf
-    return int(table.read_text(encoding="ascii").split("MemAvailable:")[1].split()[0]) * 2**10
 
 
 # ---- a script as a process ------------------------------------------------------------------------------------------
@@ -176,6 +196,7 @@ class Line:
     ratios: dict[str, list[float]] = field(default_factory=dict)  # {peer: how many times as fast: median, least, most}
     limit: float = 0.0  # what the machine, or our own promise, allows; 0 = none
     note: str = ""
+    failed: bool = False  # an error, of which the note tells
 
     @property
     def median(self) -> float:
@@ -185,6 +206,14 @@ class Line:
     def spread(self) -> float:
         """(most - least) / median."""
         return (max(self.samples) - min(self.samples)) / self.median
+
+
+def failure(row: str, case: str, side: str, error: Exception) -> Line:
+    """The line of a side or a row that could not be measured. Where an error is not one of ours, standard error gets
+    its traceback."""
+    if not isinstance(error, BenchError):
+        traceback.print_exception(error)
+    return Line(row, case, side, "", note=f"failed: {one_line(error)}", failed=True)
 
 
 def ratio(seconds: list[float], peer: list[float]) -> list[float]:
@@ -235,9 +264,11 @@ def write_json(path: str, found: list[Line], hardware: str, command: str) -> Non
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of Python and of the peers that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    """train_utils.versions, and {package: version} of the peers."""
+    import train_utils
+
+    found = train_utils.versions()
+    for name in PEERS:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
