@@ -173,7 +173,7 @@ def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
         ("a.csv", "", "no items"),
         ("a.csv", "question,A\n", "no items"),
         ("a.jsonl", "", "no items"),
-        ("a.csv.gz", gzip.compress(b"question,A\nwhat,1\n")[:-9], "truncated"),
+        ("a.csv.gz", gzip.compress(b"question,A\nwhat,1\n", mtime=0)[:-9], "truncated"),
     ],
 )
 def test_what_is_no_evaluation_file_is_an_error_of_one_line(

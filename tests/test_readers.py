@@ -139,7 +139,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("raw", "expected"),
     [
         (jsonl(TEXTS), TEXTS),
-        (gzip.compress(json.dumps([{"text": "甲"}]).encode()), ["甲"]),
+        (gzip.compress(json.dumps([{"text": "甲"}]).encode(), mtime=0), ["甲"]),
         ("只是文字\n[1]\n".encode(), ["只是文字\n[1]\n"]),
         (b"[note] plain text", ["[note] plain text"]),
         (b"", [""]),
