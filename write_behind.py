@@ -5,8 +5,12 @@ checksums and the other ranks are the thread's affair. The copy is of the same f
 is the same to the byte.
 """
 
+import contextlib
 import copy
 import gc
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import ranks
+
+NICENESS = 10  # of the thread: a tenth of a core that training could use as well, all of one that it leaves idle
 
 
 class Writer:
@@ -28,7 +34,8 @@ class Writer:
         self.behind = behind
         self.saved = True  # False if the last save that has ended raised
         self.group = ranks.new_group(timeout_s) if behind else None
-        self._pool = ThreadPoolExecutor(1)  # Python waits for its thread before it exits, after an exception too
+        # Python waits for its thread before it exits, after an exception too.
+        self._pool = ThreadPoolExecutor(1, initializer=let_training_go_first)
         self._pending: Future[Path] | None = None
         self._memory: list[Tensor] = []
 
@@ -84,6 +91,13 @@ def ended(save: Callable[[], Path]) -> Future[Path]:
     except Exception as error:  # for wait()
         future.set_exception(error)
     return future
+
+
+def let_training_go_first() -> None:
+    """Lower the priority of this thread, and of those that it will begin, where threads have one of their own."""
+    with contextlib.suppress(OSError):  # a container may forbid it
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def snapshot(model: nn.Module | None, states: tuple[dict, ...], memory: list[Tensor]) -> tuple:
