@@ -96,7 +96,7 @@ max_skipped = 20  # stop after this many steps in a row without a finite gradien
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
 compile = True  # torch.compile, block by block
-compile_whole = False  # one graph of all: a CPU's steps are 3 to 6 % faster, the start a minute slower; one process
+compile_whole = False  # one graph of all: a CPU's steps are 3 to 6 % faster, the start is slower; one process
 activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
 bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
 compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
