@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 import checkpoint
@@ -177,20 +176,19 @@ def evaluate(
 # ---- disk -----------------------------------------------------------------------------------------------------------
 
 
-def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> None:
-    """The Hugging Face directory, adapters added to the weights."""
+def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> dict[str, str]:
+    """The Hugging Face directory, adapters added to the weights; {file: checksum} of what is large."""
     if tokenizer.pad_id in (-1, tokenizer.im_end_id):
         raise RewardError("reward: the tokenizer needs a padding token of its own, or transformers reads another score")
     weights = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
     weights |= {f"{name}.weight": layer.merged_weight() for name, layer in lora.adapters(model)}
-    stored = {stored_name(name): p.detach().to("cpu", torch.float32).contiguous() for name, p in weights.items()}
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    stored = {stored_name(name): p.detach().to("cpu", torch.float32) for name, p in weights.items()}
     tokenizer.save(directory)
     config = checkpoint.to_hf_config(model.cfg, tokenizer)
     config["architectures"] = [config["architectures"][0].replace("CausalLM", "SequenceClassification")]
     config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     checkpoint.write_json(directory / "config.json", config)
-    (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)  # it is its owner's alone
+    return {"model.safetensors": checkpoint.write_weights(directory / "model.safetensors", stored)}
 
 
 def stored_name(name: str) -> str:

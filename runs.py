@@ -335,7 +335,7 @@ def restore(parts: Parts, path: Path, state: dict, rank_state: dict, compress: s
 def save(
     parts: Parts, step: int, tokenizer: Tokenizer, config: dict, order: dict, skipped: torch.Tensor,
     val_loss: float | None, log: train_utils.RunLog, base: str = "",
-    write: Callable[[Path, Transformer, Tokenizer], None] | None = None, other: Mapping[str, object] | None = None,
+    write: Callable[[Path, Transformer, Tokenizer], dict] | None = None, other: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
     """Write the checkpoint of this step, by all ranks, behind training unless async_save is off. If it cannot be
     written (a full disk), the next save says so and is tried: what is there already is whole. base, write: as of

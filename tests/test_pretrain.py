@@ -655,10 +655,10 @@ def test_a_full_disk_costs_the_save_and_not_the_run(run, tmp_path, monkeypatch, 
     """The save of step 4 fails; the run goes on, keeps step 2 and the save of step 6 succeeds."""
     original = checkpoint.write_state
 
-    def write_state(path: Path, state: dict) -> None:
+    def write_state(path: Path, state: dict) -> str:
         if state.get("step") == 4:
             raise OSError(28, "No space left on device")
-        original(path, state)
+        return original(path, state)
 
     monkeypatch.setattr(checkpoint, "write_state", write_state)
     assert run("--max_steps=6", "--save_every=2", "--keep_last=9") == 0

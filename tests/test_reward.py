@@ -375,11 +375,12 @@ import checkpoint
 write_state = checkpoint.write_state
 
 def write_and_die(path, state):
-    write_state(path, state)
+    digest = write_state(path, state)
     if path.parent.name == ".step_000006.tmp" and path.name == "train_state.pt":
         while not path.with_name("model.safetensors").exists():  # another thread's
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    return digest
 
 checkpoint.write_state = write_and_die
 sys.argv[0] = "reward.py"

@@ -538,7 +538,7 @@ def forget(step_dir: Path, key: str) -> None:
     del state["order"][key]
     path, sums = step_dir / "train_state.pt", step_dir / "checksums.json"
     checkpoint.write_state(path, state)
-    checkpoint.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.sha256(path)})
+    checkpoint.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.checksum(path)})
 
 
 def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):

@@ -27,6 +27,7 @@ import reward_model
 import runs
 import train_utils
 import write_behind
+from direct_file import DirectFile
 from lora import LoRAConfig, set_trainable
 from model import Transformer
 from optim import Optimizer
@@ -83,9 +84,9 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The event that writers of states wait for from now on."""
     original, go_on = checkpoint.write_state, threading.Event()
 
-    def write_state(path: Path, state: dict) -> None:
+    def write_state(path: Path, state: dict) -> str:
         assert go_on.wait(60)
-        original(path, state)
+        return original(path, state)
 
     monkeypatch.setattr(checkpoint, "write_state", write_state)
     return go_on
@@ -125,9 +126,9 @@ def test_the_bytes_are_those_of_a_save_that_waits(tmp_path: Path, monkeypatch: p
 def hold_weights(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
     original = checkpoint.write_model
 
-    def write_model(*args: object, **kwargs: object) -> None:
+    def write_model(*args: object, **kwargs: object) -> dict[str, str]:
         assert go_on.wait(60)
-        original(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "write_model", write_model)
 
@@ -331,11 +332,11 @@ def test_a_run_saves_the_same_behind_training_and_not(run: Callable, tmp_path: P
 def test_a_signal_while_a_checkpoint_is_written(run: Callable, tmp_path: Path, monkeypatch, capsys) -> None:
     original = checkpoint.write_state
 
-    def write_state(path: Path, state: dict) -> None:
+    def write_state(path: Path, state: dict) -> str:
         if state.get("step") == 200:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
-        original(path, state)
+        return original(path, state)
 
     monkeypatch.setattr(checkpoint, "write_state", write_state)
     out = tmp_path / "out"
@@ -364,10 +365,10 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     """Have no room for the training state of that step."""
     original = checkpoint.write_state
 
-    def write_state(path: Path, state: dict) -> None:
+    def write_state(path: Path, state: dict) -> str:
         if state.get("step") == failing:
             raise OSError(28, "No space left on device")
-        original(path, state)
+        return original(path, state)
 
     monkeypatch.setattr(checkpoint, "write_state", write_state)
 
@@ -412,10 +413,10 @@ def slowly(path, state):
     if path.name == "train_state.pt" and state["step"] == 4:
         while steps[-1] < 6:  # training is two steps on
             time.sleep(0.01)
-        write_state(path, state)
+        digest = write_state(path, state)
         {then}
-    else:
-        write_state(path, state)
+        return digest
+    return write_state(path, state)
 
 checkpoint.write_state, train = slowly, train_utils.RunLog.train
 
@@ -484,9 +485,9 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
     original = checkpoint.write_state
 
     def action(world: ddp.World) -> None:
-        def write_state(path: Path, state: dict) -> None:
+        def write_state(path: Path, state: dict) -> str:
             time.sleep(0.2 * world.rank)
-            original(path, state)
+            return original(path, state)
 
         checkpoint.write_state, writer, n = write_state, Writer(True, 20), 0
         for step in (1, 2, 3):
@@ -516,11 +517,11 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
     def action(world: ddp.World) -> None:
         writer = Writer(True, 20)
         if world.rank == failing:
-            checkpoint.open = lambda path, mode: open("/dev/full" if mode == "wb" else path, mode)
+            checkpoint.DirectFile = lambda path: DirectFile(Path("/dev/full"))
         save_in_ranks(writer, world, tmp_path, 3)
         text = tc.error_line(writer.wait)
         assert f"rank {failing}: No space left on device" in text and not writer.saved
-        vars(checkpoint).pop("open", None)
+        checkpoint.DirectFile = DirectFile
         save_in_ranks(writer, world, tmp_path, 4)
         assert writer.wait().name == "step_000004" and writer.saved
         writer.close()

@@ -1,9 +1,10 @@
 """Saving and loading a training state, beside torch.save and the bare disk; bench.py's row `checkpoint`.
 
 The disk writes as many bytes into the same directory, in large blocks of what cannot be compressed, and waits until it
-has them; or it reads the files of the checkpoint. What is read was just written: it is in memory on all sides. What
-training waits for is the copy in memory that write_behind.py then saves from. The state is that of a model on the
-CPU, also where there is a GPU: from there it would be copied first.
+has them: past the system's cache of files, as checkpoints do, and through it; or it reads the files of the checkpoint.
+What is read has been read in the warm-up: it is in memory on all sides. What training waits for is the copy in memory
+that write_behind.py then saves from. The state is that of a model on the CPU, also where there is a GPU: from there it
+would be copied first.
 """
 
 import shutil
@@ -77,7 +78,8 @@ def measure(name: str, cfg: ModelConfig, tokenizer: Tokenizer, repeats: int, fol
     files = sorted(path for path in our_save(out_dir, model, opt, tokenizer).iterdir() if path.is_file())
     n_bytes = sum(path.stat().st_size for path in files)
     saves: dict[str, Callable] = {
-        "disk": timing.writing(raw, n_bytes),
+        "disk": timing.writing(raw, n_bytes, past_cache=True),
+        "disk, through the cache": timing.writing(raw, n_bytes),
         "torch.save": partial(torch_save, plain, model, opt),
         "ours": partial(our_save, out_dir, model, opt, tokenizer),
         "ours, what training waits for": lambda: writer.copy(model, *states(opt)),
@@ -88,11 +90,12 @@ def measure(name: str, cfg: ModelConfig, tokenizer: Tokenizer, repeats: int, fol
         "ours": partial(our_load, out_dir, model),
     }
     found = []
-    for kind, calls, peer in (("save", saves, "torch.save"), ("load", loads, "torch.load")):
+    peers = ("disk", "disk, through the cache", "torch.save"), ("disk", "torch.load")
+    for kind, calls, of in (("save", saves, peers[0]), ("load", loads, peers[1])):
         seconds = timing.alternate({side: partial(timing.wall_seconds, call) for side, call in calls.items()}, repeats)
         limit = n_bytes / 1e6 / median(seconds["disk"])
         case = f"{kind} {name}, {n_bytes / 1e6:,.0f} MB, CPU"
-        found += timing.lines("checkpoint", case, seconds, "MB/s", ("disk", peer), n_bytes / 1e6, limit)
+        found += timing.lines("checkpoint", case, seconds, "MB/s", of, n_bytes / 1e6, limit)
     writer.close()
     shutil.rmtree(out_dir)
     return found

@@ -8,6 +8,7 @@ ratios are formed within a round.
 import gc
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -142,16 +143,25 @@ def reading(n_bytes: int, device: "torch.device") -> Callable[[], float]:
     return lambda: n_sums * n_bytes / median(device_seconds(sums, device) for _ in range(5))
 
 
-def writing(path: Path, n_bytes: int) -> Callable[[], None]:
-    """A call that writes `n_bytes` and waits until they are on the disk."""
-    block = os.urandom(min(n_bytes, 2**24))  # a file system may store zeros as nothing
+def writing(path: Path, n_bytes: int, past_cache: bool = False) -> Callable[[], None]:
+    """A call that writes `n_bytes` and waits until they are on the disk. past_cache: not through the system's cache of
+    files, where the file system can, and whole pages only."""
+    block = memoryview(mmap.mmap(-1, 2**24))  # begins at a page
+    block[:] = os.urandom(len(block))  # a file system may store zeros as nothing
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    if past_cache:
+        flags |= getattr(os, "O_DIRECT", 0)
+        n_bytes -= n_bytes % mmap.PAGESIZE
 
     def write() -> None:
-        with open(path, "wb") as f:
-            for begin in range(0, n_bytes, len(block)):
-                f.write(block[: n_bytes - begin])
-            f.flush()
-            os.fsync(f.fileno())
+        fd = os.open(path, flags)
+        try:
+            left = n_bytes
+            while left:
+                left -= os.write(fd, block[:left])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     return write
 
