@@ -21,6 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from direct_file import open_new
+
 if TYPE_CHECKING:
     import torch  # else where it is used: tools that measure text start without it
 
@@ -148,13 +152,11 @@ def writing(path: Path, n_bytes: int, past_cache: bool = False) -> Callable[[], 
     files, where the file system can, and whole pages only."""
     block = memoryview(mmap.mmap(-1, 2**24))  # begins at a page
     block[:] = os.urandom(len(block))  # a file system may store zeros as nothing
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     if past_cache:
-        flags |= getattr(os, "O_DIRECT", 0)
         n_bytes -= n_bytes % mmap.PAGESIZE
 
     def write() -> None:
-        fd = os.open(path, flags)
+        fd = open_new(path)[0] if past_cache else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             left = n_bytes
             while left:
