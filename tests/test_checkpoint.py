@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -961,6 +962,23 @@ def test_no_room_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fil
     monkeypatch.undo()
     save(tmp_path, 3, val_loss=2.0, keep_last=1, keep_best=1)
     assert names(tmp_path) == ["best", "latest", "step_000002", "step_000003"]
+
+
+def test_no_room_for_adapters(tmp_path: Path) -> None:
+    """safetensors writes them, in words of its own: here no file may pass a size."""
+    base = save(tmp_path / "base", 1)
+    model = tiny()
+    lora.set_trainable(model, "lora", LoRAConfig(rank=64))
+    save(tmp_path / "run", 2, model, base=base, val_loss=1.0, keep_best=1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, unlimited[1]))  # bytes; only the adapters have more
+    try:
+        text = error_line(lambda: save(tmp_path / "run", 3, model, base=base))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "I/O error: File too large" in text  # only safetensors puts it like this
+    assert names(tmp_path / "run") == ["best", "latest", "step_000002"]
+    checkpoint.resolve(tmp_path / "run" / "step_000002")
 
 
 def test_no_room_noticed_when_it_goes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
