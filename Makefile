@@ -22,7 +22,7 @@ $(VENV)/tests: $(VENV)/core requirements-test.txt
 	touch $@
 
 demo: $(VENV)/core
-	$(PY) prepare.py --input='en: python-docs, weight=0.97; zh: data/zh_sample.txt, txt_split=blank, weight=0.03' \
+	$(PY) prepare.py --input='en: python-docs, weight=0.97; zh: groundup/demo/zh_sample.txt, txt_split=blank, weight=0.03' \
 		--out_dir=data/demo --vocab_size=4096
 	$(PY) pretrain.py config/demo.py
 	$(PY) sample.py --init_from=out/demo --prompt=The --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95

@@ -23,13 +23,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
+from groundup.errors import UserError
+
 TYPES = (bool, int, float, str)
 
 
-class ConfigError(ValueError):
-    """A mistake of the user's in a setting; printed as one line, without a traceback."""
 
-    one_line = True
 
 
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
@@ -45,7 +44,7 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
             print(help_text(namespace, keys))
             raise SystemExit(0)
         config = resolve(keys, argv)
-    except ConfigError as error:
+    except UserError as error:
         line = " ".join(str(error).splitlines())  # a value or another's message may hold line breaks
         raise SystemExit(line) from None  # SystemExit with a text: the text on stderr, exit status 1
     namespace.update(config)
@@ -63,7 +62,7 @@ def resolve(keys: Mapping[str, object], argv: list[str]) -> dict:
     for flag in flags:
         key, value = parse_flag(flag, keys)
         if key in seen:
-            raise ConfigError(f"config: --{key} is given twice in command line; give it once")
+            raise UserError(f"config: --{key} is given twice in command line; give it once")
         seen.add(key)
         config[key] = value
     return config
@@ -76,15 +75,15 @@ def read_file(path: str, config: Mapping[str, object]) -> dict:
             source = f.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
+        raise UserError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
         tree = ast.parse(source, path)
         exec(compile(tree, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
     except SyntaxError as error:
-        raise ConfigError(f"config: {path}:{error.lineno or 1}: SyntaxError: {error.msg}") from None
+        raise UserError(f"config: {path}:{error.lineno or 1}: SyntaxError: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"config: {path}:{last_line(error, path)}: {type(error).__name__}: {error}") from None
+        raise UserError(f"config: {path}:{last_line(error, path)}: {type(error).__name__}: {error}") from None
     imported = imported_names(tree)
     found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config, imported)}
     return {k: checked(k, v, config, path) for k, v in found.items()}
@@ -100,7 +99,7 @@ def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
         hint = nearest(key.lstrip("-"), keys)
-        raise ConfigError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
+        raise UserError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
     if type(keys.get(key)) is str:
         return key, text
     try:
@@ -113,13 +112,13 @@ def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
 def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> object:
     """`value` if `key` exists and has its type (an int is accepted for a float). Raises ConfigError."""
     if key not in keys:
-        raise ConfigError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
+        raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
     want = type(keys[key])
     if want is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is not want:
         name = "True or False" if want is bool else want.__name__
-        raise ConfigError(f"config: {key} must be {name}, got {value!r} in {where}")
+        raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")
     return value
 
 
@@ -153,18 +152,18 @@ def load_function(name: str, key: str) -> Callable:
     """The function "file.py:function" that the setting `key` names. Runs that file. Raises ConfigError."""
     path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
     if not os.path.isfile(path):
-        raise ConfigError(f"config: {key}={name!r}: there is no file {path!r}; give file.py:function")
+        raise UserError(f"config: {key}={name!r}: there is no file {path!r}; give file.py:function")
     spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
     if spec is None:
-        raise ConfigError(f"config: {key}={name!r}: {path!r} is not a Python file; give file.py:function")
+        raise UserError(f"config: {key}={name!r}: {path!r} is not a Python file; give file.py:function")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # of code that is not ours
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"config: {key}={name!r}: {path} fails: {said}") from error
+        raise UserError(f"config: {key}={name!r}: {path} fails: {said}") from error
     if not callable(getattr(module, function, None)):
-        raise ConfigError(f"config: {key}={name!r}: {path} has no function {function!r}; give file.py:function")
+        raise UserError(f"config: {key}={name!r}: {path} has no function {function!r}; give file.py:function")
     return getattr(module, function)
 
 
@@ -212,8 +211,8 @@ def literal(value: object) -> str:
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """sys.excepthook: errors that are the user's to mend (`one_line = True` on the class) print without a traceback."""
-    if getattr(kind, "one_line", False):
+    """sys.excepthook: a UserError prints as one line, without a traceback."""
+    if issubclass(kind, UserError):
         print(error, file=sys.stderr)
     elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
         first = f"{str(error).partition('. GPU')[0]}{place_in_our_code(tb)}"

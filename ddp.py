@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ranks
-from ranks import DDPError, all_reduce_sum, broadcast, bulletin, named_errors, world_size
+from groundup.errors import UserError
+from groundup.train import ranks
+from groundup.train.ranks import all_reduce_sum, broadcast, bulletin, named_errors, world_size
 
 World, init, close, barrier = ranks.World, ranks.init, ranks.close, ranks.barrier  # a script needs to import ddp alone
 any_rank, gather_objects = ranks.any_rank, ranks.gather_objects
@@ -402,13 +403,13 @@ class DDP:
         hook = hook or Average()
         kind = "none" if isinstance(hook, Average) else "powersgd" if isinstance(hook, PowerSGD) else "this hook"
         if reason := conflict(kind, overlap_step, zero1):
-            raise DDPError(f"ddp: {reason}")
+            raise UserError(f"ddp: {reason}")
         keys = {key: x for key, x in getattr(hook, "__dict__", {}).items() if isinstance(x, int | str | torch.dtype)}
         ranks.check_same_model(model, f"{bucket_mb=}, {type(hook).__name__} {keys}, {overlap_step=}, {zero1=}")
         trainable = [p for p in model.parameters() if p.requires_grad]
         devices = sorted({str(p.device) for p in trainable})
         if len(devices) != 1:
-            raise DDPError(f"ddp: the model needs trainable parameters, all on one device; found them on {devices}")
+            raise UserError(f"ddp: the model needs trainable parameters, all on one device; found them on {devices}")
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.device, self.world_size = trainable[0].device, world_size()
         n_bytes = sum(p.numel() * p.element_size() for p in trainable)
@@ -450,14 +451,14 @@ class DDP:
         bucket, i = self._home[p]
         if p in self._arrived:
             why = "no step() since the last backward with sync = True, or a block used twice in a reentrant checkpoint"
-            raise DDPError(f"ddp: {bucket.names[i]} received its gradient twice in one synced backward: {why}")
+            raise UserError(f"ddp: {bucket.names[i]} received its gradient twice in one synced backward: {why}")
         if bucket.update is not None or bucket.stale or bucket.updated is not None:
-            raise DDPError(
+            raise UserError(
                 f"ddp: {bucket.names[i]} was used before its update: call modules, model(...), not their weights or "
                 "their forward(); or call flush() before"
             )
         if not bucket.holds(p, bucket.param, i):
-            raise DDPError(f"ddp: {ranks.moved([bucket.names[i]])}")
+            raise UserError(f"ddp: {ranks.moved([bucket.names[i]])}")
         grad, slot = p.grad.detach(), bucket.view(bucket.grad, i)
         if self.sync and self.world_size > 1:  # so that the sum is the mean; float16 could not hold the sum
             torch.div(grad, self.world_size, out=slot)
@@ -527,9 +528,9 @@ class DDP:
         for the GPU, but with overlap_step="backward". Raises DDPError on all ranks if a gradient is missing on any.
         """
         if reason := conflict("", self.overlap_step, False, clip, scaler is not None and scaler.is_enabled()):
-            raise DDPError(f"ddp: {reason}")
+            raise UserError(f"ddp: {reason}")
         if self._expected not in (None, (optimizer, lr)):
-            raise DDPError("ddp: step() was called with another optimizer or lr than expect_step()")
+            raise UserError("ddp: step() was called with another optimizer or lr than expect_step()")
         norm = self._finish_reduce()
         grad_scale = torch.ones((), device=self.device)
         if scaler is not None and scaler.is_enabled():
@@ -540,7 +541,7 @@ class DDP:
             scaler.unscale_(self._norm_optimizer)
         self.found_inf = 1.0 - norm.isfinite().float()
         if self._expected and self.found_inf:
-            raise DDPError(
+            raise UserError(
                 f"ddp: step {self.n_steps + 1}: the gradient is not finite, and overlap_step='backward' has applied a "
                 "part of it; continue from the last checkpoint with overlap_step='forward', which can skip such a step"
             )
@@ -617,7 +618,7 @@ class DDP:
         """Make the parameters current, and have those of the buckets that forward needs next on their way, downwards
         from the last index on every rank. Recomputation in backward leaves alone what this backward has updated."""
         if self._expected and self._next == len(self.buckets):
-            raise DDPError("ddp: overlap_step='backward': after backward call step() before a forward or flush()")
+            raise UserError("ddp: overlap_step='backward': after backward call step() before a forward or flush()")
         for other in reversed(self.buckets[max(self._next, bucket.index - ahead) :]):
             self._begin_refresh(other)
         if bucket.stale and bucket.flight is not None:
@@ -650,7 +651,7 @@ class DDP:
     def gather(self, bucket: Bucket, flat: Tensor) -> None:
         """Complete `flat`, laid out as bucket.param, of which this rank has filled its shard. All ranks."""
         if bucket.update is not None or bucket.flight is not None:
-            raise DDPError("ddp: call flush() before the optimizer's state is gathered")
+            raise UserError("ddp: call flush() before the optimizer's state is gathered")
         if bucket.sharded:
             launch_gather(bucket, flat)
             bucket.wait()
@@ -688,7 +689,7 @@ def finish(stages: Iterator, found_inf: Tensor) -> None:
         stages.send(found_inf)
     except StopIteration:
         return
-    raise DDPError("ddp: a communication hook must end after the norm")
+    raise UserError("ddp: a communication hook must end after the norm")
 
 
 def conflict(compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, scaled: bool = False) -> str:

@@ -22,21 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import checkpoint
 import ddp as dist
-import memory_plan
 import prepare
-import run_card
-import runs
-import train_utils
-from configurator import ConfigError, configure
-from data import Batches
-from lora import LoRAConfig, set_trainable, trainable_table
-from mixture import SCHEDULES as COMPETENCE_SCHEDULES
-from model import ModelConfig, Transformer, flops_per_token, parameter_table
-from optim import Optimizer, learning_rate_at, stays_whole
-from pairs import PairBatch, PairCorpus
-from preference import (
+from configurator import configure
+from groundup.align.losses import (  # fmt: skip
     METRICS,
     REFERENCE_FREE,
     about_reference,
@@ -47,7 +36,19 @@ from preference import (
     open_reference,
     reference_logps,
     save_reference,
-)  # fmt: skip
+)
+from groundup.errors import UserError
+from groundup.tokens.batches import Batches
+from groundup.tokens.mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from groundup.tokens.pairs import PairBatch, PairCorpus
+from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import plan as memory_plan
+from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.log import RunLog, clock
+from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.signals import StopSignal
+from model import ModelConfig, Transformer, flops_per_token, parameter_table
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -138,19 +139,19 @@ DEBUG_DATA = "data/debug/dpo.jsonl"
 
 def check_config(config: dict, world_size: int) -> int:
     """Pairs per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"total_batch_tokens": 0, "batch_size": config["batch_size"] or 1})
+    run.check_config(config | {"total_batch_tokens": 0, "batch_size": config["batch_size"] or 1})
     check_losses(config)
-    runs.check_choice(config, "reference", ("precomputed", "model", "adapter_off"))
+    run.check_choice(config, "reference", ("precomputed", "model", "adapter_off"))
     for key in ("max_steps", "val_fraction", "total_batch_pairs"):
-        runs.check_least(config, key, 0)
-    runs.check_least(config, "competence_steps", int(config["competence"] < 1))
-    runs.check_share(config, "competence")
-    runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+        run.check_least(config, key, 0)
+    run.check_least(config, "competence_steps", int(config["competence"] < 1))
+    run.check_share(config, "competence")
+    run.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
-        raise ConfigError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
+        raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return runs.count_pairs(config, world_size)
+        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    return run.count_pairs(config, world_size)
 
 
 def memory(
@@ -176,7 +177,7 @@ def plan(
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps, {epochs}",
         memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
-        f"time        below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+        f"time        below {clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def evaluate(
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
             found = torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1)
             sums[source] += found.double().cpu()
-    dist.all_reduce_sum(sums)
+    ranks.all_reduce_sum(sums)
     model.train()
     means = sums[:, 1:] / sums[:, :1].clamp(min=1)
     mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * means).sum(0).tolist()
@@ -207,7 +208,7 @@ def evaluate(
     return scores
 
 
-def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
+def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
     log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
     parts += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
@@ -219,23 +220,23 @@ if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     pairs_per_step = config["total_batch_pairs"] = check_config(config, world_size)
-    torch_device, torch_dtype = runs.choose_device(config)
-    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if source is None and data != DEBUG_DATA:
-        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), prepare.debug_pairs)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
+    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = run.tuned_architecture(config, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
-    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     if not corpus.val:
-        raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
+        raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_train = sum(pairs.n_rows for pairs in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
     samples = pairs_per_step // world_size  # of each rank
@@ -256,15 +257,15 @@ if __name__ == "__main__":
         print("\n".join([*corpus.report(), text, *chosen, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
         saved = {key: order[key] for key in ("reference_weights",) if key in order} | state["order"]  # it may lack that
-        runs.check_data_order(saved, order, DATA_DEFAULTS, resume_from, start_step)
-        runs.check_same_parts(resume_from, state["config"], config)
+        run.check_data_order(saved, order, DATA_DEFAULTS, resume_from, start_step)
+        run.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
-            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
     reference_path = Path(reference_file or f"{out_dir}/reference.safetensors")
     table, about = None, {}
     if kind == "precomputed":
@@ -273,24 +274,24 @@ if __name__ == "__main__":
             table = open_reference(reference_path, about, corpus.n_pairs)
 
     # ---- processes
-    stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    stop_signal = StopSignal()
+    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
     batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = pairs_per_step // (batch_size * world_size)
-    runs.check_ranks_agree({**config, **order, **about, "step": start_step, "dtype": str(torch_dtype)})
-    must_compute = dist.any_rank(kind == "precomputed" and table is None)
+    run.check_ranks_agree({**config, **order, **about, "step": start_step, "dtype": str(torch_dtype)})
+    must_compute = ranks.any_rank(kind == "precomputed" and table is None)
     if world.is_main:
-        runs.prepare_out_dir(asked, "dpo")
+        run.prepare_out_dir(asked, "dpo")
 
     # ---- model, reference, optimizer
-    train_utils.seed_everything(seed)
+    seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and (must_compute or kind == "model" or not resume_from):
-        runs.load_start(raw_model, source, n_known)
+        run.load_start(raw_model, source, n_known)
     first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device) if kind == "model" else raw_model
     set_trainable(raw_model, trainable, adapters)
-    base = runs.frozen_base(resume_from, source)
+    base = run.frozen_base(resume_from, source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     if compile:
         torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
@@ -315,11 +316,11 @@ if __name__ == "__main__":
     )  # fmt: skip
 
     # ---- state: fresh, or exactly as it was
-    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
+    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
     if resume_from:
-        runs.restore(parts, resume_from, state, rank_state, compress)
+        run.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
@@ -327,7 +328,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     stopping = False
 
     def reference_of(batch: PairBatch) -> Tensor:
@@ -373,23 +374,23 @@ if __name__ == "__main__":
         # <<< optimizer step
         log.advance()
 
-        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
-            mean_loss, *means = dist.all_reduce_sum(sums.clone()).tolist()  # waits for the device, so that
+            mean_loss, *means = ranks.all_reduce_sum(sums.clone()).tolist()  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
-            tokens_per_s = dist.all_reduce_sum(n_tokens_seen).item() / seconds
+            tokens_per_s = ranks.all_reduce_sum(n_tokens_seen).item() / seconds
             metrics = dict(zip(METRICS, means, strict=True))
             values = {
                 "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(mixture.epochs(step * pairs_per_step).max()),
                 "pairs_per_s": (step - mark_step) * pairs_per_step / seconds,
                 "accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"],
             }  # fmt: skip
             log.train(step, values | metrics, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(parts, log, step, int(skipped[1]), sums[0], batches)
+                run.stop_not_finite(parts, log, step, int(skipped[1]), sums[0], batches)
             mark_time, mark_step = time.perf_counter(), step
             n_tokens_seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -398,12 +399,12 @@ if __name__ == "__main__":
         if step % eval_every == 0 or last:
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
-            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = runs.finish_saving(parts, log)
+    saved = run.finish_saving(parts, log)
     if stopping:
         how = "the same command continues" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {step}; {how}")
@@ -411,5 +412,5 @@ if __name__ == "__main__":
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    dist.close()
+    ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saved))

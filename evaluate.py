@@ -31,24 +31,19 @@ from typing import NamedTuple
 
 import torch
 
-import checkpoint
-import choices
-import ddp
-import domains
-import generated
-import judging
-import readers
-import reward_model
-import row_scores
-import score_tables
-import train_utils
-from choices import evaluate_choices
-from configurator import ConfigError, configure
-from domains import evaluate_domains, parse_domains
-from generate import never_sampled
-from generated import evaluate_generation
+from configurator import configure
+from groundup.align import reward_model
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.generate.engine import never_sampled
+from groundup.generate.sampling import SamplingParams
+from groundup.scores import choices, domains, judging, rows, score_tables, text_metrics
+from groundup.scores.choices import evaluate_choices
+from groundup.scores.domains import evaluate_domains, parse_domains
+from groundup.scores.text_metrics import evaluate_generation
+from groundup.train import checkpoint, ranks
+from groundup.train.device import autocast, choose_device, choose_dtype, hardware, versions
 from model import ModelConfig, Transformer
-from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -95,10 +90,10 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     names = [name.strip() for name in tasks.split(",")]
     for name in names:
         if name not in TASKS:
-            raise ConfigError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
+            raise UserError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"config: tasks={tasks!r} names {name!r} twice; several sets of texts are domains of one")
+            raise UserError(f"config: tasks={tasks!r} names {name!r} twice; several sets of texts are domains of one")
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         found = {names[0]: data.strip()}
     else:
@@ -106,13 +101,13 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
         found = {name.strip(): text.strip() for name, _, text in parts}
         for name in found:
             if name not in names:
-                raise ConfigError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
+                raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
         if len(found) < len(parts):
-            raise ConfigError(f"config: data={data!r} names a task twice")
+            raise UserError(f"config: data={data!r} names a task twice")
     for name in names:
         if not found.get(name):
             example = f"--data='{'; '.join(f'{name}: FILES' for name in names)}'" if names[1:] else "--data=FILES"
-            raise ConfigError(f"config: task {name} has no data; give {example}")
+            raise UserError(f"config: task {name} has no data; give {example}")
     return {name: found[name] for name in names}
 
 
@@ -120,9 +115,9 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
     """How texts are read. Raises ConfigError."""
     size = config["block_size"] or cfg.block_size
     if not 0 < size <= cfg.block_size:
-        raise ConfigError(f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that")
+        raise UserError(f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that")
     if not 0 <= config["stride"] <= size:
-        raise ConfigError(f"config: stride={config['stride']} must be from 1 to block_size={size}, or 0 for that")
+        raise UserError(f"config: stride={config['stride']} must be from 1 to block_size={size}, or 0 for that")
     keys = ("batch_size", "limit", "text_key", "txt_split")
     return domains.Settings(block_size=size, stride=config["stride"] or size, **{key: config[key] for key in keys})
 
@@ -131,27 +126,27 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     """Raise ConfigError for what cannot be. wanted: {task: its data}."""
     for key, least in {"batch_size": 1, "shots": -1, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
         if not config[key] >= least:
-            raise ConfigError(f"config: {key} must be at least {least}, got {config[key]}")
+            raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
     if config["score"] and not config["out"]:
-        raise ConfigError("config: score needs out, the file for the scored rows")
+        raise UserError("config: score needs out, the file for the scored rows")
     for key, usual in {"data": "", "tasks": "perplexity"}.items():
         if config["score"] and config[key] != usual:
-            raise ConfigError(f"config: score and {key} are both given; give one of them")
+            raise UserError(f"config: score and {key} are both given; give one of them")
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
-        raise ConfigError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
+        raise UserError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
     for key, users in USED_BY.items():
         given, used = config[key] not in ("", 0, -1, "lose"), wanted.keys() & set(users)
         if given and not used and not (config["score"] and "perplexity" in users):
-            raise ConfigError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
+            raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
     if config["unfinished"] not in judging.UNFINISHED:
         allowed = " or ".join(judging.UNFINISHED)
-        raise ConfigError(f"config: unfinished must be {allowed}, got {config['unfinished']!r}")
+        raise UserError(f"config: unfinished must be {allowed}, got {config['unfinished']!r}")
     if bool(config["judge"]) != bool(config["base_url"]):
-        raise ConfigError("config: judge and base_url belong together: a model, and the service that has it")
+        raise UserError("config: judge and base_url belong together: a model, and the service that has it")
     if config["judge"] and not config["out"]:
-        raise ConfigError("config: judge needs out; beside it is kept what the service has said")
+        raise UserError("config: judge needs out; beside it is kept what the service has said")
     if config["api_key_env"] and config["api_key_env"] not in os.environ:
-        raise ConfigError(f"config: there is no environment variable {config['api_key_env']!r}, as api_key_env says")
+        raise UserError(f"config: there is no environment variable {config['api_key_env']!r}, as api_key_env says")
 
 
 def check_files(config: dict, wanted: dict[str, str]) -> None:
@@ -164,13 +159,13 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         return
     out = Path(config["out"])
     if out.is_dir():
-        raise ConfigError(f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}")
+        raise UserError(f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}")
     if os.path.realpath(out) in map(os.path.realpath, read):
-        raise ConfigError(f"config: out={config['out']!r} would be written over what is read; name another file")
+        raise UserError(f"config: out={config['out']!r} would be written over what is read; name another file")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
+        raise UserError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
 
 
 def task_files(task: str, source: str, config: dict) -> list[str]:
@@ -181,10 +176,10 @@ def task_files(task: str, source: str, config: dict) -> list[str]:
         choices.read_task(task, source, shots_of(task, config))
         return readers.list_directory(source) if os.path.isdir(source) else [source]
     if task == "generation":
-        generated.check_libraries()
-        files = generated.files_of(source)
+        text_metrics.check_libraries()
+        files = text_metrics.files_of(source)
         if "-" not in files:  # standard input can be read once
-            generated.read_questions(source, config["limit"])
+            text_metrics.read_questions(source, config["limit"])
         return files
     if task == "preference":
         return readers.find_files(source)
@@ -196,7 +191,7 @@ def task_files(task: str, source: str, config: dict) -> list[str]:
 def two_paths(source: str) -> list[str]:
     paths = [path.strip() for path in source.split(",") if path.strip()]
     if len(paths) != 2:
-        raise ConfigError(f"config: win_rate needs two files of answers, got {source!r}; give --data=A.jsonl,B.jsonl")
+        raise UserError(f"config: win_rate needs two files of answers, got {source!r}; give --data=A.jsonl,B.jsonl")
     return paths
 
 
@@ -212,7 +207,7 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     others = sorted(wanted.keys() - set(JUDGED))
     if judged and others:
         what = f"{judged[0]} measures a reward model, {others[0]} a language model"
-        raise ConfigError(f"config: tasks={config['tasks']!r}: {what}; start them one after the other")
+        raise UserError(f"config: tasks={config['tasks']!r}: {what}; start them one after the other")
     return "reward model" if judged else "language model" if others or config["score"] else ""
 
 
@@ -247,11 +242,11 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> S
         model = reward_model.load(directory, device)
         return Subject(directory, device, dtype, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
-        raise ConfigError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
+        raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
     tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
     if tokenizer.vocab_size > cfg.vocab_size:
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
-        raise ConfigError(f"config: {directory}: {sizes}; the tokenizer is another model's")
+        raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
     model = checkpoint.load_model(directory, device).eval()
     if config["compile"]:
@@ -270,7 +265,7 @@ def measure(task: str, source: str, subject: Subject, config: dict) -> dict:
         return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
         params = sampling_params(config, tokenizer, model.cfg.vocab_size)
-        with train_utils.autocast(device, dtype):
+        with autocast(device, dtype):
             return evaluate_generation(model, tokenizer, source, params, limit, size, config["system"])
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
@@ -299,11 +294,11 @@ def compare(source: str, subject: Subject, config: dict) -> dict:
 def score_rows(subject: Subject, config: dict, is_main: bool) -> None:
     """row_scores.score_file, with what it says printed."""
     source, out = config["score"], Path(config["out"])
-    key = row_scores.scoring_key(subject.directory, subject.tokenizer, source, subject.texts, subject.dtype)
+    key = rows.scoring_key(subject.directory, subject.tokenizer, source, subject.texts, subject.dtype)
     what = (source, out, key, subject.texts, subject.device, subject.dtype, is_main)
-    problems, notes = row_scores.score_file(subject.model, subject.tokenizer, *what)
+    problems, notes = rows.score_file(subject.model, subject.tokenizer, *what)
     if is_main:
-        print("\n".join([f"{out}: {row_scores.summary(problems)}", *notes]))
+        print("\n".join([f"{out}: {rows.summary(problems)}", *notes]))
 
 
 # ---- what is shown and written --------------------------------------------------------------------------------------
@@ -333,7 +328,7 @@ def describe_model(directory: Path) -> dict:
 def describe_run(subject: Subject, n_ranks: int, begin: float) -> dict:
     """Where and with what it ran. begin: time.perf_counter() at its start."""
     return {
-        "hardware": train_utils.hardware(subject.device), "ranks": n_ranks, "versions": train_utils.versions(),
+        "hardware": hardware(subject.device), "ranks": n_ranks, "versions": versions(),
         "dtype": str(subject.dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
 
@@ -346,7 +341,7 @@ def write_results(path: Path, results: dict) -> None:
         temp.write_text(json.dumps(finite(results), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         os.replace(temp, path)
     except OSError as error:
-        raise ConfigError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
+        raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
 
 
 def finite(value: object) -> object:
@@ -366,11 +361,11 @@ if __name__ == "__main__":
     check_config(config, wanted)
     kind = kind_of_model(config, wanted)
     check_files(config, wanted)
-    torch_device = train_utils.choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    subject = load(kind, config, torch_device, train_utils.choose_dtype(dtype, torch_device))
-    world = ddp.init(torch_device.type, timeout_s)
+    torch_device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    subject = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
+    world = ranks.init(torch_device.type, timeout_s)
     if world.is_main:
-        where = f"{world.world_size} x {train_utils.hardware(torch_device)}, {subject.dtype}"
+        where = f"{world.world_size} x {hardware(torch_device)}, {subject.dtype}"
         print(f"{subject.directory or judge or people}: {where}", flush=True)
     begin, results = time.perf_counter(), {}
     if score:
@@ -383,4 +378,4 @@ if __name__ == "__main__":
             described = describe_model(subject.directory) if subject.directory else {}
             run = describe_run(subject, world.world_size, begin)
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
-    ddp.close()
+    ranks.close()

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from groundup.errors import UserError
+
 IGNORE = -100  # a target with this value is not trained on
 # Elements of the largest logits block that the loss holds. 3 * 2**21 floats are 24 MiB: large enough for full-speed
 # matrix products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations. From 32 MiB
@@ -38,8 +40,7 @@ PLAIN_ATTENTION_LENGTH = 512
 MEAN_DOCUMENT_TOKENS = 8
 
 
-class ModelError(ValueError):
-    one_line = True
+
 
 
 @dataclass
@@ -63,19 +64,19 @@ class ModelConfig:
         self.n_kv_head = self.n_kv_head or self.n_head
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "rope_theta", "norm_eps"):
             if getattr(self, key) <= 0:
-                raise ModelError(f"model: {key} must be positive, got {getattr(self, key)}")
+                raise UserError(f"model: {key} must be positive, got {getattr(self, key)}")
         if self.head_dim < 0 or self.ffn_dim < 0 or not 0 <= self.dropout < 1:
-            raise ModelError(
+            raise UserError(
                 f"model: head_dim={self.head_dim} and ffn_dim={self.ffn_dim} must not be negative, "
                 f"dropout={self.dropout} must be from 0 to below 1"
             )
         if self.n_head % self.n_kv_head:
-            raise ModelError(f"model: n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+            raise UserError(f"model: n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if not self.head_dim and self.n_embd % self.n_head:
-            raise ModelError(f"model: n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+            raise UserError(f"model: n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.head_dim % 2:
-            raise ModelError(f"model: head_dim={self.head_dim} must be even: rotary positions turn pairs")
+            raise UserError(f"model: head_dim={self.head_dim} must be even: rotary positions turn pairs")
         self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
 

@@ -40,24 +40,20 @@ from stat import S_ISREG
 
 import numpy as np
 
-import answer_pairs
-import data
-import dedup
-import readers
-from bpe import PATTERNS
-from chat_files import ROWS_FORMAT, ConversationWriter, map_tokens
-from configurator import ConfigError, configure, write_config
-from corpus import debug_texts, docs_conversations, docs_rows
-from decontaminate import Evals
-from difficulty import NgramModel
-from pipeline import (
+from configurator import configure, write_config
+from groundup.demo.python_docs import debug_texts, docs_conversations, docs_rows
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.text import dedup
+from groundup.text.decontaminate import Evals
+from groundup.text.difficulty import NgramModel
+from groundup.text.pipeline import (
     EXACT,
     KEPT,
     REASONS,
     UNIT_BYTES,
     Counts,
     Input,
-    PrepareError,
     Recipe,
     Source,
     Unit,
@@ -69,7 +65,7 @@ from pipeline import (
     tokenize_unit,
     unit_fates,
 )
-from selection import (
+from groundup.text.selection import (
     ROW_SPLITS,
     SPLITS,
     Selection,
@@ -86,7 +82,26 @@ from selection import (
     write_problems,
     write_report,
 )
-from show import show_rows
+from groundup.text.show import show_rows
+from groundup.tokens import answer_pairs
+from groundup.tokens.bpe import PATTERNS
+from groundup.tokens.chat_files import ROWS_FORMAT, ConversationWriter, map_tokens
+from groundup.tokens.packing import PackedData
+from groundup.tokens.packing import pack as pack_documents
+from groundup.tokens.token_files import (
+    FORMAT,
+    ShardWriter,
+    TokenData,
+    file_sha256,
+    read_manifest,
+    token_dtype,
+    verify_sha256,
+    write_json,
+    write_manifest,
+)
+from groundup.tokens.token_files import (
+    verify as verify_tokens,
+)
 from tokenizer import FILES, SMALLEST, Tokenizer, mix_texts, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
@@ -160,20 +175,20 @@ def parse_sources(config: dict) -> tuple[Source, ...]:
     for part in parts:
         named = NAMED.fullmatch(part)
         if not named:
-            raise ConfigError(f"config: input: {part.strip()!r} is not of the form 'name: files, key=value, ...'")
+            raise UserError(f"config: input: {part.strip()!r} is not of the form 'name: files, key=value, ...'")
         items = [item.strip() for item in named[2].split(",") if item.strip()]
         own = dict(item.split("=", 1) for item in items if item.partition("=")[0].strip() in OWN_KEYS)
         paths = [item for item in items if item.partition("=")[0].strip() not in OWN_KEYS]
         if "-" in paths and any("-" in source.input.split(",") for source in sources):
-            raise ConfigError("config: input: standard input (-) can be read once only")
+            raise UserError("config: input: standard input (-) can be read once only")
         if not paths:
-            raise ConfigError(f"config: input: source {named[1]} names no files")
+            raise UserError(f"config: input: source {named[1]} names no files")
         sources.append(make_source(named[1], ",".join(paths), general, own))
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
-        raise ConfigError(f"config: input: two sources have the same name: {', '.join(names)}")
+        raise UserError(f"config: input: two sources have the same name: {', '.join(names)}")
     if len({source.weight > 0 for source in sources}) > 1:
-        raise ConfigError("config: input: give a weight to every source, or to none")
+        raise UserError("config: input: give a weight to every source, or to none")
     return tuple(sources)
 
 
@@ -184,12 +199,12 @@ def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> So
         try:
             settings[key.strip()] = kind(text.strip())
         except ValueError:
-            raise ConfigError(f"config: input: {key}={text} of source {name} is not a number") from None
+            raise UserError(f"config: input: {key}={text} of source {name} is not a number") from None
     for key in ("rules_off", "rules_on"):
         settings[key] = settings[key].replace("+", ",")  # a comma would end the setting
     for key in ("weight", "min_chars", "max_chars"):
         if not 0 <= settings.get(key, 0) < math.inf:
-            raise ConfigError(f"config: input: {key}={settings[key]} of source {name} must be 0 or more")
+            raise UserError(f"config: input: {key}={settings[key]} of source {name} must be 0 or more")
     return Source(name, paths, **settings)
 
 
@@ -231,7 +246,7 @@ def look(path: str | Path, name: str, source: int) -> Input:
 
 def made_file(path: Path, name: str, source: int) -> Input:
     """As `look`, of a file that each run makes anew: its content tells whether it changed."""
-    return look(path, name, source)._replace(stamp=data.file_sha256(path))
+    return look(path, name, source)._replace(stamp=file_sha256(path))
 
 
 def write_documents(texts: Iterable[str | dict], path: Path) -> Path:
@@ -332,7 +347,7 @@ def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Reci
 
 def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
     """Copy the tokens into the shards of their sources and splits; returns the shards for the manifest."""
-    dtype, shards = data.token_dtype(tokenizer.vocab_size), []
+    dtype, shards = token_dtype(tokenizer.vocab_size), []
     for part in parts:
         tokens = Tokens(part, dtype, work)
         assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
@@ -346,8 +361,8 @@ def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenize
     return shards
 
 
-def new_writer(split: str, recipe: Recipe, tokenizer: Tokenizer, work: Path, name: str) -> data.ShardWriter:
-    return data.ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens, name)
+def new_writer(split: str, recipe: Recipe, tokenizer: Tokenizer, work: Path, name: str) -> ShardWriter:
+    return ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens, name)
 
 
 def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
@@ -374,7 +389,7 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
                     f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
                     n_rows += 1
         if n_rows:
-            sha256 = data.file_sha256(path)
+            sha256 = file_sha256(path)
             splits[split] = {"file": path.name, "rows": n_rows, "bytes": path.stat().st_size, "sha256": sha256}
         else:
             path.unlink()
@@ -393,7 +408,7 @@ def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterat
 def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
     """The ids and masks of the rows of write_jsonl, in their order, but of those held out, which nobody learns; the
     manifest's entries of `splits` learn of it."""
-    dtype = data.token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     for number, split in enumerate(SPLITS):
         if split not in splits:
             continue
@@ -431,7 +446,7 @@ def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
             yield work
         except ValueError as error:
             done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
-            if getattr(error, "one_line", False) and done < UNIT_BYTES:  # little is lost
+            if isinstance(error, UserError) and done < UNIT_BYTES:  # little is lost
                 shutil.rmtree(work, ignore_errors=True)
             raise
         shutil.rmtree(work, ignore_errors=True)
@@ -451,7 +466,7 @@ def lock(work: Path, wait: bool, out_dir: Path) -> int:
                 return handle
         except BlockingIOError:
             os.close(handle)
-            raise PrepareError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+            raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
         os.close(handle)  # of a directory that the run before has removed meanwhile
 
 
@@ -463,11 +478,11 @@ def complete_manifest(out_dir: Path) -> dict:
             files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
             complete = all((out_dir / name).stat().st_size == n for name, n in files.items())
             return manifest if complete and chat_tokens_fit(out_dir, manifest) else {}
-        for split in data.read_manifest(out_dir)["splits"]:
-            data.TokenData(out_dir, split)  # compares the sizes
+        for split in read_manifest(out_dir)["splits"]:
+            TokenData(out_dir, split)  # compares the sizes
         if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
             for name in manifest.get("sources", {"": {}}):
-                data.PackedData(out_dir, pack, name)
+                PackedData(out_dir, pack, name)
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
         return {}
@@ -489,21 +504,21 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
     if not out_dir.exists():
         return
     if not out_dir.is_dir():
-        raise PrepareError(f"prepare: out_dir={out_dir} is a file; choose another")
+        raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
     paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
     others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
     empty = [path.name for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
     if others or empty:
         what = str(others[0]) if others else empty[0]
-        raise PrepareError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
+        raise UserError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
     if paths and not overwrite:
         try:
             known = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))["format"]
         except (OSError, ValueError, KeyError, TypeError):
             known = ""
-        if known not in (data.FORMAT, ROWS_FORMAT):
+        if known not in (FORMAT, ROWS_FORMAT):
             hint = "overwrite=True replaces it"
-            raise PrepareError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
+            raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
 
 
 def publish(work: Path, out_dir: Path) -> None:
@@ -564,21 +579,21 @@ def build(
         if tokenizer:
             write_conversations(splits, parts, chosen, tokenizer, work)
             manifest |= {"tokenizer_fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
-            manifest |= {"dtype": data.token_dtype(tokenizer.vocab_size).name}
-        data.write_json(out / "manifest.json", manifest)
+            manifest |= {"dtype": token_dtype(tokenizer.vocab_size).name}
+        write_json(out / "manifest.json", manifest)
         return manifest
     weights = {source.name: source.weight for source in recipe.sources if source.weight}
     ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
-    manifest = data.write_manifest(out, *ids, shards, info, weights)
+    manifest = write_manifest(out, *ids, shards, info, weights)
     if config["pack"]:
-        data.pack(out, config["pack"])
+        pack_documents(out, config["pack"])
     return manifest
 
 
 def tokenize(units: list[Unit], recipe: Recipe, tokenizer: Tokenizer, workers: int, work: Path) -> None:
     """The ids of all units, into their files."""
     tokenizer.save(work / "out")  # the workers read it there
-    dtype, fingerprint = data.token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
+    dtype, fingerprint = token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
     function = partial(tokenize_unit, dtype=dtype, fingerprint=fingerprint, work=work, chat=recipe.kind == "chat")
     run(function, units, workers, "tokenize")
 
@@ -595,7 +610,7 @@ def load_evals(recipe: Recipe, work: Path) -> Evals | None:
 def check_unchanged(inputs: list[Input]) -> None:
     for file in inputs:
         if look(file.path, file.name, file.source) != file:
-            raise PrepareError(f"prepare: {file.name} changed while it was read; run again")
+            raise UserError(f"prepare: {file.name} changed while it was read; run again")
 
 
 def make_debug_data(out_dir: str | Path) -> None:
@@ -640,41 +655,41 @@ def check_config(config: dict) -> Recipe:
     """The recipe in a configuration. Raises ConfigError."""
     for key in ("input", "out_dir"):
         if not config[key] and not (key == "out_dir" and config["show"]):
-            raise ConfigError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
+            raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
     choices = {"kind": ("text", "chat", "preference"), "near_engine": ("numpy", "datasketch"), "order": ORDERS}
     choices |= {"decontaminate_action": ("drop", "cut"), "pattern": tuple(PATTERNS)}
     choices |= {"pair_by": ("", "dataset", "reward")}
     for key, allowed in choices.items():
         if config[key] not in allowed:
-            raise ConfigError(f"config: {key} must be one of {', '.join(filter(None, allowed))}, got {config[key]!r}")
+            raise UserError(f"config: {key} must be one of {', '.join(filter(None, allowed))}, got {config[key]!r}")
     for source in sources:
         for key, allowed in (("txt_split", ("file", "blank", "line")), ("quality", ("curated", "web"))):
             if getattr(source, key) not in allowed:
-                raise ConfigError(f"config: {key} must be one of {', '.join(allowed)}, got {getattr(source, key)!r}")
+                raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {getattr(source, key)!r}")
     val, test = config["val_fraction"], config["test_fraction"]
     if not (0 <= val and 0 <= test and val + test < 1):
-        raise ConfigError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
+        raise UserError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
     least = {"shard_tokens": 1, "workers": 0, "min_chars": 0, "max_chars": 0, "question_min_chars": 0, "pack": 0}
     for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0,
                               "pair_margin": 0, "length_within": 0}).items():  # fmt: skip
         if config[key] < minimum:
-            raise ConfigError(f"config: {key} must be at least {minimum}, got {config[key]}")
+            raise UserError(f"config: {key} must be at least {minimum}, got {config[key]}")
     if not 0 <= config["hold_out"] < 1:
-        raise ConfigError(f"config: hold_out must be from 0 to below 1, got {config['hold_out']}")
+        raise UserError(f"config: hold_out must be from 0 to below 1, got {config['hold_out']}")
     if not 0 <= config["near"] <= 1:
-        raise ConfigError(f"config: near must be from 0 (off) to 1, got {config['near']}")
+        raise UserError(f"config: near must be from 0 (off) to 1, got {config['near']}")
     fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
     if config["fold"] and not (fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1):
-        raise ConfigError(f"config: fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5")
+        raise UserError(f"config: fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5")
     if config["vocab_size"] < SMALLEST:
         what = f"vocab_size={config['vocab_size']}"
-        raise ConfigError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
+        raise UserError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
     check_kind(config)
     if config["kind"] != "text" and any(source.weight for source in sources):
-        raise ConfigError(f"config: input: weight has no effect with kind={config['kind']}; weigh when you train")
+        raise UserError(f"config: input: weight has no effect with kind={config['kind']}; weigh when you train")
     if config["order"] == "score" and not config["score"]:
-        raise ConfigError("config: order='score' needs score, which names the number, such as score='bpb=..'")
+        raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")
     return make_recipe(config, sources)
 
 
@@ -687,10 +702,10 @@ def check_kind(config: dict) -> None:
     idle |= {} if config["kind"] == "preference" else for_pairs
     for key, default in idle.items():
         if config[key] != default:
-            raise ConfigError(f"config: {key}={config[key]} has no effect with kind={config['kind']}; leave it out")
+            raise UserError(f"config: {key}={config[key]} has no effect with kind={config['kind']}; leave it out")
     for key, by in (("pair_margin", ("reward",)), ("length_within", ("dataset", "reward"))):
         if config[key] and config["pair_by"] not in by:
-            raise ConfigError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")
+            raise UserError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")
 
 
 def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
@@ -698,7 +713,7 @@ def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
     recipe = Recipe(**(own | {"sources": sources, "aids": aids(config)}))
     ranges = parse_score(recipe.score)
     if any(bound.endswith("%") for _, *bounds in ranges[1:] for bound in bounds):
-        raise ConfigError("config: score: only the first key may have bounds in per cent")
+        raise UserError("config: score: only the first key may have bounds in per cent")
     if recipe.near and not (recipe.near_bands and recipe.near_rows):
         bands, rows = dedup.bands_for(recipe.near)
         recipe = replace(recipe, near_bands=recipe.near_bands or bands, near_rows=recipe.near_rows or rows)
@@ -713,7 +728,7 @@ def aids(config: dict) -> str:
     try:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files if file)).hexdigest()
     except OSError as error:
-        raise ConfigError(f"config: cannot read {error.filename}: {error.strerror}") from None
+        raise UserError(f"config: cannot read {error.filename}: {error.strerror}") from None
 
 
 def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
@@ -723,9 +738,9 @@ def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
         return None
     tokenizer = Tokenizer.load(directory)
     if kind == "chat" and min(tokenizer.im_start_id, tokenizer.im_end_id) < 0:
-        raise PrepareError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
+        raise UserError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
     if tokenizer.eot_id < 0 and kind == "text":
-        raise PrepareError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
+        raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
     return tokenizer
 
 
@@ -734,7 +749,7 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
     before = {(entry["path"], entry["size"], entry["stamp"]): entry["sha256"] for entry in known}
 
     def entry(file: Input) -> dict:
-        sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or data.file_sha256(Path(file.path))
+        sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or file_sha256(Path(file.path))
         about = {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
         return about | ({"python": platform.python_version()} if file.name == "python-docs" else {})
 
@@ -776,7 +791,7 @@ def main(config: dict) -> int:
         inputs, manifest = find_inputs(recipe.sources, out_dir, work, recipe.kind), complete_manifest(out_dir)
         unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
         if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
-            raise PrepareError(unreadable[0])
+            raise UserError(unreadable[0])
         answers, lost = [], Counts()
         if config["pair_by"]:
             inputs, answers, lost = answer_pairs.replace_answers(inputs, config, work)
@@ -840,9 +855,9 @@ def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[So
 def verify_directory(directory: Path) -> int:
     if is_rows(directory):
         return verify_rows(directory)
-    manifest = data.verify(directory)
+    manifest = verify_tokens(directory)
     if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:
-        raise PrepareError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     print_splits(manifest)
     print(f"prepare: {directory} is as it was written")
     return 0
@@ -860,9 +875,9 @@ def verify_rows(directory: Path) -> int:
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     for entry in manifest["splits"].values():
         for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
-            data.verify_sha256(directory / name, sha256)
+            verify_sha256(directory / name, sha256)
     if not chat_tokens_fit(directory, manifest):
-        raise PrepareError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     print_splits(manifest)
     print(f"prepare: {directory} is as it was written")
     return 0
@@ -915,7 +930,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(configure(globals())))
     except OSError as error:
-        raise PrepareError(f"prepare: {error.filename or 'writing'}: {error.strerror}") from None
+        raise UserError(f"prepare: {error.filename or 'writing'}: {error.strerror}") from None
     except KeyboardInterrupt:
         print("\nprepare: interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)

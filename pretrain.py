@@ -18,22 +18,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import checkpoint
 import ddp as dist
-import memory_plan
 import prepare
-import run_card
-import runs
-import train_utils
-from configurator import ConfigError, configure
-from data import Batches, Corpus
-from generate import begin_prompt, generate, never_sampled
-from lora import LoRAConfig, set_trainable, trainable_table
-from mixture import SCHEDULES as COMPETENCE_SCHEDULES
-from mixture import parse_data_dir
+from configurator import configure
+from groundup.errors import UserError
+from groundup.generate.engine import begin_prompt, generate, never_sampled
+from groundup.generate.sampling import SamplingParams
+from groundup.tokens.batches import Batches, Corpus
+from groundup.tokens.mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from groundup.tokens.mixture import parse_data_dir
+from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import plan as memory_plan
+from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
+from groundup.train.log import RunLog, clock
+from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.signals import StopSignal
 from model import IGNORE, ModelConfig, Transformer, flops_per_token, parameter_table
-from optim import Optimizer, learning_rate_at, stays_whole
-from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -143,24 +144,24 @@ def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> 
         cfg = dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, token_vocab))
         for key in set(ARCHITECTURE) - {"block_size", "dropout"}:
             if asked[key] != DEFAULTS[key] and asked[key] != getattr(cfg, key):
-                raise ConfigError(f"config: {key}={asked[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
+                raise UserError(f"config: {key}={asked[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
         cfg = dataclasses.replace(cfg, block_size=asked["block_size"], dropout=asked["dropout"])
     if token_vocab > cfg.vocab_size:
-        raise ConfigError(f"config: vocab_size={cfg.vocab_size} is less than the data's {token_vocab} token ids")
+        raise UserError(f"config: vocab_size={cfg.vocab_size} is less than the data's {token_vocab} token ids")
     return cfg
 
 
 def check_config(config: dict, world_size: int) -> int:
     """Tokens per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"batch_size": config["batch_size"] or 1})
-    runs.check_least(config, "max_steps", 1)
-    runs.check_least(config, "competence_steps", int(config["competence"] < 1))
-    runs.check_share(config, "competence")
-    runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
-    runs.check_least(config, "stop_after", 0)
+    run.check_config(config | {"batch_size": config["batch_size"] or 1})
+    run.check_least(config, "max_steps", 1)
+    run.check_least(config, "competence_steps", int(config["competence"] < 1))
+    run.check_share(config, "competence")
+    run.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+    run.check_least(config, "stop_after", 0)
     if config["compile_whole"] and (world_size > 1 or config["overlap_step"] != "off"):
-        raise ConfigError("config: compile_whole=True is for one process without overlap_step, which goes by blocks")
-    return runs.count_tokens(config, world_size)
+        raise UserError("config: compile_whole=True is for one process without overlap_step, which goes by blocks")
+    return run.count_tokens(config, world_size)
 
 
 def memory(
@@ -194,7 +195,7 @@ def plan(
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
-        f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+        f"time        {clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ]
     return "\n".join(lines)
 
@@ -213,10 +214,10 @@ def evaluate(
             counts = [y.numel(), token_bytes[y].sum().item()]
             missing = (0, 0, 0, batch_size - len(x))  # fill the last batch up: another shape would be compiled again
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
-            with train_utils.autocast(device, dtype):
+            with autocast(device, dtype):
                 nats = model(x.to(device), y.to(device))
             sums[source] += torch.tensor([nats.item(), *counts], dtype=torch.float64)
-    dist.all_reduce_sum(sums)
+    ranks.all_reduce_sum(sums)
     model.train()
     mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * sums / sums[:, 1:2]).sum(0)
     of = {"": mixed} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
@@ -224,7 +225,7 @@ def evaluate(
     return losses | {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, n_bytes) in of.items()}
 
 
-def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples: list[str]) -> None:
+def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[str]) -> None:
     log.write("eval", step, scores)
     sources = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
     parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
@@ -253,7 +254,7 @@ def check_domain(domain: str, corpus: Corpus) -> list[str]:
     names = [name.strip() for name in domain.split(",") if name.strip()]
     if unknown := [name for name in names if name not in corpus.names]:
         has = ", ".join(corpus.names)
-        raise ConfigError(f"config: domain names {unknown[0]!r}, the sources are {has}; name some, or domain=''")
+        raise UserError(f"config: domain names {unknown[0]!r}, the sources are {has}; name some, or domain=''")
     lines = []
     for first_step, weights in corpus.stages if names else []:
         share = sum(weights[corpus.names.index(name)] for name in names) / sum(weights)
@@ -270,8 +271,8 @@ if __name__ == "__main__":
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     tokens_per_step = config["total_batch_tokens"] = check_config(config, world_size)
     samples = tokens_per_step // (block_size * world_size)  # of each rank
-    torch_device, torch_dtype = runs.choose_device(config)
-    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
@@ -288,15 +289,15 @@ if __name__ == "__main__":
     corpus = Corpus(data_dir, block_size, pack, val_data)
     if stop_on and (stop_on not in corpus.val or len(corpus.val) == 1):
         has = ", ".join(corpus.val)
-        raise ConfigError(f"config: stop_on={stop_on!r} is no loss of its own in the log; it has {has}")
+        raise UserError(f"config: stop_on={stop_on!r} is no loss of its own in the log; it has {has}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
     mixture = corpus.order(
         seed, tokens_per_step // block_size, max_steps, max_epochs, competence, competence_steps, competence_schedule
     )
-    n_known = runs.count_known_ids(source, tokenizer, data_dir) if source else 0
+    n_known = run.count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
-    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
@@ -307,34 +308,34 @@ if __name__ == "__main__":
         print("\n".join([text, *chosen, *warnings, *check_domain(domain, corpus)]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
-        runs.check_same_parts(resume_from, state["config"], config)
+        run.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        run.check_same_parts(resume_from, state["config"], config)
         if keep_best and (was := state["config"].get("stop_on", stop_on)) != stop_on:
-            raise ConfigError(f"config: {out_dir} ranked its best by stop_on={was!r}, not {stop_on!r}; or keep_best=0")
+            raise UserError(f"config: {out_dir} ranked its best by stop_on={was!r}, not {stop_on!r}; or keep_best=0")
         if rank == 0:
-            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
     # ---- processes
-    stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    stop_signal = StopSignal()
+    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
     batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = batch_size
     accum_steps = samples // batch_size
-    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
-    train_utils.seed_everything(seed)
+    seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and not resume_from:
-        runs.load_start(raw_model, source, n_known)
+        run.load_start(raw_model, source, n_known)
     set_trainable(raw_model, trainable, adapters)
     if resume_from:
         checkpoint.load_weights(raw_model, resume_from)
-    base = runs.frozen_base(resume_from, source)
+    base = run.frozen_base(resume_from, source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     raw_model.document_id = tokenizer.eot_id if doc_mask else None
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
@@ -353,14 +354,14 @@ if __name__ == "__main__":
         raw_model.compile_blocks(partial(torch.compile, dynamic=False))  # in place: it stays the same object
 
     # ---- state: fresh, or exactly as it was
-    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
+    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
     if resume_from:
-        runs.restore(parts, resume_from, state, rank_state, compress)
+        run.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        runs.prepare_out_dir(config, "pretrain")
+        run.prepare_out_dir(config, "pretrain")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step
     )
@@ -368,13 +369,13 @@ if __name__ == "__main__":
     shares = corpus.val_shares()
     stages = mixture.changes(batches.samples_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     watched = f"val_loss/{stop_on}" if stop_on else "val_loss"
     stopping = False
 
     def evaluations_since_best() -> int:
         """How many in a row have not been better, on all ranks alike."""
-        return int(dist.all_reduce_sum(torch.tensor(float(log.since_best(watched)))).item())
+        return int(ranks.all_reduce_sum(torch.tensor(float(log.since_best(watched)))).item())
 
     # ---- the loop
     gc.collect()
@@ -398,7 +399,7 @@ if __name__ == "__main__":
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             x, y = batches.next()  # (B, T), (B, T)
-            with train_utils.autocast(torch_device, torch_dtype):
+            with autocast(torch_device, torch_dtype):
                 loss = model(x, y) * (world_size / n_targets)  # the model returns a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
@@ -408,21 +409,21 @@ if __name__ == "__main__":
         # <<< optimizer step
         log.advance()
 
-        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
-            mean_loss = dist.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
+            mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
             step_s = (time.perf_counter() - mark_time) / (step - mark_step)  # this clock is true
             tokens_per_s = tokens_per_step / step_s
             values = {
                 "loss": mean_loss, "lr": lr,
                 "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
             }  # fmt: skip
             values |= corpus.tokens_seen(mixture, step * batches.samples_per_step)
             log.train(step, values, step_s)
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
+                run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
         pause, val_loss, better = time.perf_counter(), None, False
         if step % eval_every == 0 or step % save_every == 0 or last or stopping:
@@ -435,7 +436,7 @@ if __name__ == "__main__":
                 n_worse = evaluations_since_best()
                 better, ended = n_worse == 0, n_worse >= stop_after
         if step % save_every == 0 or last or stopping or ended or (better and keep_best):
-            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping or ended:
             break
@@ -443,7 +444,7 @@ if __name__ == "__main__":
     why = f"no better {watched} in {stop_after} evaluations" if ended else "stopped by a signal" if stopping else ""
     if ended:
         log.print(f"{why}: that is the end")
-    saved = runs.finish_saving(parts, log)
+    saved = run.finish_saving(parts, log)
     if stopping:
         how = "the same command continues" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {step}; {how}")
@@ -451,5 +452,5 @@ if __name__ == "__main__":
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size, watched, why)
-    dist.close()
+    ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saved))

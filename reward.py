@@ -20,23 +20,24 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import ddp as dist
-import memory_plan
 import prepare
-import reward_model
-import reward_scores
-import run_card
-import runs
-import train_utils
-from configurator import ConfigError, configure
-from data import Batches
-from lora import LoRAConfig, set_trainable, trainable_table
-from mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from configurator import configure
+from groundup.align import reward_model
+from groundup.align.reward_model import RewardModel
+from groundup.errors import UserError
+from groundup.scores import reward_scores
+from groundup.tokens.batches import Batches
+from groundup.tokens.mixture import SCHEDULES as COMPETENCE_SCHEDULES
+from groundup.tokens.pairs import PairCorpus
+from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import plan as memory_plan
+from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.log import RunLog, clock
+from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.signals import StopSignal
 from model import ModelConfig, flops_per_token, parameter_table
-from optim import Optimizer, learning_rate_at, stays_whole
-from pairs import PairCorpus
-from reward_model import RewardModel
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -126,19 +127,19 @@ DEBUG_DATA = "data/debug/reward.jsonl"
 
 def check_config(config: dict, world_size: int) -> int:
     """Pairs per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"total_batch_tokens": 0, "batch_size": config["batch_size"] or 1})
+    run.check_config(config | {"total_batch_tokens": 0, "batch_size": config["batch_size"] or 1})
     if config["score"]:
-        runs.check_least(config, "batch_size", 1)
-    runs.check_choice(config, "loss", ("last", "per_token"))
-    runs.check_choice(config, "end", reward_model.ENDS)
+        run.check_least(config, "batch_size", 1)
+    run.check_choice(config, "loss", ("last", "per_token"))
+    run.check_choice(config, "end", reward_model.ENDS)
     for key in ("max_steps", "val_fraction", "total_batch_pairs", "center", "margin_scale"):
-        runs.check_least(config, key, 0)
-    runs.check_least(config, "competence_steps", int(config["competence"] < 1))
-    runs.check_share(config, "competence")
-    runs.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
+        run.check_least(config, key, 0)
+    run.check_least(config, "competence_steps", int(config["competence"] < 1))
+    run.check_share(config, "competence")
+    run.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return runs.count_pairs(config, world_size)
+        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    return run.count_pairs(config, world_size)
 
 
 def flops_of(cfg: ModelConfig, T: int) -> float:
@@ -170,11 +171,11 @@ def plan(
         f"parameters  {total:,}, trained {trained['trainable'] + cfg.n_embd:,} ({config['trainable']})",
         f"batch       {config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps",
         memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
-        f"time        at most {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+        f"time        at most {clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
 
-def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
+def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
     log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['accuracy']:.1f}%"]
     parts += [f"longer wins {100 * scores['longer_wins']:.1f}%", f"ece {scores['ece']:.3f}"]
@@ -204,26 +205,26 @@ if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     pairs_per_step = config["total_batch_pairs"] = check_config(config, world_size)
-    torch_device, torch_dtype = runs.choose_device(config | {"compile": compile and not score})
+    torch_device, torch_dtype = run.choose_device_and_dtype(config | {"compile": compile and not score})
     if score:
         score_conversations(config, torch_device, torch_dtype)
         sys.exit(0)
-    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), prepare.debug_pairs)
     if source is None and data != DEBUG_DATA:
-        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
+    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = run.tuned_architecture(config, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
-    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     if not corpus.val:
-        raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
+        raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
     samples = pairs_per_step // world_size  # of each rank
@@ -240,31 +241,31 @@ if __name__ == "__main__":
         print("\n".join([*corpus.report(), text, *chosen]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
-        runs.check_same_parts(resume_from, state["config"], config)
+        run.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        run.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
-            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
     # ---- processes
-    stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    stop_signal = StopSignal()
+    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
     batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = pairs_per_step // (batch_size * world_size)
-    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
-    train_utils.seed_everything(seed)
+    seed_everything(seed)
     raw_model = RewardModel(cfg)
     if source and not resume_from:
         reward_model.load_start(raw_model, source, n_known)
     set_trainable(raw_model, trainable, adapters)
     raw_model.score.requires_grad_(True)
-    base = state.get("trained", {}).get("base") or runs.frozen_base(None, source)
+    base = state.get("trained", {}).get("base") or run.frozen_base(None, source)
     if resume_from:
         reward_model.load_trained(raw_model, resume_from, state["trained"], n_known)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
@@ -282,21 +283,21 @@ if __name__ == "__main__":
     model = raw_model  # compiled block by block, so it is the same object
 
     # ---- state: fresh, or exactly as it was
-    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
+    seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout differs by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
+    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
     if resume_from:
-        runs.restore(parts, resume_from, state, rank_state, compress)
+        run.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        runs.prepare_out_dir(asked, "reward")
+        run.prepare_out_dir(asked, "reward")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
         load=corpus.load, valid=corpus.valid,
     )  # fmt: skip
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     stopping = False
 
     def evaluate_now(step: int) -> float:
@@ -334,22 +335,22 @@ if __name__ == "__main__":
         # <<< optimizer step
         log.advance()
 
-        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
             mine = sums[0].clone()
-            means = (dist.all_reduce_sum(sums) / pairs_per_step).tolist()  # waits for the device, so that
+            means = (ranks.all_reduce_sum(sums) / pairs_per_step).tolist()  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
-            tokens_per_s = dist.all_reduce_sum(seen).item() / seconds
+            tokens_per_s = ranks.all_reduce_sum(seen).item() / seconds
             values = {
                 "loss": means[0], "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_of(cfg, block_size) / peak / world_size,
-                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(mixture.epochs(step * pairs_per_step).max()), "accuracy": means[1], "margin": means[2],
                 "reward": means[3], "pairs_per_s": (step - mark_step) * pairs_per_step / seconds,
             }  # fmt: skip
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(parts, log, step, int(skipped[1]), mine, batches)
+                run.stop_not_finite(parts, log, step, int(skipped[1]), mine, batches)
             mark_time, mark_step = time.perf_counter(), step
             seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -359,14 +360,14 @@ if __name__ == "__main__":
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
             trained = {"trained": reward_model.trained_weights(raw_model, base)}
-            runs.save(
+            run.save(
                 parts, step, tokenizer, config, order, skipped, val_loss, log, base, reward_model.write_model, trained
             )
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = runs.finish_saving(parts, log)
+    saved = run.finish_saving(parts, log)
     if stopping:
         how = "the same command continues" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {step}; {how}")
@@ -374,5 +375,5 @@ if __name__ == "__main__":
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    dist.close()
+    ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saved))

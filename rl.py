@@ -24,24 +24,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import checkpoint
 import ddp as dist
-import memory_plan
-import policy_gradient as pg
 import prepare
-import rollouts
-import run_card
-import runs
-import train_utils
-from configurator import ConfigError, configure
-from critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
-from generate import cache_bytes
-from lora import LoRAConfig, adapters_off, set_trainable, trainable_table
+from configurator import configure
+from groundup.align import policy_gradient as pg
+from groundup.align import rollouts
+from groundup.align.critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
+from groundup.align.rewards import ModelReward, Rewards
+from groundup.align.rollouts import (
+    Drawn,
+    RolloutBatch,
+    Rollouts,
+    answer_logps,
+    describe_answers,
+    draw_groups,
+    learnt_rewards,
+)
+from groundup.errors import UserError
+from groundup.generate.engine import cache_bytes
+from groundup.tokens.prompts import Prompts
+from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import plan as memory_plan
+from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.log import RunLog, clock
+from groundup.train.lora import LoRAConfig, adapters_off, set_trainable, trainable_table
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.signals import StopSignal
 from model import ModelConfig, Transformer, flops_per_token, parameter_table
-from optim import Optimizer, learning_rate_at, stays_whole
-from prompts import Prompts
-from rewards import ModelReward, Rewards
-from rollouts import Drawn, RolloutBatch, Rollouts, answer_logps, describe_answers, draw_groups, learnt_rewards
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -148,26 +157,26 @@ TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped
 
 def check_config(config: dict, world_size: int) -> int:
     """Number of updates per step. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"total_batch_tokens": 0, "eval_steps": 0})
+    run.check_config(config | {"total_batch_tokens": 0, "eval_steps": 0})
     for key, allowed in {
         "algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES, "kl": pg.KL_PENALTIES,
         "reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask"),
     }.items():  # fmt: skip
-        runs.check_choice(config, key, allowed)
+        run.check_choice(config, key, allowed)
     least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
     least |= {"group_size": 2 if config["algorithm"] == "grpo" else 1}
     least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef", "kl_target"), 0)
     least |= dict.fromkeys(("clip_high", "value_clip", "value_learning_rate", "eval_prompts", "eval_answers"), 0)
     for key, minimum in least.items():
-        runs.check_least(config, key, minimum)
+        run.check_least(config, key, minimum)
     for key in ("clip_low", "gamma", "lam"):
-        runs.check_share(config, key)
+        run.check_share(config, key)
     for key in ("kl_coef", "kl_target", "unfinished_reward"):
         if not math.isfinite(config[key]):
-            raise ConfigError(f"config: {key} must be a finite number, got {config[key]}")
+            raise UserError(f"config: {key} must be a finite number, got {config[key]}")
     for key in ("temperature", "kl_horizon"):
         if not 0 < config[key] < math.inf:
-            raise ConfigError(f"config: {key} must be above 0, got {config[key]}")
+            raise UserError(f"config: {key} must be above 0, got {config[key]}")
     check_combinations(config)
     return count_updates(config, world_size)
 
@@ -175,33 +184,33 @@ def check_config(config: dict, world_size: int) -> int:
 def check_combinations(config: dict) -> None:
     """Raise ConfigError for settings that do not go together."""
     if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
-        raise ConfigError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
+        raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     if config["reference"] == "none" and (config["kl_coef"] or config["kl_target"]):
-        raise ConfigError(f"config: reference='none' needs kl_coef=0 and kl_target=0, got {config['kl_coef']}")
+        raise UserError(f"config: reference='none' needs kl_coef=0 and kl_target=0, got {config['kl_coef']}")
     if config["kl_target"] and not config["kl_coef"]:
-        raise ConfigError("config: kl_target needs a kl_coef above 0 to begin with")
+        raise UserError("config: kl_target needs a kl_coef above 0 to begin with")
     if config["algorithm"] == "ppo" and config["filter_groups"]:
-        raise ConfigError("config: filter_groups is for algorithm='grpo', which learns nothing from equal rewards")
+        raise UserError("config: filter_groups is for algorithm='grpo', which learns nothing from equal rewards")
     if config["algorithm"] == "grpo" and config["critic_from"]:
-        raise ConfigError("config: critic_from is for algorithm='ppo'; grpo has no critic")
+        raise UserError("config: critic_from is for algorithm='ppo'; grpo has no critic")
     if config["max_new_tokens"] >= config["block_size"]:
-        raise ConfigError(
+        raise UserError(
             f"config: max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in "
             f"block_size={config['block_size']}"
         )
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
 
 
 def count_updates(config: dict, world_size: int) -> int:
     """Updates per step: epochs_per_step x minibatches. Raises ConfigError if the ranks cannot share the work evenly."""
     if config["prompts_per_step"] % world_size:
-        raise ConfigError(
+        raise UserError(
             f"config: prompts_per_step={config['prompts_per_step']} must be a multiple of the {world_size} ranks"
         )
     each = config["prompts_per_step"] * config["group_size"] // world_size
     if each % config["minibatches"]:
-        raise ConfigError(
+        raise UserError(
             f"config: minibatches={config['minibatches']} must divide the {each} answers of a rank "
             f"(prompts_per_step * group_size / ranks)"
         )
@@ -245,7 +254,7 @@ def plan(
         memory_plan.describe_parts(
             memory_plan.memory_parts(cfg, config, trained, False, world_size, device, dtype, other)
         ),
-        f"time        of the updates below {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x "
+        f"time        of the updates below {clock(seconds / 0.4)} at 40 % of {world_size} x "
         f"{peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
@@ -273,7 +282,7 @@ def show_answer(one: Drawn, reward: float) -> str:
     return f"    {worth}  {asked:.60} -> {said:.100}"
 
 
-def report_evaluation(log: train_utils.RunLog, step: int, scores: dict) -> None:
+def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
     log.write("eval", step, scores)
     parts = [f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
     parts += [f"finished {100 * scores['finished']:.1f}%", f"length {scores['length']:.1f}"]
@@ -285,31 +294,31 @@ if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     n_updates = check_config(config, world_size)
-    torch_device, torch_dtype = runs.choose_device(config)
-    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if source is None and data != DEBUG_DATA:
-        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), debug_rows)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = runs.tuned_architecture(config | {"dropout": 0.0}, source, tokenizer.vocab_size)
+    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = run.tuned_architecture(config | {"dropout": 0.0}, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, 0.0, tuple(lora_modules.split(",")))
-    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_critic(config, source, tokenizer)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
     if longest < 1:  # check_config has looked at block_size
-        raise ConfigError(
+        raise UserError(
             f"config: reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens} leaves no "
             "room for a prompt"
         )
     corpus = Prompts(data, tokenizer, longest, seed, val_data, val_fraction)
     if not corpus.val:
-        raise ConfigError("config: no prompt is held out for validation; raise val_fraction or give val_data")
+        raise UserError("config: no prompt is held out for validation; raise val_fraction or give val_data")
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
@@ -320,33 +329,33 @@ if __name__ == "__main__":
         print("\n".join([*corpus.report(), text]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
         saved = {key: order[key] for key in ("reference_weights",) if key in order} | state["order"]  # it may lack that
-        runs.check_data_order(saved, order, {}, resume_from, start_step)
-        runs.check_same_parts(resume_from, state["config"], config)
+        run.check_data_order(saved, order, {}, resume_from, start_step)
+        run.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
-            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
     # ---- processes
-    stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s, ddp_debug)
-    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    stop_signal = StopSignal()
+    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
+    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
     if world.is_main:
-        runs.prepare_out_dir(asked, "rl")
+        run.prepare_out_dir(asked, "rl")
 
     # ---- policy, reference, optimizer, critic
-    train_utils.seed_everything(seed)
+    seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and (reference == "model" or not resume_from):
-        runs.load_start(raw_model, source, n_known)
+        run.load_start(raw_model, source, n_known)
     first_model = raw_model
     if reference == "model":
         first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
     set_trainable(raw_model, trainable, adapters)
-    base = runs.frozen_base(resume_from, source)
+    base = run.frozen_base(resume_from, source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     if compile:
         torch._dynamo.config.recompile_limit = 128  # eight lengths, with gradients and without, of three models
@@ -370,12 +379,12 @@ if __name__ == "__main__":
         critic = make_critic(config, critic_source, tokenizer, adapters, saved, world, torch_device, torch_dtype)
 
     # ---- state: fresh, or exactly as it was
-    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)
+    seed_everything(seed + 1_000_003 * start_step, world.rank)
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
     value_skipped = torch.tensor(state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
+    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
     if resume_from:
-        runs.restore(parts, resume_from, state, rank_state, compress)
+        run.restore(parts, resume_from, state, rank_state, compress)
     ddp.n_steps = start_step * n_updates
     kl_control = pg.AdaptiveKL(state["kl_coef"] if resume_from and kl_target else kl_coef, kl_target, kl_horizon)
     seen_scores = torch.tensor(state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
@@ -387,7 +396,7 @@ if __name__ == "__main__":
         rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
         batch_size=rows_at_a_time(config, world_size), dtype=torch_dtype,
     )  # fmt: skip
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     stopping = False
 
     def policy_logps(batch: RolloutBatch) -> Tensor:
@@ -406,7 +415,7 @@ if __name__ == "__main__":
         held_out = corpus.val[: eval_prompts or None]
         seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
         mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
-        found = dist.gather_objects((rollouts.score(rewards, mine), [len(one.ids) for one in mine]))
+        found = ranks.gather_objects((rollouts.score(rewards, mine), [len(one.ids) for one in mine]))
         lengths = torch.tensor([n for _, sizes in found for n in sizes])
         scores = describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
         report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)
@@ -432,7 +441,7 @@ if __name__ == "__main__":
             ddp.flush()  # updates that wait for the next forward
             groups = draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
             sizes = [len(one.ids) for one in groups.drawn]
-            of_all = dist.gather_objects((groups.scores, sizes, groups.n_redrawn, groups.n_tokens, groups.seconds))
+            of_all = ranks.gather_objects((groups.scores, sizes, groups.n_redrawn, groups.n_tokens, groups.seconds))
             scores, lengths = (torch.cat([torch.as_tensor(one[k]) for one in of_all], dim=-1) for k in (0, 1))
             figures = describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
             if normalise_rewards:
@@ -504,14 +513,14 @@ if __name__ == "__main__":
             continue
         log.advance()
 
-        sums = dict(zip(TOKEN_SUMS, dist.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
+        sums = dict(zip(TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
         n_learnt = int(counts.sum())
         figures |= describe_updates(sums, n_updates, epochs_per_step, n_learnt)
-        figures["ratio_max"] = max(dist.gather_objects(ratio_max.item()))
+        figures["ratio_max"] = max(ranks.gather_objects(ratio_max.item()))
         figures |= {"kl_coef": kl_control.coefficient, "positions": sums["positions"]}
         kl_control.update(figures["kl_answer"], n_learnt)
         since_log.append(figures)
-        stopping = dist.any_rank(stop_signal.received > 0)
+        stopping = ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
             seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
             means = {key: mean_of_finite([one[key] for one in since_log]) for key in figures}
@@ -522,7 +531,7 @@ if __name__ == "__main__":
             values_now = means | {
                 "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(corpus.order(prompts_per_step).epochs(step * prompts_per_step).max()),
                 "ratio_max": max(one["ratio_max"] for one in since_log),
                 "draw_tokens_per_s": draw_rate, "draw_share": draw_share,
@@ -531,8 +540,8 @@ if __name__ == "__main__":
             log.train(step, values_now, seconds / n_steps)
             for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
                 if in_a_row >= max_skipped:
-                    runs.report_save(parts, log)
-                    raise runs.TrainingError(
+                    run.report_save(parts, log)
+                    raise UserError(
                         f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient; lower "
                         f"{key} or continue from an earlier checkpoint"
                     )
@@ -547,17 +556,17 @@ if __name__ == "__main__":
             if critic:
                 other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
                 other |= {"value_skipped": value_skipped.tolist()}
-            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other)
+            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = runs.finish_saving(parts, log)
+    saved = run.finish_saving(parts, log)
     if stopping:
         how = "the same command continues" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {step}; {how}")
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    dist.close()
+    ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saved))

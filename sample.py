@@ -21,16 +21,17 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-import reward_model
-import train_utils
-from answers import Answers, Rank
-from best_of import Judge
-from chat import Chat, converse
 from configurator import configure
-from generate import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
+from groundup.align import reward_model
+from groundup.align.best_of import Judge
+from groundup.errors import UserError
+from groundup.generate.answers import Answers, Rank
+from groundup.generate.chat import Chat, converse
+from groundup.generate.engine import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
+from groundup.generate.sampling import SamplingParams
+from groundup.train import checkpoint
+from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
-from sampling import SampleError, SamplingParams
 from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -101,16 +102,16 @@ def stop_ids(value: str) -> frozenset[int]:
     try:
         return frozenset(int(part) for part in value.split(",") if part.strip())
     except ValueError:
-        raise SampleError(f"sample: stop_token_ids must be numbers separated by commas, got {value!r}") from None
+        raise UserError(f"sample: stop_token_ids must be numbers separated by commas, got {value!r}") from None
 
 
 def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
     """Whether a prompt is what a user says. Raises SampleError."""
     if value not in ("auto", "yes", "no"):
-        raise SampleError(f"sample: chat must be auto, yes or no, got {value!r}")
+        raise UserError(f"sample: chat must be auto, yes or no, got {value!r}")
     able = tokenizer.im_start_id >= 0 and tokenizer.im_end_id >= 0
     if value == "yes" and not able:
-        raise SampleError(f"sample: chat=yes, but the tokenizer of {directory} has no <|im_start|> and <|im_end|>")
+        raise UserError(f"sample: chat=yes, but the tokenizer of {directory} has no <|im_start|> and <|im_end|>")
     return able and (value == "yes" or value == "auto" and is_tuned(directory))
 
 
@@ -118,7 +119,7 @@ def is_tuned(directory: Path) -> bool:
     """Whether a model has learnt to answer. Every model of ours carries the chat template, so for one of ours its run's
     config.py tells, which names the script that made it; another's has been tuned if it has a ChatML template."""
     own, config = directory / "config.py", directory.resolve().parent / "config.py"
-    config = own if own.exists() else config  # merge.py takes it along
+    config = own if own.exists() else config  # tools/merge.py takes it along
     first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
     script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
     if script:
@@ -133,13 +134,13 @@ def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
     """Raise SampleError if the settings do not go with answers ranked by a reward model."""
     by, source = config["best_of_by"], config["reward_from"]
     if (by == "reward") != bool(source):
-        raise SampleError(f"sample: best_of_by=reward and reward_from=DIR go together, got {by} and {source!r}")
+        raise UserError(f"sample: best_of_by=reward and reward_from=DIR go together, got {by} and {source!r}")
     if source and config["num_beams"] > 1:
-        raise SampleError(f"sample: best_of_by=reward ranks samples, not beams; got num_beams={config['num_beams']}")
+        raise UserError(f"sample: best_of_by=reward ranks samples, not beams; got num_beams={config['num_beams']}")
     if source and in_terminal:
-        raise SampleError("sample: best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT")
+        raise UserError("sample: best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT")
     if source and not talk:
-        raise SampleError("sample: best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes")
+        raise UserError("sample: best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes")
 
 
 def prompt_ids(
@@ -150,14 +151,14 @@ def prompt_ids(
     what a user says; else, or if it is `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
     if isinstance(prompt, str) and (plain or not talk):
         if rewarded:
-            raise SampleError("sample: a text to continue has no reward; give it as prompt or messages")
+            raise UserError("sample: a text to continue has no reward; give it as prompt or messages")
         return begin_prompt(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     if roles[-1:] == ["assistant"]:
         messages, roles = messages[:-1], roles[:-1]
         if roles[-1:] in ([], ["system"], ["assistant"]):
-            raise SampleError("sample: before the assistant's last message there is nothing to answer")
+            raise UserError("sample: before the assistant's last message there is nothing to answer")
     if system and roles and roles[0] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.render(messages, add_generation_prompt=True)[0]
@@ -231,24 +232,24 @@ if __name__ == "__main__":
     config = configure(globals())
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if prompt and prompts:
-        raise SampleError("sample: both prompt and prompts are given; give one of them")
+        raise UserError("sample: both prompt and prompts are given; give one of them")
     if batch_size < 1:
-        raise SampleError(f"sample: batch_size must be at least 1, got {batch_size}")
-    torch_device = train_utils.choose_device(device)
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+        raise UserError(f"sample: batch_size must be at least 1, got {batch_size}")
+    torch_device = choose_device(device)
+    torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
     tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
     if reward_model.is_reward_model(directory):
-        raise SampleError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
+        raise UserError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
     cfg = checkpoint.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
     as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
     in_terminal = talk and not prompt and not prompts
     if system and not talk and not prompts:
-        raise SampleError(f"sample: system={system!r} needs a chat, and this prompt is continued; give --chat=yes")
+        raise UserError(f"sample: system={system!r} needs a chat, and this prompt is continued; give --chat=yes")
     if in_terminal and as_json:
-        raise SampleError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
+        raise UserError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
     check_reward_keys(config, talk, in_terminal)
     reward_dir = reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
     if as_json:
@@ -263,7 +264,7 @@ if __name__ == "__main__":
     judge = Judge(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
     rank = partial(judge.rank, n=n) if judge else None
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(judge))
-    with train_utils.autocast(torch_device, torch_dtype), quiet_end():
+    with autocast(torch_device, torch_dtype), quiet_end():
         if as_json:
             answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
         elif in_terminal:

@@ -20,21 +20,22 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import ddp as dist
-import memory_plan
 import prepare
-import run_card
-import runs
-import train_utils
-from configurator import ConfigError, configure
-from conversations import Batch, ChatCorpus
-from data import Batches
-from generate import generate, never_sampled
-from lora import LoRAConfig, set_trainable, trainable_table
+from configurator import configure
+from groundup.errors import UserError
+from groundup.generate.engine import generate, never_sampled
+from groundup.generate.sampling import SamplingParams
+from groundup.tokens.batches import Batches
+from groundup.tokens.conversations import Batch, ChatCorpus
+from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import plan as memory_plan
+from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
+from groundup.train.log import RunLog, clock
+from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.signals import StopSignal
 from model import IGNORE, ModelConfig, Transformer, cross_entropy, flops_per_token, token_scores
-from optim import Optimizer, learning_rate_at, stays_whole
-from sampling import SamplingParams
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -119,14 +120,14 @@ DEBUG_DATA = "data/debug/chat.jsonl"
 
 def check_config(config: dict, world_size: int) -> int:
     """Tokens per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
-    runs.check_config(config | {"batch_size": config["batch_size"] or 1})
+    run.check_config(config | {"batch_size": config["batch_size"] or 1})
     for key in ("max_steps", "neftune_alpha", "eval_answers"):
-        runs.check_least(config, key, 0)
-    runs.check_share(config, "val_fraction")
-    runs.check_least(config, "eval_new_tokens", 1)
+        run.check_least(config, key, 0)
+    run.check_share(config, "val_fraction")
+    run.check_least(config, "eval_new_tokens", 1)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise ConfigError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return runs.count_tokens(config, world_size)
+        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    return run.count_tokens(config, world_size)
 
 
 def debug_rows(talks: list[list[dict]]) -> list[dict]:
@@ -155,13 +156,13 @@ def plan(
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
         memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
-        f"time        {train_utils.clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+        f"time        {clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
 
 
 def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """What the head reads at the positions that have a label, (n, C): the others need no logits."""
-    with train_utils.autocast(device, dtype):
+    with autocast(device, dtype):
         return model(batch.x, documents=batch.documents, index=batch.index)
 
 
@@ -182,7 +183,7 @@ def evaluate(
             nats, right = token_scores(hidden, model.lm_head.weight, batch.targets)
             counts = [nats.double().sum().item(), n_labels, right.sum().item(), n_bytes]
             sums[source] += torch.tensor(counts, dtype=torch.float64)
-    dist.all_reduce_sum(sums)
+    ranks.all_reduce_sum(sums)
     model.train()
     mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * sums / sums[:, 1:2].clamp(min=1)).sum(0)
     of = {"": mixed} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
@@ -205,15 +206,15 @@ def answer(
 
 
 def answer_questions(
-    model: Transformer, tokenizer: Tokenizer, questions: list[list[dict]], max_new_tokens: int, world: dist.World
+    model: Transformer, tokenizer: Tokenizer, questions: list[list[dict]], max_new_tokens: int, world: ranks.World
 ) -> float:
     """Share of the questions, which the ranks share out, whose greedy answer ends by itself; nan if there are none."""
     mine = answer(model, tokenizer, questions[world.rank :: world.world_size], max_new_tokens)
-    ended = dist.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
+    ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
     return (ended[0] / ended[1]).item()
 
 
-def report_evaluation(log: train_utils.RunLog, step: int, scores: dict, samples: list[tuple[str, str]]) -> None:
+def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[tuple[str, str]]) -> None:
     log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
     parts += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
@@ -230,23 +231,23 @@ if __name__ == "__main__":
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config["total_batch_tokens"] = check_config(config, world_size)
     rows_per_step = config["total_batch_tokens"] // block_size
-    torch_device, torch_dtype = runs.choose_device(config)
-    peak = peak_tflops * 1e12 or train_utils.peak_flops(torch_device, torch_dtype)
+    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     if source is None and data != DEBUG_DATA:
-        raise ConfigError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
+        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), debug_rows)
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = runs.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = runs.tuned_architecture(config, source, tokenizer.vocab_size)
+    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
+    cfg = run.tuned_architecture(config, source, tokenizer.vocab_size)
     adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
-    runs.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     if not corpus.val:
-        raise ConfigError("config: no conversation is held out for validation; raise val_fraction or give val_data")
+        raise UserError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
     memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
     samples = rows_per_step // world_size  # of each rank
@@ -266,32 +267,32 @@ if __name__ == "__main__":
         print("\n".join([*corpus.report(), text, *chosen, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = runs.find_resume(config, cfg, verbose=rank == 0)
+    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
     state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
     start_step = state.get("step", 0)
     if resume_from:
-        runs.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
-        runs.check_same_parts(resume_from, state["config"], config)
+        run.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
+        run.check_same_parts(resume_from, state["config"], config)
         if rank == 0:
-            print(runs.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
 
     # ---- processes
-    stop_signal = train_utils.StopSignal()
-    world = dist.init(torch_device.type, timeout_s, ddp_debug)
+    stop_signal = StopSignal()
+    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
     batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
     config["batch_size"] = asked["batch_size"] = batch_size
     accum_steps = rows_per_step // (batch_size * world_size)
-    runs.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
+    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
 
     # ---- model, optimizer
-    train_utils.seed_everything(seed)
+    seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and not resume_from:
-        runs.load_start(raw_model, source, n_known)
+        run.load_start(raw_model, source, n_known)
     set_trainable(raw_model, trainable, adapters)
     if resume_from:
         checkpoint.load_weights(raw_model, resume_from)
-    base = runs.frozen_base(resume_from, source)
+    base = run.frozen_base(resume_from, source)
     raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
     raw_model.neftune_alpha = neftune_alpha
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
@@ -309,14 +310,14 @@ if __name__ == "__main__":
     model = raw_model  # compiled block by block, so it is the same object
 
     # ---- state: fresh, or exactly as it was
-    train_utils.seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout and noise differ by rank
+    seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout and noise differ by rank
     skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = runs.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, runs.Writer(async_save, timeout_s))
+    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
     if resume_from:
-        runs.restore(parts, resume_from, state, rank_state, compress)
+        run.restore(parts, resume_from, state, rank_state, compress)
     state = rank_state = None  # as large as the optimizer's
     if world.is_main:
-        runs.prepare_out_dir(asked, "sft")
+        run.prepare_out_dir(asked, "sft")
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
         load=corpus.load, valid=corpus.label_weight,
@@ -326,7 +327,7 @@ if __name__ == "__main__":
     questions = [messages for messages, _ in corpus.prompts(eval_answers)]
     asked = [text for text in sample_prompts.split("|") if text]
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = train_utils.RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
+    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
     stopping = False
 
     def evaluate_now(step: int) -> float:
@@ -357,7 +358,7 @@ if __name__ == "__main__":
             batch = batches.next()
             n_labels, batch = len(batch.targets), batch.even()
             hidden = label_states(model, batch, torch_device, torch_dtype)
-            with train_utils.autocast(torch_device, torch_dtype):
+            with autocast(torch_device, torch_dtype):
                 loss, nats = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
             loss = loss * (world_size / max(n_targets, 1e-6))  # the loss is a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
@@ -370,17 +371,17 @@ if __name__ == "__main__":
         # <<< optimizer step
         log.advance()
 
-        last, stopping = step == max_steps, dist.any_rank(stop_signal.received > 0)
+        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
-            mean_loss = dist.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
+            mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
-            dist.all_reduce_sum(by_source)
-            tokens_per_s, labels_per_s = (dist.all_reduce_sum(seen) / seconds).tolist()
+            ranks.all_reduce_sum(by_source)
+            tokens_per_s, labels_per_s = (ranks.all_reduce_sum(seen) / seconds).tolist()
             values = {
                 "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
                 "tokens": step * config["total_batch_tokens"], "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": train_utils.peak_memory_gib(torch_device), "skipped": int(skipped[0]),
+                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(mixture.epochs(step * rows_per_step).max()), "labels_per_s": labels_per_s,
             }  # fmt: skip
             if len(corpus.names) > 1:
@@ -389,7 +390,7 @@ if __name__ == "__main__":
             values |= corpus.tokens_seen(mixture, step * rows_per_step)
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
-                runs.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
+                run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
             seen.zero_()
         pause, val_loss = time.perf_counter(), None
@@ -398,12 +399,12 @@ if __name__ == "__main__":
         if step % eval_every == 0 or last:
             val_loss = evaluate_now(step)
         if step % save_every == 0 or last or stopping:
-            runs.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = runs.finish_saving(parts, log)
+    saved = run.finish_saving(parts, log)
     if stopping:
         how = "the same command continues" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {step}; {how}")
@@ -411,5 +412,5 @@ if __name__ == "__main__":
     log.close()
     if world.is_main:
         run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    dist.close()
+    ranks.close()
     sys.exit(stop_signal.exit_code if stopping else int(not saved))

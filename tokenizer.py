@@ -40,9 +40,20 @@ import sentencepiece
 import tiktoken
 from tqdm import tqdm
 
-from bpe import MAX_CHARS, PATTERNS, Corpus, blocks, count_chunks, merge_below, merges_of, scrub, train_bpe
 from configurator import configure
-from readers import Report, find_files, read_documents
+from groundup.errors import UserError
+from groundup.files.readers import Report, find_files, read_documents
+from groundup.tokens.bpe import (
+    MAX_CHARS,
+    PATTERNS,
+    Corpus,
+    blocks,
+    count_chunks,
+    merge_below,
+    merges_of,
+    scrub,
+    train_bpe,
+)
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to learn from, or to measure: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -78,10 +89,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class TokenizerError(ValueError):
-    """A tokenizer that cannot be trained, read or used as asked; printed as one line, without a traceback."""
 
-    one_line = True
 
 
 # ---- training: both backends -----------------------------------------------------------------
@@ -95,20 +103,20 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
     sentencepiece also too small or too large for the text.
     """
     if backend == "sentencepiece" and pattern != "gpt4":
-        raise TokenizerError(f"tokenizer: pattern={pattern!r} is for backend=bpe; sentencepiece cuts text its own way")
+        raise UserError(f"tokenizer: pattern={pattern!r} is for backend=bpe; sentencepiece cuts text its own way")
     if backend not in ("bpe", "sentencepiece"):
-        raise TokenizerError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
+        raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
     check_pattern(pattern)
     size = -(-vocab_size // SIZE_STEP) * SIZE_STEP
     if size < SMALLEST:
-        raise TokenizerError(f"tokenizer: vocab_size={vocab_size} cannot hold bytes and specials; use >= {SMALLEST}")
+        raise UserError(f"tokenizer: vocab_size={vocab_size} cannot hold bytes and specials; use >= {SMALLEST}")
     if size != vocab_size:
         print(f"tokenizer: vocab_size={vocab_size} is rounded up to {size}, a multiple of {SIZE_STEP}")
     if backend == "sentencepiece":
         return Tokenizer(sentencepiece_files(train_sentencepiece(texts, size)))
     counts = count_chunks(texts, PATTERNS[pattern])
     if not counts:
-        raise TokenizerError("tokenizer: the input holds no text to learn from")
+        raise UserError("tokenizer: the input holds no text to learn from")
     tokenizer = Tokenizer(bpe_files(train_bpe(counts, size - 256 - len(SPECIALS)), PATTERNS[pattern]))
     if tokenizer.vocab_size < size:
         print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
@@ -117,7 +125,7 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
 
 def check_pattern(pattern: str) -> None:
     if pattern not in PATTERNS:
-        raise TokenizerError(f"tokenizer: unknown pattern {pattern!r}; use one of {', '.join(PATTERNS)}")
+        raise UserError(f"tokenizer: unknown pattern {pattern!r}; use one of {', '.join(PATTERNS)}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, exactly: bool = True) -> bytes:
@@ -150,7 +158,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, exactly: bool = T
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise TokenizerError(f"tokenizer: {sentencepiece_advice(str(error), vocab_size)}") from None
+        raise UserError(f"tokenizer: {sentencepiece_advice(str(error), vocab_size)}") from None
     return model.getvalue()
 
 
@@ -314,7 +322,7 @@ class ByteLevelBPE:
         self.nfc = needs_nfc(description.get("normalizer"))
         self.pattern = split_pattern(description.get("pre_tokenizer"))
         if model.get("type") != "BPE" or any(model.get(key) for key in NOT_BYTE_LEVEL):
-            raise TokenizerError(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+            raise UserError(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
         extra = self.special_tokens | words
         ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in extra}
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -323,7 +331,7 @@ class ByteLevelBPE:
         self.encoding = tiktoken.Encoding("bpe", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=extra)
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: word.encode() for word, i in words.items()}
         if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != ALL_KINDS.encode():
-            raise TokenizerError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
+            raise UserError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
     def encode(self, text: str) -> list[int]:
         if len(text) > MAX_CHARS:
@@ -353,7 +361,7 @@ def added_words(added: list[dict]) -> dict[str, int]:
     flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
     names = sorted(token["content"] for token in added)
     if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
-        raise TokenizerError("its added words overlap, or take in the white space around them, which is not supported")
+        raise UserError("its added words overlap, or take in the white space around them, which is not supported")
     return words
 
 
@@ -366,7 +374,7 @@ def needs_nfc(normalizer: dict | None) -> bool:
     if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
         return False
     if normalizer["type"] != "NFC":
-        raise TokenizerError(f"its normalizer {normalizer['type']!r} is not supported; none and NFC are")
+        raise UserError(f"its normalizer {normalizer['type']!r} is not supported; none and NFC are")
     return True
 
 
@@ -383,7 +391,7 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
             # Every match is a chunk, either way. Whether all text matches is tried with ALL_KINDS.
             if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
                 return splits[0]["pattern"]["Regex"]
-    raise TokenizerError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+    raise UserError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
 
 
 def in_chars(token: bytes) -> str:
@@ -395,12 +403,12 @@ def in_bytes(word: str) -> bytes:
     try:
         return bytes([TO_BYTE[char] for char in word])
     except KeyError:
-        raise TokenizerError(f"its token {word!r} is not written in byte-level BPE's alphabet") from None
+        raise UserError(f"its token {word!r} is not written in byte-level BPE's alphabet") from None
 
 
 def check_ids(ids: list) -> None:
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
-        raise TokenizerError("two of its tokens have the same id, or an id is not a number")
+        raise UserError("two of its tokens have the same id, or an id is not a number")
 
 
 def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole_chunks: bool) -> None:
@@ -412,10 +420,10 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
     need not lead to a token if the list has all its splits into two tokens (Llama 3's was made from the tokens).
     """
     if missing := sum(bytes([b]) not in ranks for b in range(256)):
-        raise TokenizerError(f"{missing} of the 256 bytes have no token")
+        raise UserError(f"{missing} of the 256 bytes have no token")
     order = [ranks.get(left + right, -1) for left, right in merges]
     if order and (order[0] < 0 or any(a > b for a, b in zip(order, order[1:], strict=False))):
-        raise TokenizerError("its merges are not in the order of the token ids, or make tokens that do not exist")
+        raise UserError("its merges are not in the order of the token ids, or make tokens that do not exist")
     listed = set(merges)
     for token, rank in ranks.items():
         if len(token) == 1:
@@ -427,7 +435,7 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
             splits = [(token[:i], token[i:]) for i in range(1, len(token))]
             known = whole_chunks and all(s in listed for s in splits if s[0] in ranks and s[1] in ranks)
         if not known:
-            raise TokenizerError(f"its token {rank} ({token!r}) does not follow from its merges")
+            raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
 
 
 class SentencePieceBPE:
@@ -438,7 +446,7 @@ class SentencePieceBPE:
         try:
             self.processor = sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
         except RuntimeError:
-            raise TokenizerError("tokenizer.model is damaged") from None
+            raise UserError("tokenizer.model is damaged") from None
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.special_tokens = {token["content"]: int(i) for i, token in added_tokens.items() if token["special"]}
         self.token_bytes = {}
@@ -504,15 +512,15 @@ def imported(files: dict[str, bytes], pattern: str = "", specials: str = "") -> 
     names = [name.strip() for name in specials.split(",") if name.strip()]
     if "tokenizer.json" in files:
         if pattern or names:
-            raise TokenizerError("tokenizer.json has a pattern and special tokens of its own; leave out these options")
+            raise UserError("tokenizer.json has a pattern and special tokens of its own; leave out these options")
         return files
     for name, content in files.items():
         if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
             return rank_files(read_ranks(content), name, pattern, names)
     if "tokenizer.model" not in files:
-        raise TokenizerError("it is neither a list of ranks nor a model of sentencepiece nor a tokenizer.json")
+        raise UserError("it is neither a list of ranks nor a model of sentencepiece nor a tokenizer.json")
     if pattern:
-        raise TokenizerError(f"it is a model of sentencepiece, which has no use for pattern={pattern!r}")
+        raise UserError(f"it is a model of sentencepiece, which has no use for pattern={pattern!r}")
     config = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "ChatGLM" in config.get("tokenizer_class", ""):
         names = names or list(CHATGLM)
@@ -526,7 +534,7 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     fields = [line.split() for line in content.splitlines() if line]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
     if len(ranks) < len(fields):
-        raise TokenizerError(f"{len(fields) - len(ranks)} of its tokens are listed twice")
+        raise UserError(f"{len(fields) - len(ranks)} of its tokens are listed twice")
     return ranks
 
 
@@ -534,7 +542,7 @@ def rank_files(ranks: dict[bytes, int], name: str, pattern: str, specials: list[
     """{file name: content} of a list of ranks called `name`. Raises TokenizerError: pattern not known."""
     matching = [kind for key, kind in RANK_FILES.items() if key in name.lower() or kind.n_tokens == len(ranks)]
     if not matching and not pattern:
-        raise TokenizerError(f"{name} does not say how it cuts text; give --pattern={'|'.join(PATTERNS)}")
+        raise UserError(f"{name} does not say how it cuts text; give --pattern={'|'.join(PATTERNS)}")
     kind = matching[0] if matching else RankFile(pattern, 0, {"<|endoftext|>": 0})
     check_pattern(pattern := pattern or kind.pattern)
     above = 1 + max(ranks.values())
@@ -584,7 +592,7 @@ def extended(tokenizer: "Tokenizer", texts: Iterable[str], n_new: int) -> "Token
     Raises TokenizerError: no text, protobuf is not installed.
     """
     if n_new <= 0:
-        raise TokenizerError(f"tokenizer: it has {tokenizer.vocab_size} ids already; give a larger vocab_size")
+        raise UserError(f"tokenizer: it has {tokenizer.vocab_size} ids already; give a larger vocab_size")
     size = -(-(tokenizer.vocab_size + n_new) // SIZE_STEP) * SIZE_STEP
     if tokenizer.backend == "sentencepiece":
         return Tokenizer(tokenizer.files | extended_model(tokenizer, texts, size))
@@ -596,7 +604,7 @@ def extended_bpe(tokenizer: "Tokenizer", texts: Iterable[str], size: int) -> dic
     texts = (unicodedata.normalize("NFC", text) if engine.nfc else text for text in texts)
     counts = count_chunks(texts, engine.pattern)
     if not counts:
-        raise TokenizerError("tokenizer: the input holds no text to learn from")
+        raise UserError("tokenizer: the input holds no text to learn from")
     description = json.loads(tokenizer.files["tokenizer.json"])
     model, added = description["model"], description["added_tokens"]
     names = {token["content"]: token["id"] for token in added}
@@ -664,7 +672,7 @@ def extended_model(tokenizer: "Tokenizer", texts: Iterable[str], size: int) -> d
     try:
         from sentencepiece.sentencepiece_model_pb2 import ModelProto
     except ImportError:
-        raise TokenizerError("tokenizer: to extend a sentencepiece model: pip install protobuf") from None
+        raise UserError("tokenizer: to extend a sentencepiece model: pip install protobuf") from None
     model, config = ModelProto(), json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
     model.ParseFromString(tokenizer.files["tokenizer.model"])
     decoder = config.setdefault("added_tokens_decoder", {})
@@ -744,13 +752,13 @@ class Tokenizer:
         """
         files, generation_config = read_files(path)
         if not set(files) - {"tokenizer_config.json", "chat_template.jinja"}:
-            raise TokenizerError(f"tokenizer: no tokenizer.json or tokenizer.model in {path}; train a tokenizer")
+            raise UserError(f"tokenizer: no tokenizer.json or tokenizer.model in {path}; train a tokenizer")
         try:
             return cls(imported(files, pattern, specials), generation_config)
-        except TokenizerError as error:
-            raise TokenizerError(f"tokenizer: cannot use {path}: {error}") from None
+        except UserError as error:
+            raise UserError(f"tokenizer: cannot use {path}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # what a malformed file makes of the parsing
-            raise TokenizerError(f"tokenizer: {path} is damaged: {type(error).__name__}: {error}") from None
+            raise UserError(f"tokenizer: {path} is damaged: {type(error).__name__}: {error}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read. Each appears whole or not at all."""
@@ -806,9 +814,9 @@ class Tokenizer:
         stops, so that the newline is never the model's to say.
         """
         if self.im_start_id < 0 or self.im_end_id < 0:
-            raise TokenizerError("tokenizer: this tokenizer has no <|im_start|> and <|im_end|>, so no conversations")
+            raise UserError("tokenizer: this tokenizer has no <|im_start|> and <|im_end|>, so no conversations")
         if not messages:
-            raise TokenizerError("tokenizer: a conversation needs at least one message")
+            raise UserError("tokenizer: a conversation needs at least one message")
         segments = []  # (ids, whether they are learnt)
         for i, message in enumerate(messages):
             role, content = checked_message(message, i)
@@ -824,7 +832,7 @@ class Pieces(dict):
     """{id: bytes}, with an error of our own for an id that is not there."""
 
     def __missing__(self, token_id: int) -> bytes:
-        raise TokenizerError(f"tokenizer: id {token_id} is not one of the tokenizer's {len(self)} ids")
+        raise UserError(f"tokenizer: id {token_id} is not one of the tokenizer's {len(self)} ids")
 
 
 def find_special(
@@ -845,9 +853,9 @@ def checked_message(message: dict, i: int) -> tuple[str, str]:
     """(role, content) of message number i. Raises TokenizerError."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if role not in ROLES:
-        raise TokenizerError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
+        raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise TokenizerError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
+        raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
     return role, content
 
 
@@ -871,7 +879,7 @@ def read_bytes(path: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise TokenizerError(f"tokenizer: cannot read {path}: {error.strerror}") from None
+        raise UserError(f"tokenizer: cannot read {path}: {error.strerror}") from None
 
 
 class StreamDecoder:
@@ -984,7 +992,7 @@ def parse_mixture(spec: str) -> list[tuple[str, float]]:
     if not any(found):
         return []
     if not all(match and float(match[2]) > 0 for match in found):
-        raise TokenizerError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
+        raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
     return [(match[1], float(match[2])) for match in found if match]
 
 
@@ -1073,11 +1081,11 @@ if __name__ == "__main__":
         tokenizer.save(out_dir)
         show(tokenizer, out_dir, {})
     elif not input:
-        raise TokenizerError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
+        raise UserError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
     else:
         old = Tokenizer.load(extend, pattern, specials) if extend else None
         if old and old.backend != backend and backend != "bpe":
-            raise TokenizerError(f"tokenizer: {extend} is {old.backend}, so leave out backend={backend}")
+            raise UserError(f"tokenizer: {extend} is {old.backend}, so leave out backend={backend}")
         texts = learning_texts(sources_of(input, text_key), max_mb, kept)
         if old:
             tokenizer = extended(old, texts, vocab_size - old.vocab_size)

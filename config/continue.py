@@ -6,7 +6,7 @@ r"""Continued pretraining: a model of others learns a new field and more Chinese
     python pretrain.py config/continue.py --init_from=path/to/llama --data_dir=data/field
 
 Embedding and head, which have rows for the new tokens, are trained whole, the blocks by adapters of rank 8. 85 % of the
-tokens are of the kind that it was trained on. python merge.py makes a plain model of the result.
+tokens are of the kind that it was trained on. python tools/merge.py makes a plain model of the result.
 """
 
 out_dir = "out/continue"

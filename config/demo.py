@@ -1,8 +1,8 @@
 r"""What `make demo` trains: a small model of Python's own documentation and sources, and of 70 KB of Chinese prose, on
 two CPU cores in six minutes.
 
-    python prepare.py --input='en: python-docs, weight=0.97; zh: data/zh_sample.txt, txt_split=blank, weight=0.03' \
-        --out_dir=data/demo --vocab_size=4096
+    python prepare.py --out_dir=data/demo --vocab_size=4096 \
+        --input='en: python-docs, weight=0.97; zh: groundup/demo/zh_sample.txt, txt_split=blank, weight=0.03'
     python pretrain.py config/demo.py
     python sample.py --init_from=out/demo --prompt=The --temperature=0.7
 """

@@ -2,7 +2,7 @@
 
     python sft.py config/lora.py --init_from=path/to/Qwen3-0.6B --data=chat.jsonl
     python sft.py config/lora.py --init_from=out/small --data=chat.jsonl --learning_rate=1e-3    # below 100M
-    python merge.py --init_from=out/lora --out_dir=out/lora_merged                                 # a plain model again
+    python tools/merge.py --init_from=out/lora --out_dir=out/lora_merged                           # a plain model again
 
 Checkpoints hold the adapters alone, in the format of peft. On CPUs add --compile=False --total_batch_tokens=8192.
 """

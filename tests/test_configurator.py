@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import ConfigError, configure, resolve, write_config
+from configurator import configure, resolve, write_config
+from groundup.errors import UserError
 
 ROOT = Path(configurator.__file__).parent
 KEYS = {
@@ -47,7 +48,7 @@ def changed(argv: list[str]) -> dict:
 
 
 def mistake(argv: list[str]) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         resolve(KEYS, argv)
     return str(caught.value)
 

@@ -43,8 +43,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddp
-import ranks
-from optim import OptimError, Optimizer, learning_rate_at, stays_whole
+from groundup.errors import UserError
+from groundup.train import ranks
+from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
 
 ROWS = 8  # sequences in the global batch
 
@@ -247,7 +248,7 @@ def check_zero1_equals_plain(world: ddp.World) -> None:
         )
     parallel, _ = setup(zero1=True)
     if world.world_size > 1:
-        with pytest.raises(OptimError, match="whole matrices, but a shard ends inside one; see DDP's keep_whole"):
+        with pytest.raises(UserError, match="whole matrices, but a shard ends inside one; see DDP's keep_whole"):
             Optimizer(parallel.buckets, "muon")
 
 

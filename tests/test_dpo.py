@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_rl import forget
 
-import checkpoint
 import prepare
-import token_logps
-from lora import LoRAConfig, set_trainable
+from groundup.align import token_logps
+from groundup.align.losses import LOSSES, REFERENCE_FREE, answer_logps, losses_and_metrics, pair_losses, reference_logps
+from groundup.errors import UserError
+from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
+from groundup.train import checkpoint
+from groundup.train.lora import LoRAConfig, set_trainable
 from model import IGNORE, ModelConfig, Transformer
-from pairs import PairBatch, PairCorpus, load_pairs
-from preference import LOSSES, REFERENCE_FREE, answer_logps, losses_and_metrics, pair_losses, reference_logps
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -463,11 +464,11 @@ def test_a_reference_of_something_else_is_refused(run, tmp_path, base):
     for flag, says in cases:
         with pytest.raises(Exception, match=f"another {says}; delete") as caught:
             run(*flags, f"--out_dir={tmp_path / 'other'}", flag)
-        assert caught.value.one_line and not (tmp_path / "other").exists()
+        assert isinstance(caught.value, UserError) and not (tmp_path / "other").exists()
     made.write_bytes(b"junk")
     with pytest.raises(Exception, match="cannot be read") as caught:
         run(*flags, f"--out_dir={tmp_path / 'other'}")
-    assert caught.value.one_line and before != made.read_bytes()
+    assert isinstance(caught.value, UserError) and before != made.read_bytes()
 
 
 def test_easy_pairs_come_first(run, tmp_path, base):
@@ -565,7 +566,7 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
 def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
     with pytest.raises(Exception) as caught:
         run(*flags)
-    assert caught.value.one_line and says in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, UserError) and says in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -574,7 +575,7 @@ def test_a_resume_with_other_pairs_or_parts_is_refused(run, tmp_path):
     for flag in ("--lora_rank=4", "--trainable=all", "--total_batch_pairs=8", "--val_fraction=0.3"):
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
             run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
-        assert caught.value.one_line
+        assert isinstance(caught.value, UserError)
 
 
 @pytest.mark.parametrize("kind", ["model", "precomputed"])
@@ -589,7 +590,7 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base, kind):
     (tmp_path / "out" / "reference.safetensors").unlink(missing_ok=True)
     with pytest.raises(Exception, match="reference_weights=") as caught:
         run(*flags, "--max_steps=2")
-    assert caught.value.one_line
+    assert isinstance(caught.value, UserError)
     forget(tmp_path / "out" / "latest", "reference_weights")
     assert run(*flags, "--max_steps=2") == 0
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import checkpoint
 import evaluate
-import likelihood
-import reward_model
-import row_scores
-from configurator import ConfigError
+from groundup.align import reward_model
+from groundup.align.reward_model import RewardModel
+from groundup.errors import UserError
+from groundup.scores import likelihood
+from groundup.scores import rows as row_scores
+from groundup.text.pipeline import as_score
+from groundup.train import checkpoint
 from model import ModelConfig, Transformer
-from pipeline import as_score
-from reward_model import RewardModel
 from tokenizer import train
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def run(base, monkeypatch, capsys):
         try:
             runpy.run_path(str(ROOT / "evaluate.py"), run_name="__main__")
         except (ValueError, SystemExit) as problem:
-            assert isinstance(problem, SystemExit) or problem.one_line
+            assert isinstance(problem, SystemExit) or isinstance(problem, UserError)
             error = str(problem)
         return capsys.readouterr().out, error
 
@@ -334,7 +334,7 @@ def test_data_of_one_and_of_several_tasks():
     ("mmlu,perplexity", "mmlu: x; ceval: y", "data names 'ceval', which is not one of tasks='mmlu,perplexity'"),
 ])  # fmt: skip
 def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
-    with pytest.raises(ConfigError, match=re.escape(why)):
+    with pytest.raises(UserError, match=re.escape(why)):
         evaluate.parse_data(tasks, data)
 
 
@@ -384,7 +384,7 @@ def test_mistakes_are_one_line(run, base, flags, why):
 
 def test_a_file_that_cannot_be_written_at_the_end_is_one_line(tmp_path):
     (tmp_path / "x.json.tmp").mkdir()
-    with pytest.raises(ConfigError, match=re.escape(f"cannot write out='{tmp_path}/x.json'")):
+    with pytest.raises(UserError, match=re.escape(f"cannot write out='{tmp_path}/x.json'")):
         evaluate.write_results(tmp_path / "x.json", {})
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
-from lora import LoRAConfig, set_trainable, trainable_table
+from groundup.errors import UserError
+from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
 from model import (
     IGNORE,
     KVCache,
     ModelConfig,
-    ModelError,
     Transformer,
     cross_entropy,
     flops_per_token,
@@ -927,10 +927,10 @@ def test_flops_equal_torchs_count(changes, monkeypatch):
     ],
 )
 def test_impossible_shapes_are_one_line(changes, named):
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(UserError) as caught:
         tiny_config(**changes)
     text = str(caught.value)
-    assert text.startswith("model: ") and "\n" not in text and ModelError.one_line
+    assert text.startswith("model: ") and "\n" not in text
     assert all(words in text for words in named), text
 
 

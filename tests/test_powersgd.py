@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 import ddp
-from optim import Optimizer, stays_whole
+from groundup.train.optim import Optimizer, stays_whole
 
 Grads = dict[str, Tensor]
 

@@ -21,14 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import corpus as corpora
-import data
-import pipeline
 import prepare
-import readers
-from configurator import ConfigError, is_key
-from prepare import PrepareError
-from tokenizer import Tokenizer, TokenizerError, train
+from configurator import is_key
+from groundup.demo import python_docs as corpora
+from groundup.errors import UserError
+from groundup.text import pipeline
+from groundup.tokens.token_files import verify
+from tokenizer import Tokenizer, train
 
 ROOT = Path(__file__).parent.parent
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -148,7 +147,7 @@ def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
     lines = [json.dumps({"text": t}) for t in documents] + ["{bad", '{"other": 1}', '{"text": null}']
     (tmp_path / "x.jsonl").write_text("\n".join(lines), "utf-8")
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok, val_fraction=0.3, shard_tokens=shard_tokens)
-    manifest = data.verify(tmp_path / "out")
+    manifest = verify(tmp_path / "out")
     info, splits = manifest["info"], manifest["splits"]
     assert info["documents"]["dropped"] == {"empty": 2, "bad_json": 1, "bad_field": 2}
     assert info["documents"]["read"] == 66 == info["documents"]["kept"] + 5
@@ -219,7 +218,7 @@ def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
 
 def test_nothing_left_for_train_is_an_error(tmp_path, tok):
     path = write_jsonl(tmp_path / "x.jsonl", [EN, EN])
-    with pytest.raises(PrepareError, match="no document is left for train"):
+    with pytest.raises(UserError, match="no document is left for train"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
 
@@ -394,7 +393,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     process.wait()
     assert content(tmp_path / "out") == before
     run(tmp_path / "out", input=corpus, tokenizer_dir=tok)
-    assert content(tmp_path / "out") != before and data.verify(tmp_path / "out")
+    assert content(tmp_path / "out") != before and verify(tmp_path / "out")
     assert not leftovers(tmp_path)
 
 
@@ -460,7 +459,7 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 
     again("is done")
     with monkeypatch.context() as patch:
-        patch.setattr(data, "file_sha256", None)  # not needed while size and time are the same
+        patch.setattr("groundup.tokens.token_files.file_sha256", None)  # not needed while size and time are the same
         again("is up to date", workers=2)
     os.utime(path, ns=(1, 1))
     again("is up to date")
@@ -475,7 +474,7 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
     (tmp_path / "out" / "tokenizer.json").unlink()
     again(said + "nothing complete is there yet")
     again("is up to date")
-    data.verify(tmp_path / "out")
+    verify(tmp_path / "out")
 
 
 def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
@@ -498,7 +497,7 @@ def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch)
         return write_splits(*args)
 
     monkeypatch.setattr(prepare, "write_splits", slow)
-    with pytest.raises(PrepareError, match="x.jsonl changed while it was read"):
+    with pytest.raises(UserError, match="x.jsonl changed while it was read"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
 
@@ -511,14 +510,14 @@ def test_files_of_others_are_never_removed(tmp_path, tok):
     (out / "notes.txt").write_text("mine", "utf-8")
     assert run(out, input=path, tokenizer_dir=tok) == 0  # nothing to do
     for overwrite in (False, True):
-        with pytest.raises(PrepareError, match="holds notes.txt, which is not ours"):
+        with pytest.raises(UserError, match="holds notes.txt, which is not ours"):
             run(out, input=path, tokenizer_dir=tok, val_fraction=0.5, overwrite=overwrite)
     (out / "notes.txt").unlink()
     (out / "manifest.json").unlink()
-    with pytest.raises(PrepareError, match="holds config.py, but no manifest.json of ours; overwrite=True"):
+    with pytest.raises(UserError, match="holds config.py, but no manifest.json of ours; overwrite=True"):
         run(out, input=path, tokenizer_dir=tok)
     assert run(out, input=path, tokenizer_dir=tok, overwrite=True) == 0
-    with pytest.raises(PrepareError, match="x.jsonl is a file"):
+    with pytest.raises(UserError, match="x.jsonl is a file"):
         run(path, input=path, tokenizer_dir=tok)
     assert path.exists() and not leftovers(tmp_path)
 
@@ -526,7 +525,7 @@ def test_files_of_others_are_never_removed(tmp_path, tok):
 def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
     with prepare.work_dir(tmp_path / "out"):
-        with pytest.raises(PrepareError, match="another run is making .*out; wait for it"):
+        with pytest.raises(UserError, match="another run is making .*out; wait for it"):
             run(tmp_path / "out", input=path, tokenizer_dir=tok)
         assert run(tmp_path / "other", input=path, tokenizer_dir=tok) == 0
     assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
@@ -560,7 +559,7 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypa
     info = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]
     assert info["documents"]["dropped"] == {"bad_json": 21, "bad_field": 2, "bad_encoding": 1}
     assert info["documents"]["kept"] == 876 and info["failed"] == []
-    with pytest.raises(PrepareError, match=r"x.jsonl:3: bad_json: .*; mend it, or leave such records out with"):
+    with pytest.raises(UserError, match=r"x.jsonl:3: bad_json: .*; mend it, or leave such records out with"):
         run(tmp_path / "strict", input=path, tokenizer_dir=tok, workers=workers, strict=True)
     assert not (tmp_path / "strict").exists() and not leftovers(tmp_path)
 
@@ -580,7 +579,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]
     assert len(sum(read_back(tmp_path / "out").values(), [])) > 60  # of the torn file, too
-    with pytest.raises(PrepareError, match=f"cannot read {source}/broken: No such file"):
+    with pytest.raises(UserError, match=f"cannot read {source}/broken: No such file"):
         run(tmp_path / "strict", input=source, tokenizer_dir=tok, strict=True)
 
 
@@ -614,7 +613,7 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
         with pytest.raises(ValueError) as caught:
             run(tmp_path / "out", input=path, tokenizer_dir="" if trained else tok)
         assert str(caught.value).startswith(said.replace("PATH", str(path)))
-        assert "\n" not in str(caught.value) and type(caught.value).one_line
+        assert "\n" not in str(caught.value) and isinstance(caught.value, UserError)
         assert not (tmp_path / "out").exists()
 
 
@@ -646,7 +645,7 @@ def test_wrong_settings_are_named():
         ("shard_tokens", 0),
         ("workers", -1),
     ):
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(UserError, match=key):
             prepare.check_config(KEYS | {"input": "x", "out_dir": "x", key: value})
 
 
@@ -656,10 +655,10 @@ def test_tokenizer_without_an_end_of_text_is_refused(tmp_path, tok):
     description["added_tokens"] = []
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(description), "utf-8")
-    with pytest.raises(PrepareError, match="has no end of text"):
+    with pytest.raises(UserError, match="has no end of text"):
         run(tmp_path / "out", input=path, tokenizer_dir=tmp_path / "t")
     (tmp_path / "t" / "tokenizer.json").write_text("{}", "utf-8")
-    with pytest.raises(TokenizerError, match="is damaged"):
+    with pytest.raises(UserError, match="is damaged"):
         run(tmp_path / "out", input=path, tokenizer_dir=tmp_path / "t")
 
 
@@ -685,9 +684,9 @@ def test_verify(tmp_path, tok, capsys):
     assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
     assert "out is as it was written" in capsys.readouterr().out
     train([EN] * 3, 384).save(tmp_path / "out")
-    with pytest.raises(PrepareError, match="did not make its tokens"):
+    with pytest.raises(UserError, match="did not make its tokens"):
         prepare.main(KEYS | {"verify": str(tmp_path / "out")})
-    with pytest.raises(readers.DataError, match="not prepared"):
+    with pytest.raises(UserError, match="not prepared"):
         prepare.main(KEYS | {"verify": str(tmp_path)})
 
 
@@ -744,7 +743,7 @@ def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests(docs):
 
 def test_python_docs_without_sources_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(corpora.CorpusError, match=f"no sources of the standard library in {tmp_path}"):
+    with pytest.raises(UserError, match=f"no sources of the standard library in {tmp_path}"):
         list(corpora.python_docs())
 
 
@@ -753,7 +752,7 @@ def test_debug_data_made_by_several_processes_at_once(tmp_path):
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["debug"]
-    data.verify(tmp_path / "debug")
+    verify(tmp_path / "debug")
     before = content(tmp_path / "debug")
     prepare.make_debug_data(tmp_path / "debug")
     assert content(tmp_path / "debug") == before

@@ -22,11 +22,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
-import data as token_files
 import ddp
 import prepare
-from data import Batches, ShardWriter, TokenData, val_batches
+from groundup.errors import UserError
+from groundup.tokens.batches import Batches, Corpus, val_batches
+from groundup.tokens.packing import pack
+from groundup.tokens.token_files import IGNORE, ShardWriter, TokenData, write_manifest
+from groundup.train import checkpoint
 from model import ModelConfig, Transformer, flops_per_token, parameter_table
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
@@ -218,7 +220,7 @@ def write_documents(path: Path, tokenizer_dir: Path, shortest: int, longest: int
                 writer.add(np.sort(ids), len(ids))
             shards += writer.close()
     info = {"recipe": {"order": "length"}}
-    token_files.write_manifest(path, tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint(), shards, info)
+    write_manifest(path, tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint(), shards, info)
 
 
 STAGED = "0: {0}/even=1; 4: {0}/even=3,{0}/odd=1; 9: {0}/even=0.2,{0}/odd=0.8"
@@ -291,7 +293,7 @@ def test_validation_of_a_source_is_that_of_its_windows(run, tmp_path, mixed):
 
 def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsys):
     """The source is taken that many times and no more; the log says when its share went to the other."""
-    n_windows = token_files.Corpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
+    n_windows = Corpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
     flags = [f"--data_dir={mixed}/even=0.5,{mixed}/odd=0.5", "--batch_size=16", "--eval_every=99"]
     assert run(*flags, f"--max_epochs={mixed}/odd=0.4", "--max_steps=12") == 0
     assert np.sum(taken, axis=0)[1] == int(0.4 * n_windows)
@@ -365,7 +367,7 @@ def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
 def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, mixed):
     """The first losses against hand arithmetic; the same in one and in four micro-steps."""
     write_documents(tmp_path / "packed", mixed, shortest=18, longest=40)
-    token_files.pack(tmp_path / "packed", 32, seed=1)
+    pack(tmp_path / "packed", 32, seed=1)
     flags = [f"--data_dir={tmp_path / 'packed'}", "--pack=True", "--doc_mask=True"]
     flags += ["--total_batch_tokens=256", "--max_steps=4"]
     for size in ("8", "2"):
@@ -373,14 +375,14 @@ def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, m
     assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)
     torch.manual_seed(1337)
     model = Transformer(checkpoint.load_config(tmp_path / "8" / "latest")).eval()
-    corpus = token_files.Corpus(str(tmp_path / "packed"), 32, pack=True)
+    corpus = Corpus(str(tmp_path / "packed"), 32, pack=True)
     batches = Batches(corpus.train, corpus.order(1337, 8, 4), 32, 8, 1)
     x, y = batches.next()
     batches.close()
     with torch.no_grad():
         nats = document_losses(model, x, y, Tokenizer.load(mixed).eot_id)
-    assert (y == token_files.IGNORE).sum() > 0
-    assert losses(tmp_path / "8")[0] == pytest.approx((nats.sum() / (y != token_files.IGNORE).sum()).item(), rel=1e-5)
+    assert (y == IGNORE).sum() > 0
+    assert losses(tmp_path / "8")[0] == pytest.approx((nats.sum() / (y != IGNORE).sum()).item(), rel=1e-5)
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -498,7 +500,7 @@ def refused(run, capsys, *flags: str) -> str:
     try:
         message = run(*flags)
     except Exception as error:
-        assert type(error).one_line, error
+        assert isinstance(error, UserError), error
         message = str(error)
     assert isinstance(message, str) and "\n" not in message, message
     return message
@@ -765,7 +767,7 @@ def extended(tmp_path_factory, data_dir) -> Path:
                 writer.add(np.array(more.encode(text)), len(text.encode()))
             shards += writer.close()
     weights = {"field": 0.5, "general": 0.5}
-    token_files.write_manifest(folder / "data", more.vocab_size, more.eot_id, more.fingerprint(), shards, {}, weights)
+    write_manifest(folder / "data", more.vocab_size, more.eot_id, more.fingerprint(), shards, {}, weights)
     return folder
 
 
@@ -816,7 +818,7 @@ def test_what_cannot_be_continued_is_refused(run, tmp_path, extended, data_dir):
     ):
         with pytest.raises(Exception, match=re.escape(says)) as caught:
             run(*flags)
-        assert caught.value.one_line and not (tmp_path / "out").exists()
+        assert isinstance(caught.value, UserError) and not (tmp_path / "out").exists()
 
 
 # ---- gradients against torch ----------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import pytest
 import test_pretrain as tp
 import torch
 
-import checkpoint
-import train_utils
-from data import Batches
+from groundup.tokens.batches import Batches
+from groundup.train import checkpoint
+from groundup.train.log import RunLog
 from tokenizer import Tokenizer
 
 data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
@@ -79,16 +79,16 @@ SAME = {  # to the bit
 def run_jobs(jobs: list[tuple[list[str], bool]], script: str = "pretrain.py") -> None:
     """On each rank: the script with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
     n_steps, stops = 0, False
-    advance = train_utils.RunLog.advance
+    advance = RunLog.advance
 
-    def count(log: train_utils.RunLog) -> None:
+    def count(log: RunLog) -> None:
         nonlocal n_steps
         n_steps += 1
         if stops and n_steps == STOP and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             os.kill(os.getpid(), signal.SIGTERM)
         advance(log)
 
-    train_utils.RunLog.advance = count
+    RunLog.advance = count
     for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
         n_steps = 0
         sys.argv = [script, *flags]

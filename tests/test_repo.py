@@ -11,101 +11,61 @@ import pytest
 from configurator import read_file
 
 ROOT = Path(__file__).parent.parent
-MODULES = {path.stem for path in ROOT.glob("*.py")}
-BASE = {"configurator", "readers", "shapes", "filters", "dedup", "bpe", "tokenizer", "mixture", "data"}
-BASE |= {"sampling", "completion", "generate", "chat_files", "conversations", "lora", "memory_plan", "runs"}
-BASE |= {"answer_pairs", "run_card", "pairs", "preference", "token_logps", "reward_model", "reward_scores"}
-BASE |= {"decontaminate", "difficulty", "corpus", "pipeline", "selection", "show", "prepare"}
-BASE |= {"critic", "policy_gradient", "prompts", "rewards", "rollouts"}
-BASE |= {"merge", "model", "optim", "ranks", "ddp", "checkpoint", "train_utils", "sample"}
-MAY_IMPORT = {
-    "configurator": set(),
-    "shapes": set(),
-    "readers": {"shapes"},
-    "filters": {"configurator"},
-    "dedup": set(),
-    "decontaminate": {"dedup", "readers"},
-    "bpe": {"readers"},
-    "tokenizer": {"configurator", "readers", "shapes", "bpe"},
-    "data": {"readers", "mixture"},
-    "mixture": {"readers"},
-    "corpus": set(),
-    "pipeline": {"readers", "shapes", "filters", "dedup", "decontaminate", "tokenizer", "data"},
-    "selection": {"dedup", "pipeline"},
-    "show": {"corpus", "data", "dedup", "pipeline", "readers", "shapes", "tokenizer"},
-    "prepare": {"bpe", "chat_files", "configurator", "corpus", "data", "decontaminate", "dedup", "difficulty"}
-    | {"answer_pairs", "pipeline", "readers", "selection", "show", "tokenizer"},
-    "difficulty": {"filters"},
-    "pairs": {"chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection", "shapes"}
-    | {"tokenizer"},
-    "token_logps": {"model"},
-    "reward_model": {"checkpoint", "ddp", "lora", "model", "pairs", "tokenizer", "train_utils"},
-    "preference": {"checkpoint", "configurator", "ddp", "lora", "model", "pairs", "token_logps", "train_utils"},
-    "chat_files": {"data", "pipeline", "readers", "selection", "shapes", "tokenizer"},
-    "conversations": {"chat_files", "data", "mixture", "readers", "tokenizer"},
-    "model": set(),
-    "optim": set(),
-    "ranks": set(),
-    "ddp": {"ranks"},
-    "lora": {"model"},
-    "direct_file": set(),
-    "checkpoint": {"ddp", "direct_file", "lora", "model", "tokenizer"},
-    "merge": {"checkpoint", "configurator", "lora", "model", "tokenizer"},
-    "train_utils": {"ddp"},
-    "run_card": {"train_utils"},
-    "answer_files": set(),
-    "score_tables": set(),
-    "reward_scores": {"answer_files", "answer_pairs", "checkpoint", "readers", "reward_model", "shapes", "tokenizer"},
-    "policy_gradient": set(),
-    "rewards": {"checkpoint", "configurator", "reward_model", "tokenizer"},
-    "prompts": {"answer_pairs", "chat_files", "conversations", "data", "mixture", "pipeline", "readers", "selection"}
-    | {"shapes", "tokenizer"},
-    "rollouts": {"data", "generate", "mixture", "model", "pairs", "policy_gradient", "prompts", "rewards", "sampling"}
-    | {"token_logps", "tokenizer", "train_utils"},
-    "critic": {"checkpoint", "ddp", "lora", "optim", "policy_gradient", "reward_model", "rewards", "rollouts", "runs"}
-    | {"tokenizer", "train_utils"},
-    "chat_client": set(),
-    "likelihood": {"ddp", "model", "train_utils"},
-    "domains": {"likelihood", "model", "readers", "tokenizer"},
-    "row_scores": {"ddp", "domains", "likelihood", "model", "readers", "reward_scores", "shapes", "tokenizer"},
-    "choices": {"generate", "likelihood", "model", "readers", "tokenizer"},
-    "evaluate": {"checkpoint", "choices", "configurator", "ddp", "domains", "generate", "generated", "judging"}
-    | {"model", "readers", "reward_model", "row_scores", "sampling", "score_tables", "tokenizer", "train_utils"},
-    "generated": {"chat_files", "ddp", "filters", "generate", "model", "readers", "sample", "sampling", "tokenizer"},
-    "judging": {"answers", "chat_client", "conversations", "ddp", "generated", "pairs", "readers", "reward_model"}
-    | {"tokenizer"},
-    "write_behind": {"ranks"},
-    "runs": {"checkpoint", "configurator", "data", "ddp", "lora", "model", "optim", "tokenizer", "train_utils"}
-    | {"write_behind"},
-    "memory_plan": {"configurator", "ddp", "model", "train_utils"},
-    "sampling": set(),
-    "completion": {"model", "sampling", "tokenizer"},
-    "generate": {"completion", "lora", "model", "sampling", "tokenizer"},
-    "chat": {"generate", "model", "sampling", "tokenizer"},
-    "answer_pairs": {"answer_files", "data", "pipeline", "readers", "shapes"},
-    "best_of": {"completion", "reward_model", "sampling", "tokenizer"},
-    "answers": {"answer_files", "generate", "model", "sampling", "tokenizer"},
-    "sample": {"answers", "chat", "checkpoint", "configurator", "generate", "model", "sampling", "tokenizer"}
-    | {"best_of", "reward_model", "train_utils"},
+# Floors, bottom to top: a file imports from floors below, or from its own room.
+FLOORS = (
+    ("configurator", "groundup.errors"),
+    ("groundup.files", "groundup.demo"),
+    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign"),
+    ("groundup.tokens", "model"),
+    ("groundup.text",),
+    ("groundup.train", "ddp"),
+    ("groundup.generate",),
+    ("groundup.align",),
+    ("groundup.scores",),
+    ("prepare", "pretrain", "sft", "dpo", "reward", "rl", "sample", "evaluate"),
+)
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("groundup/**/*.py")]
+    if path.name != "__init__.py"
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
-SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "merge", "sample", "evaluate", "rl")
+SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "tools/merge", "sample", "evaluate", "rl")
 
 
 def imports(path: Path) -> set[str]:
+    """The files of the project that a file imports, also within a function."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    return names
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names & FILES.keys()
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_point_one_way(module):
-    allowed = BASE if module in TRAINERS else MAY_IMPORT[module]
-    assert imports(ROOT / f"{module}.py") & MODULES <= allowed
+def room(name: str) -> str:
+    """The longest entry of FLOORS that `name` is or lies in."""
+    return max((r for floor in FLOORS for r in floor if f"{name}.".startswith(f"{r}.")), key=len)
+
+
+def floor(name: str) -> int:
+    return next(k for k, rooms in enumerate(FLOORS) if room(name) in rooms)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_go_down_or_stay_in_the_room(name):
+    for other in imports(FILES[name]):
+        beside = room(other) == room(name) or floor(name) == floor(other) < len(FLOORS) - 1
+        assert floor(other) < floor(name) or beside, f"{name} imports {other}"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    graph = {name: imports(path) for name, path in FILES.items()}
+    while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"a cycle among {', '.join(sorted(graph))}"
 
 
 def test_data_work_starts_without_torch():
@@ -114,7 +74,7 @@ def test_data_work_starts_without_torch():
 
 
 def test_importing_prints_nothing_and_makes_nothing(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(sorted(MODULES))}"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(sorted(FILES))}"
     done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
@@ -161,7 +121,7 @@ def test_optimizer_step_is_the_same_everywhere():
 
 
 def test_text_is_ascii_in_code():
-    for path in ROOT.glob("*.py"):
+    for path in FILES.values():
         lines = path.read_text(encoding="utf-8").splitlines()
         bad = [f"{path.name}:{i}" for i, line in enumerate(lines, 1) if not line.isascii()]
         assert not bad or path.stem == "prepare", bad  # prepare.py carries a few Chinese sentences as data

@@ -20,16 +20,17 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
 import prepare
-import reward_model
-import reward_scores
-import train_utils
-from answer_files import AnswerFileError, read_settings, settings_path, write_settings
-from lora import LoRAConfig, set_trainable
+from groundup.align import reward_model
+from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses, per_token
+from groundup.errors import UserError
+from groundup.files.answer_files import read_settings, settings_path, write_settings
+from groundup.scores import reward_scores
+from groundup.tokens.pairs import PairBatch, PairCorpus
+from groundup.train import checkpoint
+from groundup.train.log import RunLog
+from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
-from pairs import PairBatch, PairCorpus
-from reward_model import RewardModel, bradley_terry, measure, pair_losses, per_token
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -353,16 +354,16 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
     common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert run(*common, f"--out_dir={straight}") == 0
-    advance, n_steps = train_utils.RunLog.advance, []
+    advance, n_steps = RunLog.advance, []
 
-    def stop(log: train_utils.RunLog) -> None:
+    def stop(log: RunLog) -> None:
         n_steps.append(1)
         if len(n_steps) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         advance(log)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_utils.RunLog, "advance", stop)
+        patch.setattr(RunLog, "advance", stop)
         assert run(*common, f"--out_dir={stopped}") == 128 + signal.SIGTERM
     assert run(*common, f"--out_dir={stopped}") == 0
     assert_same_run(straight, stopped)
@@ -441,7 +442,7 @@ def test_a_reward_model_goes_on_as_a_start_and_a_language_model_scores_nothing(r
     assert run(*flags, "--max_steps=1") == 0
     again = load_file(tmp_path / "more" / "latest" / "model.safetensors")
     assert all(torch.equal(saved[name], again[name]) for name in saved)
-    with pytest.raises(reward_model.RewardError, match="no reward model"):
+    with pytest.raises(UserError, match="no reward model"):
         reward_model.load(base / "model")
 
 
@@ -499,7 +500,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
 ])  # fmt: skip
 def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path, rows, says):
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    with pytest.raises(reward_model.RewardError, match=f"no row of .*in.jsonl has a score: {says}$"):
+    with pytest.raises(UserError, match=f"no row of .*in.jsonl has a score: {says}$"):
         score_rows(random_model(base), Tokenizer.load(base / "model"), source, out)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -575,7 +576,7 @@ def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, ba
     assert completion["reward"] == pytest.approx(reward_model.score(model, tokenizer, [said])[0], abs=1e-5)
     beside = read_settings(tmp_path / "out.jsonl")
     assert beside == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
-    with pytest.raises(reward_model.RewardError, match="answered with another seed"):
+    with pytest.raises(UserError, match="answered with another seed"):
         run(*flags, f"--score={tmp_path / '[ab].jsonl'}")
 
 
@@ -591,7 +592,7 @@ def test_a_directory_of_answers_is_scored_without_their_settings(run, judge, tmp
     assert rows[2]["messages"][-1]["content"] == "三" and isinstance(rows[2]["reward"], float)
     assert read_settings(tmp_path / "out.jsonl") == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
     for source, says in ((tmp_path / "in" / "*.config.json", "settings of answers only"), ("-", "standard input")):
-        with pytest.raises(reward_model.RewardError, match=says):
+        with pytest.raises(UserError, match=says):
             run(f"--init_from={judge}", f"--score={source}", f"--out={tmp_path / 'x'}")
 
 
@@ -603,10 +604,10 @@ def test_answers_without_their_settings_are_refused(run, judge, tmp_path):
     write(tmp_path / "c.jsonl", mixed)
     before = sorted(path.name for path in tmp_path.iterdir())
     for name, missing in (("b.jsonl", "b"), ("[ab].jsonl", "b"), ("c.jsonl", "c")):
-        with pytest.raises(AnswerFileError, match=f"{missing}.jsonl.config.json is missing"):
+        with pytest.raises(UserError, match=f"{missing}.jsonl.config.json is missing"):
             run(f"--init_from={judge}", f"--score={tmp_path / name}", f"--out={tmp_path / 'out.jsonl'}")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-    with pytest.raises(AnswerFileError, match="b.jsonl.config.json is missing"):  # before anything is scored
+    with pytest.raises(UserError, match="b.jsonl.config.json is missing"):  # before anything is scored
         reward_scores.common_settings(str(tmp_path / "[ab].jsonl"))
 
 
@@ -708,7 +709,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, fl
     monkeypatch.setattr(sys, "argv", ["reward.py", *flags_of(base, tmp_path / "out", *flags)])
     with pytest.raises(Exception, match=says) as caught:
         runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
-    assert caught.value.one_line and "\n" not in str(caught.value)
+    assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -717,7 +718,7 @@ def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
     common = ["--trainable=lora", f"--init_from={tmp_path / 'base'}"]
     assert run(*common, "--max_steps=2") == 0
     shutil.copy(base / "qwen" / "model.safetensors", tmp_path / "base" / "model.safetensors")
-    with pytest.raises(reward_model.RewardError, match="not those that"):
+    with pytest.raises(UserError, match="not those that"):
         run(*common, "--max_steps=3")
 
 
@@ -751,7 +752,7 @@ def test_a_tool_says_what_it_lacks(base, monkeypatch):
     ):
         with pytest.raises(Exception, match=says) as caught:
             run_tool(name, monkeypatch, *flags)
-        assert caught.value.one_line and "\n" not in str(caught.value)
+        assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
 def test_a_share_of_all_held_out_pairs_comes_with_scipys_interval(base, monkeypatch, capsys):

@@ -19,17 +19,17 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
-import policy_gradient as pg
 import prepare
-import reward_model
 import rl
-import rollouts
-from lora import LoRAConfig, set_trainable
+from groundup.align import policy_gradient as pg
+from groundup.align import reward_model, rollouts
+from groundup.align.reward_model import RewardModel
+from groundup.errors import UserError
+from groundup.tokens.pairs import columns_for
+from groundup.tokens.prompts import Prompts
+from groundup.train import checkpoint
+from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
-from pairs import columns_for
-from prompts import Prompts
-from reward_model import RewardModel
 from tokenizer import Tokenizer, chat_ready, train
 
 ROOT = Path(__file__).parent.parent
@@ -416,7 +416,7 @@ def test_a_resume_of_something_else_is_refused(run, base, tmp_path):
     for flag in [*others, "--max_new_tokens=10", "--seed=1"]:
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
             run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
-        assert caught.value.one_line
+        assert isinstance(caught.value, UserError)
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
 def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, flags, says):
     with pytest.raises(Exception) as caught:
         run(*flags)
-    assert caught.value.one_line and says in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, UserError) and says in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -550,7 +550,7 @@ def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):
     checkpoint.write_model(start, model, Tokenizer.load(start))
     with pytest.raises(Exception, match="reference_weights=") as caught:
         run(f"--init_from={start}", "--max_steps=4")
-    assert caught.value.one_line
+    assert isinstance(caught.value, UserError)
     forget(tmp_path / "out" / "latest", "reference_weights")
     assert run(f"--init_from={start}", "--max_steps=4") == 0
 
@@ -560,7 +560,7 @@ def test_a_reward_that_is_no_function_says_how_to_name_one(run, base):
     for name, says in cases.items():
         with pytest.raises(Exception, match="give file.py:function") as caught:
             run(f"--reward={base / name}", "--max_steps=1")
-        assert caught.value.one_line and says in str(caught.value)
+        assert isinstance(caught.value, UserError) and says in str(caught.value)
 
 
 def test_means_leave_out_steps_without_a_value():
@@ -572,7 +572,7 @@ def test_a_reward_that_fails_is_named_with_its_prompt(run, base, rule, says):
     with pytest.raises(Exception, match=f"rules.py:{rule}") as caught:
         run(f"--reward={rule}", "--max_steps=1")
     text = str(caught.value)
-    assert caught.value.one_line and says in text and "prompts.jsonl:" in text and "个问题" in text
+    assert isinstance(caught.value, UserError) and says in text and "prompts.jsonl:" in text and "个问题" in text
 
 
 def test_a_reward_model_or_critic_of_another_tokenizer_is_refused(run, base, tmp_path):
@@ -581,7 +581,7 @@ def test_a_reward_model_or_critic_of_another_tokenizer_is_refused(run, base, tmp
     for flags in ([f"--reward={tmp_path / 'judge'}"], ["--algorithm=ppo", f"--critic_from={tmp_path / 'judge'}"]):
         with pytest.raises(Exception, match="another tokenizer") as caught:
             run(*flags)
-        assert caught.value.one_line
+        assert isinstance(caught.value, UserError)
 
 
 def test_every_shipped_config_trains(run, tmp_path):

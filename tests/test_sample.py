@@ -20,14 +20,14 @@ import pytest
 import torch
 from test_model import as_transformers, random_model, tiny_config
 
-import chat
-import checkpoint
 import ddp
 import sample
-from chat import Chat
-from generate import Token, generate, never_sampled
+from groundup.generate import chat
+from groundup.generate.chat import Chat
+from groundup.generate.engine import Token, generate, never_sampled
+from groundup.generate.sampling import SamplingParams
+from groundup.train import checkpoint
 from model import Transformer
-from sampling import SamplingParams
 from tokenizer import Tokenizer, train
 
 ROOT = Path(sample.__file__).parent

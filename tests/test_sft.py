@@ -16,13 +16,14 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
 import prepare
 import sft
-from conversations import Batch, ChatCorpus
-from generate import generate
+from groundup.errors import UserError
+from groundup.generate.engine import generate
+from groundup.generate.sampling import SamplingParams
+from groundup.tokens.conversations import Batch, ChatCorpus
+from groundup.train import checkpoint
 from model import ModelConfig, Transformer, cross_entropy
-from sampling import SamplingParams
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -423,7 +424,7 @@ def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
     for flag in ("--lora_alpha=8", "--lora_rank=4", "--trainable=all", "--pack=False", "--val_fraction=0.3"):
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
             run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
-        assert caught.value.one_line
+        assert isinstance(caught.value, UserError)
 
 
 def test_every_shipped_config_trains(run, tmp_path):

@@ -14,10 +14,15 @@ import torch
 import model
 
 ROOT = Path(__file__).parent.parent
-FILES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("tools/*.py"))]
-WITHOUT_TORCH = {"bpe", "configurator", "corpus", "data", "dedup", "filters", "pipeline", "prepare", "readers"}
-WITHOUT_TORCH |= {"tokenizer", "bench_data", "bench_tokenizer", "curves", "dedup_datatrove", "largest", "plot"}
-WITHOUT_TORCH |= {"self_instruct", "shapes"}
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("groundup/**/*.py")]
+NAMES = sorted(
+    file.stem if file.parent.name == "tools" else ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in FILES
+    if file.name != "__init__.py"
+)
+WITHOUT_TORCH = {"configurator", "tokenizer", "prepare", "bench_data", "bench_tokenizer", "curves", "dedup_datatrove"}
+WITHOUT_TORCH |= {"largest", "plot", "self_instruct"}
+WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
 SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft", "datatrove"}
@@ -55,7 +60,7 @@ def test_what_needs_no_torch_imports_neither_it_nor_anything_slow():
 
 
 def test_no_file_imports_anything_slow_at_its_head():
-    assert slow_imports(IMPORT, SLOW, *(file.stem for file in FILES)) == []
+    assert slow_imports(IMPORT, SLOW, *NAMES) == []
 
 
 def test_an_import_is_found_with_the_line_that_makes_it(tmp_path):

@@ -23,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brute_force, random_texts, replaced
 
-import bpe as bpe_module
 import tokenizer as tokenizer_module
-from bpe import PATTERNS, blocks, count_chunks, scrub, train_bpe
-from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, TokenizerError, extended, mix_texts, train
+from groundup.errors import UserError
+from groundup.tokens import bpe as bpe_module
+from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, scrub, train_bpe
+from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, extended, mix_texts, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,22 +97,22 @@ def test_too_few_merges_are_filled_with_reserved_tokens(capsys):
 @pytest.mark.parametrize("backend", ["bpe", "sentencepiece"])
 def test_training_errors_are_one_line(backend: str):
     for texts, size, said in ((CORPUS, 200, "use >= 384"), ([], 512, "no text"), ([""], 512, "no text")):
-        with pytest.raises(TokenizerError, match=said) as error:
+        with pytest.raises(UserError, match=said) as error:
             train(texts, size, backend)
-        assert "\n" not in str(error.value) and TokenizerError.one_line
+        assert "\n" not in str(error.value)
 
 
 def test_sentencepiece_errors_say_what_to_do():
-    with pytest.raises(TokenizerError, match="use vocab_size <=") as error:
+    with pytest.raises(UserError, match="use vocab_size <=") as error:
         train(CORPUS, 20_000, "sentencepiece")
     most = int(regex.search(r"<= (\d+)", str(error.value))[1])
     assert train(CORPUS, most, "sentencepiece").vocab_size == most
     many = "".join(map(chr, range(0x4E00, 0x5200)))
-    with pytest.raises(TokenizerError, match=r"use >= 1\d\d\d") as error:
+    with pytest.raises(UserError, match=r"use >= 1\d\d\d") as error:
         train([many], 512, "sentencepiece")
-    with pytest.raises(TokenizerError, match="too small for vocab_size=512; use more text"):
+    with pytest.raises(UserError, match="too small for vocab_size=512; use more text"):
         train(["a b"], 512, "sentencepiece")
-    with pytest.raises(TokenizerError, match="unknown backend 'wordpiece'"):
+    with pytest.raises(UserError, match="unknown backend 'wordpiece'"):
         train(CORPUS, 512, "wordpiece")
 
 
@@ -272,7 +273,7 @@ def test_decode_names_or_skips_special_tokens(tok: Tokenizer, hf: transformers.P
     assert tok.decode(ids, skip_special_tokens=True) == "你 a" == hf.decode(ids, skip_special_tokens=True)
     assert tok.decode(np.array(ids)) == tok.decode(ids)
     for unknown in (tok.vocab_size, -1):
-        with pytest.raises(TokenizerError, match=f"id {unknown} "):
+        with pytest.raises(UserError, match=f"id {unknown} "):
             tok.decode([unknown])
 
 
@@ -413,7 +414,7 @@ def test_template_gives_the_same_text_for_any_content(tok: Tokenizer, hf: transf
     ],
 )
 def test_conversations_that_make_no_sense(bpe: Tokenizer, messages: list, said: str):
-    with pytest.raises(TokenizerError, match=said) as error:
+    with pytest.raises(UserError, match=said) as error:
         bpe.render(messages)
     assert "\n" not in str(error.value)
 
@@ -530,7 +531,7 @@ def test_damaged_and_foreign_files_are_refused(bpe: Tokenizer, tmp_path: Path, c
     change(description)
     bpe.save(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
-    with pytest.raises(TokenizerError, match=said) as error:
+    with pytest.raises(UserError, match=said) as error:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
@@ -542,7 +543,7 @@ def test_broken_json_is_refused(bpe: Tokenizer, tmp_path: Path, content: bytes):
         (tmp_path / name).write_bytes(content)
         if (name, content) == ("tokenizer_config.json", b'{"model": {}}'):
             continue  # a configuration that says nothing
-        with pytest.raises(TokenizerError, match="damaged|cannot use") as error:
+        with pytest.raises(UserError, match="damaged|cannot use") as error:
             Tokenizer.load(tmp_path)
         assert "\n" not in str(error.value)
 
@@ -552,25 +553,25 @@ def test_truncated_files_are_refused(tok: Tokenizer, tmp_path: Path):
         for keep in (0, 1, len(content) // 2, len(content) - 3):
             tok.save(tmp_path)
             (tmp_path / name).write_bytes(content[:keep])
-            with pytest.raises(TokenizerError, match="damaged"):
+            with pytest.raises(UserError, match="damaged"):
                 Tokenizer.load(tmp_path)
 
 
 def test_options_that_would_be_ignored_are_refused(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
     bpe.save(tmp_path)
     for options in (("gpt2", ""), ("", "<|x|>")):
-        with pytest.raises(TokenizerError, match="leave out"):
+        with pytest.raises(UserError, match="leave out"):
             Tokenizer.load(tmp_path, *options)
     sp.save(tmp_path)
-    with pytest.raises(TokenizerError, match="no use for pattern='gpt2'"):
+    with pytest.raises(UserError, match="no use for pattern='gpt2'"):
         Tokenizer.load(tmp_path, "gpt2")
-    with pytest.raises(TokenizerError, match="pattern='zh' is for backend=bpe"):
+    with pytest.raises(UserError, match="pattern='zh' is for backend=bpe"):
         train(CORPUS, 640, "sentencepiece", "zh")
 
 
 def test_nothing_to_load(tmp_path: Path):
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(TokenizerError, match="no tokenizer.json or tokenizer.model"):
+        with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model"):
             Tokenizer.load(directory)
 
 
@@ -624,7 +625,7 @@ def test_loads_what_the_library_trains(tmp_path: Path, pattern: str | None):
     directory = foreign(tmp_path, lib.to_str(), {"eos_token": "<|endoftext|>", "pad_token": pad})
     tok = assert_same_ids(directory, TEXTS)
     assert (tok.eot_id, tok.pad_id, tok.im_start_id, tok.im_end_id, tok.stop_ids) == (0, 1, -1, -1, {0})
-    with pytest.raises(TokenizerError, match="has no <.im_start.>"):
+    with pytest.raises(UserError, match="has no <.im_start.>"):
         tok.render(TALK)
 
 
@@ -657,7 +658,7 @@ def test_loads_like_llama_3(bpe: Tokenizer, tmp_path: Path):
     assert Tokenizer.load(tmp_path).eot_id == len(vocab) + 2
     d["model"]["ignore_merges"] = False  # then the word could not be reached, but tiktoken would take it
     foreign(tmp_path, d, config)
-    with pytest.raises(TokenizerError, match="zyzzyva"):
+    with pytest.raises(UserError, match="zyzzyva"):
         Tokenizer.load(tmp_path)
 
 
@@ -773,7 +774,7 @@ def test_ranks_with_other_names_and_gaps(tmp_path: Path):
     ranks = rank_list(PATTERNS["cl100k"])
     spread = {token: i + (i >= 300) for token, i in ranks.items()}
     path = write_ranks(tmp_path / "tokenizer.model", spread)
-    with pytest.raises(TokenizerError, match="--pattern=gpt2"):
+    with pytest.raises(UserError, match="--pattern=gpt2"):
         Tokenizer.load(path)
     tok = Tokenizer.load(tmp_path, "cl100k", "<|begin|>, <|end|>")
     top = len(ranks) + 1
@@ -782,14 +783,14 @@ def test_ranks_with_other_names_and_gaps(tmp_path: Path):
     peer = tiktoken.Encoding("x", pat_str=PUBLISHED["cl100k_base"], mergeable_ranks=spread, special_tokens={})
     for text in [*TEXTS, "<|begin|> <|reserved_0|>"]:
         assert tok.encode(text) == peer.encode_ordinary(text) == hf_ids(hf, text)
-    with pytest.raises(TokenizerError, match="unknown pattern 'o200k'"):
+    with pytest.raises(UserError, match="unknown pattern 'o200k'"):
         Tokenizer.load(path, "o200k")
     path.write_bytes(b"AA== 0\nAA== 1\n")
-    with pytest.raises(TokenizerError, match="1 of its tokens are listed twice"):
+    with pytest.raises(UserError, match="1 of its tokens are listed twice"):
         Tokenizer.load(path, "cl100k")
     for damaged in (b"AA== 0\nAQ== x\n", b"AA== 0\n!! 1\n", b"AA== 0\nAQ==\n", b"AA== 0\nAQ== 0\n"):
         path.write_bytes(damaged)
-        with pytest.raises(TokenizerError, match="damaged|cannot use"):
+        with pytest.raises(UserError, match="damaged|cannot use"):
             Tokenizer.load(path, "cl100k")
 
 
@@ -931,11 +932,11 @@ def test_sentencepiece_is_extended(tmp_path: Path, kind: str):
 
 def test_nothing_to_extend_with(bpe: Tokenizer, sp: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
-    with pytest.raises(TokenizerError, match="pip install protobuf"):
+    with pytest.raises(UserError, match="pip install protobuf"):
         extended(sp, CORPUS, 100)
-    with pytest.raises(TokenizerError, match="640 ids already"):
+    with pytest.raises(UserError, match="640 ids already"):
         extended(bpe, CORPUS, 0)
-    with pytest.raises(TokenizerError, match="no text"):
+    with pytest.raises(UserError, match="no text"):
         extended(bpe, [], 100)
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_pretrain import data_dir, events, finish, mixed, refused, run, start  # noqa: F401 - fixtures
 
-import checkpoint
-import train_utils
-from data import Corpus, DataError, TokenData, val_batches
+from groundup.errors import UserError
+from groundup.tokens.batches import Corpus, val_batches
+from groundup.tokens.token_files import TokenData
+from groundup.train import checkpoint
+from groundup.train.log import RunLog
 
 VAL = "--val_data={0}/even=3,{0}/odd=1"
 
@@ -101,7 +103,7 @@ def test_best_checkpoint_on_two_ranks(tmp_path, mixed):  # noqa: F811
 
 
 def test_evaluations_that_are_not_finite_are_not_better(tmp_path):
-    log = train_utils.RunLog(str(tmp_path), 9, 0, enabled=True)
+    log = RunLog(str(tmp_path), 9, 0, enabled=True)
     for step, loss in enumerate([float("nan"), 2.0, 3.0, float("nan")]):
         log.write("eval", step, {"val_loss": loss})
         assert log.since_best("val_loss") == [0, 0, 1, 2][step]
@@ -121,7 +123,7 @@ def test_other_validation_of_another_tokenizer_is_refused(tmp_path, mixed):  # n
     other = shutil.copytree(mixed, tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
     (other / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_fingerprint": "0" * 64}), encoding="utf-8")
-    with pytest.raises(DataError, match="prepared with another tokenizer"):
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
         Corpus(f"{mixed}/even", 32, val_data=str(other))
 
 

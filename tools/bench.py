@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import timing
 from timing import ROOT, Line
 
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 rows = "all"  # all, or some of train,ddp,generate,tokenize,bpe,dedup,checkpoint,startup
@@ -60,12 +61,12 @@ def train(n: int, folder: Path) -> Iterator[Line]:
     """Tokens/s of a training step beside transformers and nanoGPT; memory beside the estimate."""
     import bench_train
 
-    import train_utils
+    from groundup.train import device
 
-    torch_device = train_utils.choose_device(device)
+    torch_device = device.choose_device(device)
     on_gpu = torch_device.type == "cuda"
     options = bench_train.Options(
-        torch_device, train_utils.choose_dtype(dtype, torch_device), n,
+        torch_device, device.choose_dtype(dtype, torch_device), n,
         n_tokens=tokens or (1024 if quick else 16384 if on_gpu else 4096),
         optimizers=optimizer.split(","),
         compiles=bench_train.parse_compile(("none" if quick else "none,blocks") if compile == "auto" else compile),
@@ -86,7 +87,7 @@ def ddp(n: int, folder: Path) -> Iterator[Line]:
     flags = [f"--rounds={n}", f"--steps={steps}", "--mbit=0", f"--cases={cases}", f"--out={found}"]
     done = subprocess.run([sys.executable, ROOT / "tools/bench_ddp.py", *flags], capture_output=True, text=True)
     if done.returncode:
-        raise timing.BenchError(f"bench: bench_ddp.py: status {done.returncode}: {done.stderr.strip()[-300:]!r}")
+        raise UserError(f"bench: bench_ddp.py: status {done.returncode}: {done.stderr.strip()[-300:]!r}")
     cases = json.loads(found.read_text(encoding="utf-8"))["cases"]
     seconds = {key: [ms / 1e3 for ms in case["ms"]] for key, case in cases.items() if key != "compute"}
     names = {"torch": "torch DDP", "ours": "ours", "forward": "ours, step in forward"}
@@ -99,10 +100,10 @@ def generate(n: int, folder: Path) -> Iterator[Line]:
     """Tokens/s of greedy generation beside transformers."""
     import bench_generate
 
-    import train_utils
+    from groundup.train import device
 
-    torch_device = train_utils.choose_device(device)
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    torch_device = device.choose_device(device)
+    torch_dtype = device.choose_dtype(dtype, torch_device)
     kinds = ["static", "compiled"] if torch_device.type == "cuda" and not quick else ["static"]
     for shape in ["26M"] if quick else ["26M", "124M"]:
         for batch in [1] if quick else [1, 8]:
@@ -199,7 +200,7 @@ def check() -> list[str]:
     import bench_tokenizer
     import bench_train
 
-    import train_utils
+    from groundup.train import device
 
     names = list(ROWS) if rows == "all" else rows.split(",")
     for key, value, allowed in [
@@ -210,16 +211,16 @@ def check() -> list[str]:
         ("dtype", dtype, ("auto", "float32", "bfloat16")),
     ]:
         if value not in allowed:
-            raise ConfigError(f"config: {key}={value!r} is none of {', '.join(allowed)}")
+            raise UserError(f"config: {key}={value!r} is none of {', '.join(allowed)}")
     if min(repeats, tokens) < 0:
-        raise ConfigError(f"config: {repeats=} and {tokens=} must not be negative")
+        raise UserError(f"config: {repeats=} and {tokens=} must not be negative")
     if nanogpt and not Path(nanogpt, "model.py").exists():
-        raise ConfigError(f"config: nanogpt={nanogpt!r} holds no model.py; give a checkout of karpathy/nanoGPT")
+        raise UserError(f"config: nanogpt={nanogpt!r} holds no model.py; give a checkout of karpathy/nanoGPT")
     if compile != "auto":
         bench_train.parse_compile(compile)
     if input:
         bench_tokenizer.named_corpora(input, "text")
-    train_utils.choose_device(device)
+    device.choose_device(device)
     return names
 
 
@@ -227,10 +228,10 @@ def machine() -> str:
     """What the figures were measured on."""
     import torch
 
-    import train_utils
+    from groundup.train import device
 
-    devices = [torch.device("cpu"), train_utils.choose_device(device)]
-    return ", ".join(dict.fromkeys(map(train_utils.hardware, devices)))
+    devices = [torch.device("cpu"), device.choose_device(device)]
+    return ", ".join(dict.fromkeys(map(device.hardware, devices)))
 
 
 def attempted(row: str, n: int, folder: Path) -> Iterator[Line]:
@@ -238,7 +239,7 @@ def attempted(row: str, n: int, folder: Path) -> Iterator[Line]:
     folder.mkdir(exist_ok=True)
     try:
         yield from ROWS[row](n, folder)
-    except ConfigError:
+    except UserError:
         raise
     except ImportError as error:
         yield Line(row, "", "", "", note=timing.needs(error))

@@ -16,17 +16,18 @@ from statistics import median
 
 import torch
 
+from groundup.train.device import rng_state
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import timing
 
-import checkpoint
 import ddp as dist
-import train_utils
+from groundup.train import checkpoint, ranks
+from groundup.train.optim import Optimizer
+from groundup.train.write_behind import Writer
 from model import ModelConfig, Transformer
-from optim import Optimizer
 from tokenizer import Tokenizer
-from write_behind import Writer
 
 CPU = torch.device("cpu")
 
@@ -45,11 +46,11 @@ def trained(cfg: ModelConfig) -> tuple[Transformer, Optimizer]:
 
 
 def states(opt: Optimizer) -> tuple[dict, dict]:
-    return {"step": 1, "optimizer": opt.state_dict()}, {"rng": train_utils.rng_state(CPU)}
+    return {"step": 1, "optimizer": opt.state_dict()}, {"rng": rng_state(CPU)}
 
 
 def our_save(out_dir: Path, model: Transformer, opt: Optimizer, tokenizer: Tokenizer) -> Path:
-    world = dist.init()
+    world = ranks.init()
     return checkpoint.save(out_dir, 1, model, tokenizer, *states(opt), world, val_loss=None, keep_last=1, keep_best=0)
 
 

@@ -28,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import timing
 
-import dedup
-import readers
-from configurator import ConfigError, configure
-from corpus import python_docs
+from configurator import configure
+from groundup.demo.python_docs import python_docs
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.text import dedup
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-input = ""  # Chinese text: all strings of JSON files, or text files; "" = data/zh_sample.txt if it is there
+input = ""  # Chinese text: all strings of JSON files, or text files; "" = groundup/demo/zh_sample.txt if it is there
 documents = 500  # of each language; 2,000 characters of English, 600 of Chinese
 index_documents = 20_000  # for the memory of the index
 repeats = 3  # timed runs of each; the median counts
@@ -53,7 +54,7 @@ def strings(value: object) -> Iterator[str]:
 
 
 def chinese_text(paths: str = "") -> Iterator[str]:
-    sample = Path(__file__).parent.parent / "data" / "zh_sample.txt"
+    sample = Path(__file__).parent.parent / "groundup" / "demo" / "zh_sample.txt"
     for path in readers.find_files(paths or str(sample)) if paths or sample.exists() else []:
         for record in readers.read_records(path):
             yield from strings(record.value)
@@ -147,7 +148,7 @@ def language_lines(language: str, texts: list[str], repeats: int) -> list[timing
     copies = with_copies(texts)
     sets = elements(copies)
     if our_survivors(copies) != plain_survivors(sets):
-        raise timing.BenchError(f"bench: dedup: survivors differ, {language}")
+        raise UserError(f"bench: dedup: survivors differ, {language}")
     ours, theirs = partial(our_survivors, copies), partial(plain_survivors, sets)
     return signed + compare(f"texts to survivors, {language}", ours, theirs, copies, repeats)
 
@@ -186,7 +187,7 @@ def peak(run: Callable) -> int:
 if __name__ == "__main__":
     configure(globals())
     if documents < 10 or repeats < 1 or index_documents < 10:
-        raise ConfigError(f"config: too few documents or repeats: {documents=} {index_documents=} {repeats=}")
+        raise UserError(f"config: too few documents or repeats: {documents=} {index_documents=} {repeats=}")
     if os.environ.get("OMP_NUM_THREADS") != "1":
         print("note: CPU seconds of one thread are meant; start with OMP_NUM_THREADS=1")
     print(f"CPU seconds of one process, numpy {np.__version__}, {documents} documents of each language")

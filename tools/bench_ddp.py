@@ -37,9 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ddp
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
+from groundup.train.optim import Optimizer
+from groundup.train.ranks import barrier, close, gather_objects, init
 from model import ModelConfig, Transformer
-from optim import Optimizer
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 ranks = 2  # processes; there should be a CPU core for each
@@ -209,14 +211,14 @@ def measure(built: dict[str, SimpleNamespace]) -> dict[str, dict]:
     samples, keys = {key: [] for key in built}, list(built.items())
     for i in range(1 + rounds):
         for key, case in keys[i % len(keys) :] + keys[: i % len(keys)]:
-            ddp.barrier()
+            barrier()
             case.step()
             begin = now()
             for _ in range(steps):
                 case.step()
             samples[key].append([(b - a) / steps for a, b in zip(begin, now(), strict=True)])
             case.flush()
-    everyone, results = ddp.gather_objects(samples), {}
+    everyone, results = gather_objects(samples), {}
     for key in built:
         t = torch.tensor([theirs[key][1:] for theirs in everyone], dtype=torch.float64)  # (ranks, rounds, 3)
         ms, cpu_ms, sent_mib = t[..., 0].amax(0).tolist(), t[..., 1].mean(0).tolist(), t[..., 2].mean(0).tolist()
@@ -231,7 +233,7 @@ def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
     sent = [2 * (ranks - 1) / ranks * bucket.grad.nbytes for bucket in compute.buckets]
     rate = mbit * 1e3 / 8 / (FRAME if link == "tc" else 1) if mbit else sum(sent) / results["comm"]["median"]
     last = 0.0
-    for n_bytes, *ready in zip(sent, *(times.tolist() for times in ddp.gather_objects(mine)), strict=True):
+    for n_bytes, *ready in zip(sent, *(times.tolist() for times in gather_objects(mine)), strict=True):
         last = max(last, *ready) + n_bytes / rate
     ideal, slow = max(results["compute"]["median"], last), results["sequential"]["median"]
     for key in {"sequential", "torch", "torch_same", "ours", "forward", "backward"} & results.keys():
@@ -242,7 +244,7 @@ def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
 def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) -> tuple[dict, str]:
     """One step of this rank: times in ms; and a chart, | (of PowerSGD's factors P, Q) a launch, = on the wire."""
     for _ in range(2):  # the first leads in
-        ddp.barrier()
+        barrier()
         log.clear(), case.events.clear()
         case.step()
     time.sleep(0.05)  # for the last callbacks
@@ -264,7 +266,7 @@ def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) ->
 def run_rank(keys: list[str]) -> None:
     """One rank's part; rank 0 prints the results and writes them."""
     torch.set_num_threads(1), torch.manual_seed(0)
-    world, load = ddp.init(timeout_s=60), os.getloadavg()[:1]
+    world, load = init(timeout_s=60), os.getloadavg()[:1]
     tokens = torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(world.rank))
     model, log = Transformer(MODEL), []
     built = {key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens) for key in keys}
@@ -292,7 +294,7 @@ def run_rank(keys: list[str]) -> None:
             report = {"link": link, "mbit": mbit, "ranks": ranks, "torch": torch.__version__, "load_average": load}
             report |= {"ideal": ideal, "cases": results, "timelines": {key: chart[0] for key, chart in charts.items()}}
             Path(out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    ddp.close()
+    close()
 
 
 def launch() -> int:
@@ -323,7 +325,7 @@ if __name__ == "__main__":
     configure(globals())
     chosen = list(CASES) if cases == "all" else cases.split(",")
     if not set(chosen) <= CASES.keys() or ranks < 2 or min(rounds, steps) < 1 or mbit < 0:
-        raise ConfigError(f"config: ranks from 2, rounds and steps from 1, mbit from 0, cases from {','.join(CASES)}")
+        raise UserError(f"config: ranks from 2, rounds and steps from 1, mbit from 0, cases from {','.join(CASES)}")
     if "RANK" in os.environ:
         run_rank(chosen)
     else:

@@ -23,16 +23,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from groundup.train.device import choose_device, choose_dtype, hardware, peak_memory_gib, synchronize
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint
 import ddp as dist
-import train_utils
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.align.losses import answer_logps, compute_reference, losses_and_metrics
+from groundup.errors import UserError
+from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
+from groundup.train import checkpoint, ranks
+from groundup.train.optim import Optimizer, stays_whole
 from model import Transformer
-from optim import Optimizer, stays_whole
-from pairs import PairBatch, PairCorpus, load_pairs
-from preference import answer_logps, compute_reference, losses_and_metrics
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config ---------------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ Side = tuple[Round, torch.Tensor | None]  # with the reference's log-probabiliti
 
 def now(device: torch.device) -> float:
     """Seconds; with a single thread those of the processor, which other programs do not change much."""
-    train_utils.synchronize(device)
+    synchronize(device)
     return time.process_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -70,7 +72,7 @@ def our_side(source: Path, corpus: PairCorpus, device: torch.device, dtype: torc
     if compiled:
         torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
         model.compile_blocks(partial(torch.compile, dynamic=False))
-    world = dist.init(device.type, 300.0, False)
+    world = ranks.init(device.type, 300.0, False)
     table = compute_reference(model, corpus, batch_size, world, device, dtype)
     on_device, scaler = table.to(device), torch.amp.GradScaler(device.type, enabled=False)
     hook = dist.make_hook("none", 1, 0, False, 0, scaler)
@@ -185,7 +187,7 @@ def peak_of(name: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"peak ([\d.]+ GiB)", done.stdout)
     if not found:
-        raise ConfigError(f"bench: {name} alone ended with status {done.returncode}: {done.stderr.strip()[-300:]!r}")
+        raise UserError(f"bench: {name} alone ended with status {done.returncode}: {done.stderr.strip()[-300:]!r}")
     return f"   peak {found[1]}"
 
 
@@ -193,28 +195,28 @@ if __name__ == "__main__":
     config = configure(globals())
     for key in ("init_from", "data"):
         if not config[key]:
-            raise ConfigError(f"config: {key} is empty; give --init_from=DIR and --data=pairs.jsonl")
+            raise UserError(f"config: {key} is empty; give --init_from=DIR and --data=pairs.jsonl")
     names = sides.split(",")
     strange = [name for name in names if name not in SIDES]
     if strange:
-        raise ConfigError(f"config: sides={strange[0]!r} is none of {', '.join(SIDES)}")
-    torch_device = train_utils.choose_device(device)
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+        raise UserError(f"config: sides={strange[0]!r} is none of {', '.join(SIDES)}")
+    torch_device = choose_device(device)
+    torch_dtype = choose_dtype(dtype, torch_device)
     if torch_dtype == torch.float16:
-        raise ConfigError("config: dtype='float16' is not measured here; use float32 or bfloat16")
+        raise UserError("config: dtype='float16' is not measured here; use float32 or bfloat16")
     source = checkpoint.resolve(init_from)
     the_tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source)))
     corpus = PairCorpus(data, the_tokenizer, block_size, seed=1, val_fraction=0.0)
     n_pairs = corpus.train[0].n_rows
     if n_pairs < steps * batch_size:
-        raise ConfigError(f"config: {data} has {n_pairs} pairs, fewer than {steps=} x {batch_size=}")
+        raise UserError(f"config: {data} has {n_pairs} pairs, fewer than {steps=} x {batch_size=}")
     make = partial(make_side, source=source, corpus=corpus, device=torch_device, dtype=torch_dtype)
     if alone:
         run, _ = make(names[0])
         run(np.arange(steps * batch_size))
-        print(f"peak {train_utils.peak_memory_gib(torch_device):.2f} GiB")
+        print(f"peak {peak_memory_gib(torch_device):.2f} GiB")
         sys.exit(0)
-    print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {str(torch_dtype)[6:]}")
+    print(f"{hardware(torch_device)}, torch {torch.__version__}, {str(torch_dtype)[6:]}")
     print(f"{n_pairs:,} pairs, {batch_size} at a time, rows of {corpus.train[0].lengths.mean():.0f} tokens on average")
     peaks = {name: peak_of(name) for name in names} if memory else {}
     compare(names, peaks, make, n_pairs)

@@ -18,15 +18,17 @@ from statistics import median
 
 import torch
 
+from groundup.train.device import autocast, choose_device, choose_dtype, hardware
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import timing
 
-import train_utils
-from configurator import ConfigError, configure
-from generate import cache_bytes, generate
+from configurator import configure
+from groundup.errors import UserError
+from groundup.generate.engine import cache_bytes, generate
+from groundup.generate.sampling import SamplingParams
 from model import ModelConfig, Transformer, parameter_table
-from sampling import SamplingParams
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 shapes = "26M,124M"  # of SHAPES below, comma-separated
@@ -54,7 +56,7 @@ def our_call(
     params = SamplingParams(max_new_tokens=new_tokens, temperature=0)
 
     def call() -> list[list[int]]:
-        with train_utils.autocast(model.embed_tokens.weight.device, dtype):
+        with autocast(model.embed_tokens.weight.device, dtype):
             results = generate(model, None, prompts, params, compile=compiled)
         return [result.completions[0].ids for result in results]
 
@@ -134,22 +136,22 @@ if __name__ == "__main__":
     configure(globals())
     unknown = [shape for shape in shapes.split(",") if shape not in SHAPES]
     if unknown:
-        raise ConfigError(f"config: shapes={unknown[0]!r} is none of {', '.join(SHAPES)}")
+        raise UserError(f"config: shapes={unknown[0]!r} is none of {', '.join(SHAPES)}")
     strange = [kind for kind in peers.split(",") if kind not in ("", "static", "dynamic", "compiled")]
     if strange:
-        raise ConfigError(f"config: peers={strange[0]!r} is none of static, dynamic, compiled")
+        raise UserError(f"config: peers={strange[0]!r} is none of static, dynamic, compiled")
     if not all(rows.isdigit() and int(rows) for rows in batch.split(",")):
-        raise ConfigError(f"config: batch={batch!r} is not a list of numbers from 1 up")
+        raise UserError(f"config: batch={batch!r} is not a list of numbers from 1 up")
     short = [name for name in shapes.split(",") if prompt_tokens + new_tokens > SHAPES[name].block_size + 1]
     if short:
-        raise ConfigError(f"config: {prompt_tokens=} and {new_tokens=} do not fit the context of {short[0]}")
-    torch_device = train_utils.choose_device(device)
-    print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {new_tokens} new tokens")
+        raise UserError(f"config: {prompt_tokens=} and {new_tokens=} do not fit the context of {short[0]}")
+    torch_device = choose_device(device)
+    print(f"{hardware(torch_device)}, torch {torch.__version__}, {new_tokens} new tokens")
     print(timing.HEADER)
     for name in shapes.split(","):
         for kind in dtypes.split(","):
             for rows in map(int, batch.split(",")):
-                torch_dtype = train_utils.choose_dtype(kind, torch_device)
+                torch_dtype = choose_dtype(kind, torch_device)
                 for line in compare(
                     name, rows, torch_dtype, torch_device, repeats, new_tokens, prompt_tokens,
                     list(filter(None, peers.split(","))), compile,

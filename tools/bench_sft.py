@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from groundup.train.device import autocast, choose_device, choose_dtype, hardware, synchronize
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint
-import train_utils
 from configurator import configure
-from conversations import ChatCorpus
+from groundup.tokens.conversations import ChatCorpus
+from groundup.train import checkpoint
 from model import ModelConfig, Transformer, cross_entropy
 from tokenizer import Tokenizer, chat_ready
 
@@ -59,19 +60,19 @@ def time_steps(
 ) -> float:  # fmt: skip
     """Labelled tokens per second of `steps` steps from row `first` on."""
     rows, n_labels = corpus.train[0], 0
-    train_utils.synchronize(device)
+    synchronize(device)
     begin = time.perf_counter()
     for step in range(steps):
         numbers = (first + np.arange(step * batch_size, (step + 1) * batch_size)) % rows.n_rows
         batch = corpus.load(np.zeros_like(numbers), numbers * (block_size + 1)).to(device).even()
-        with train_utils.autocast(device, dtype):
+        with autocast(device, dtype):
             hidden = model(batch.x, documents=batch.documents, index=batch.index)
             loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         n_labels += int((batch.targets >= 0).sum())
-    train_utils.synchronize(device)
+    synchronize(device)
     return n_labels / (time.perf_counter() - begin)
 
 
@@ -126,10 +127,10 @@ def measure_memory(shape: str, tokenizer: Tokenizer, folder: Path) -> None:
 
 if __name__ == "__main__":
     configure(globals())
-    torch_device = train_utils.choose_device(device)
-    torch_dtype = train_utils.choose_dtype(dtype, torch_device)
+    torch_device = choose_device(device)
+    torch_dtype = choose_dtype(dtype, torch_device)
     the_tokenizer = chat_ready(Tokenizer.load(tokenizer_dir))
-    print(f"{train_utils.hardware(torch_device)}, torch {torch.__version__}, {str(torch_dtype).removeprefix('torch.')}")
+    print(f"{hardware(torch_device)}, torch {torch.__version__}, {str(torch_dtype).removeprefix('torch.')}")
     with tempfile.TemporaryDirectory() as folder_name:
         for name in shapes.split(","):
             if memory:

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import timing
 
-import bpe
-import readers
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.tokens import bpe
 from tokenizer import Tokenizer
 
 # ---- config ---------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def named_corpora(spec: str, text_key: str) -> dict[str, Iterator[str]]:
     for part in spec.split(","):
         name, colon, paths = part.strip().partition(":")
         if not colon:
-            raise ConfigError(f"config: input={spec!r}: give every part a name, as in en:books/*.txt,zh:poems/*.json")
+            raise UserError(f"config: input={spec!r}: give every part a name, as in en:books/*.txt,zh:poems/*.json")
         files.setdefault(name, []).extend(readers.find_files(paths))
     return {
         name: (document.text for path in paths for document in readers.read_documents(path, text_key))
@@ -225,7 +226,7 @@ def compare_encoding(case: str, texts: list[str], directory: Path, repeats: int)
     })  # fmt: skip
     for name, encode in encoders.items():
         if any(list(encode(text)) != tokenizer.encode(text) for text in texts):
-            raise timing.BenchError(f"bench: tokenize: the ids of {name} are not those of ours, {case}")
+            raise UserError(f"bench: tokenize: the ids of {name} are not those of ours, {case}")
     sides = {name: partial(timing.cpu_seconds, partial(encode_all, encode, texts)) for name, encode in encoders.items()}
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     lines = timing.lines(

@@ -23,16 +23,18 @@ from typing import NamedTuple
 
 import torch
 
+from groundup.train.device import autocast, process_bytes
+from groundup.train.log import read_events
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import timing
 
 import ddp as dist
-import memory_plan
-import train_utils
-from configurator import ConfigError
+from groundup.errors import UserError
+from groundup.train import plan
+from groundup.train.optim import Optimizer, stays_whole
 from model import ModelConfig, Transformer, flops_per_token, parameter_table
-from optim import Optimizer, stays_whole
 
 SHAPES = {
     "tiny": ModelConfig(512, 64, 2, 2, n_embd=64),
@@ -52,7 +54,7 @@ def parse_compile(value: str) -> list[tuple[str, str]]:
     found = [tuple(name.partition(":")[::2]) for name in value.split(",")]
     for part, mode in found:
         if part not in PARTS or mode not in MODES or (mode and part == "none"):
-            raise ConfigError(
+            raise UserError(
                 f"config: compile={value!r} must list {', '.join(PARTS)}; behind blocks and whole may stand "
                 f"{' or '.join(f':{mode}' for mode in MODES[1:])}"
             )
@@ -78,7 +80,7 @@ def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, part: str, mode:
         if mode:  # CUDA graphs reuse the memory of the step before
             torch.compiler.cudagraph_mark_step_begin()
         ddp.expect_step(opt, 1e-3)
-        with train_utils.autocast(tokens.device, dtype):
+        with autocast(tokens.device, dtype):
             loss = model(tokens, tokens) / tokens.numel()
         loss.backward()
         ddp.step(opt, lr=1e-3, clip=1.0)
@@ -112,7 +114,7 @@ def transformers_step(
     counts["transformers"] = sum(p.numel() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model, dynamic=False) if compiled else model
-    cast = partial(train_utils.autocast, tokens.device, dtype)
+    cast = partial(autocast, tokens.device, dtype)
     return plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
 
 
@@ -128,7 +130,7 @@ def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts:
         opt = model.to(tokens.device).configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
     counts["nanoGPT"] = sum(p.numel() for p in model.parameters())
     run = torch.compile(model) if tokens.device.type == "cuda" else model
-    cast = partial(train_utils.autocast, tokens.device, nanogpt_dtype(tokens.device))
+    cast = partial(autocast, tokens.device, nanogpt_dtype(tokens.device))
     return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast)
 
 
@@ -186,8 +188,8 @@ def compare(shape: str, options: Options) -> list[timing.Line]:
 def usable_bytes(device: torch.device) -> float:
     """What can be filled beyond what the process holds now; infinite where the system does not tell."""
     try:
-        return memory_plan.usable_bytes(device) - train_utils.process_bytes(device)
-    except ConfigError:
+        return plan.usable_bytes(device) - process_bytes(device)
+    except UserError:
         return math.inf
 
 
@@ -211,9 +213,9 @@ def memory(shape: str, options: Options, kind: str, compiled: bool, folder: Path
     printed = timing.until_line([sys.executable, "pretrain.py", *flags], "step      3/")[1]
     found = re.search(r"^memory +([\d.]+) GiB", printed, re.MULTILINE)
     if not found:
-        raise timing.BenchError(f"bench: pretrain.py printed no estimate of memory: {printed.strip()[-300:]!r}")
+        raise UserError(f"bench: pretrain.py printed no estimate of memory: {printed.strip()[-300:]!r}")
     estimate = float(found[1])
-    peaks = [event["memory_gib"] for event in train_utils.read_events(out / "log.jsonl") if event["event"] == "train"]
+    peaks = [event["memory_gib"] for event in read_events(out / "log.jsonl") if event["event"] == "train"]
     note = f"peak of a process, {peaks[-1] / max(estimate, 1e-9):.2f} of the estimate {estimate:.2f}"
     return timing.Line("train", f"{shape}, memory", side, "GiB", [peaks[-1]], limit=estimate, note=note)
 

@@ -23,6 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from groundup.errors import UserError
+
 PANELS = (
     "loss+val_loss,val_bpb,val_loss/*,val_bpb/*,lr,grad_norm,tokens_per_s,"
     "mean_token_accuracy,rewards/accuracies,rewards/margins,rewards/chosen+rewards/rejected,accuracy,margin,reward,"
@@ -33,8 +35,7 @@ TWICE = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # exact as they are
 
 
-class PlotError(ValueError):
-    one_line = True
+
 
 
 # ---- logs: where they are, what is new in them -----------------------------------------------------------------------
@@ -45,18 +46,18 @@ def find_logs(runs: str) -> list[str]:
     if not runs.strip():
         logs = sorted(glob("out/*/log.jsonl"), key=os.path.getmtime)
         if not logs:
-            raise PlotError("plot: no out/*/log.jsonl here; give --runs=DIR")
+            raise UserError("plot: no out/*/log.jsonl here; give --runs=DIR")
         return logs[-1:]
     found = {}  # in order, each once
     for name in filter(None, map(str.strip, runs.split(","))):
         log = name if name.endswith(".jsonl") else name.rstrip("/") + "/log.jsonl"
         run = Path(name).parent
         if os.path.isdir(name) and not os.path.exists(log) and (run / "log.jsonl").exists():
-            raise PlotError(f"plot: {name} is a checkpoint of a run, which has no log; give --runs={run}")
+            raise UserError(f"plot: {name} is a checkpoint of a run, which has no log; give --runs={run}")
         is_pattern = has_magic(log) and not (os.path.exists(log) or remote(log))
         logs = sorted(glob(log, recursive=True)) if is_pattern else [log]
         if not logs:
-            raise PlotError(f"plot: no log matches {log!r}; check --runs")
+            raise UserError(f"plot: no log matches {log!r}; check --runs")
         found |= dict.fromkeys(logs)
     return list(found)
 
@@ -76,17 +77,17 @@ def read_from(path: str, offset: int) -> bytes:
                 f.seek(offset)
                 return f.read()
         except OSError as error:
-            raise PlotError(f"plot: cannot read {path}: {error.strerror}") from None
+            raise UserError(f"plot: cannot read {path}: {error.strerror}") from None
     host, file = far
     command = f"tail -c +{offset + 1} -- {shlex.quote(file.removeprefix('~/'))}"  # a remote command begins at home
     options = ["-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=10"]
     try:
         done = subprocess.run(["ssh", *options, "--", host, command], stdin=subprocess.DEVNULL, capture_output=True)
     except FileNotFoundError:
-        raise PlotError(f"plot: cannot read {path}: there is no ssh here") from None
+        raise UserError(f"plot: cannot read {path}: there is no ssh here") from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh ended with {done.returncode}"]
-        raise PlotError(f"plot: cannot read {path}: {reason[-1]}")
+        raise UserError(f"plot: cannot read {path}: {reason[-1]}")
     return done.stdout
 
 
@@ -216,7 +217,7 @@ def axis(events: Sequence[dict], kind: str, n_pairs: float = 0, flops: float = 0
         tokens.append(math.nan if tokens_now is None else tokens_now)
     values = np.array(hours if kind == "hours" else tokens) * (flops if kind == "flops" else 1)
     if np.isnan(values).any():
-        raise PlotError(f"plot: {kind} need tokens and tokens_per_s in the log, or pairs_per_s; use --x=steps")
+        raise UserError(f"plot: {kind} need tokens and tokens_per_s in the log, or pairs_per_s; use --x=steps")
     return np.array(steps, dtype=np.float64), values
 
 
@@ -250,25 +251,25 @@ def axis_of(log: Log, events: Sequence[dict], kind: str) -> tuple[np.ndarray, np
         log.about["flops_per_token"] = flops_of(log)
     try:
         return axis(events, kind, log.about.get("total_batch_pairs", 0), log.about.get("flops_per_token", 0))
-    except PlotError as error:
-        raise PlotError(f"plot: {log.path}: {str(error).removeprefix('plot: ')}") from None
+    except UserError as error:
+        raise UserError(f"plot: {log.path}: {str(error).removeprefix('plot: ')}") from None
 
 
 def flops_of(log: Log) -> float:
     """FLOPs per trained token of the model in the last checkpoint; one that rewards has no head over the vocabulary."""
-    import checkpoint  # these need torch, which takes seconds to load
     import model
+    from groundup.train import checkpoint  # these need torch, which takes seconds to load
 
     try:
         text = log.read_beside("latest/config.json")
-    except PlotError:  # no checkpoint yet, or an adapter
+    except UserError:  # no checkpoint yet, or an adapter
         text = log.read_beside(f"latest/{checkpoint.CONFIG_FILES[1]}")
     with tempfile.TemporaryDirectory() as directory:  # the run may be elsewhere
         (Path(directory) / "config.json").write_text(text, encoding="utf-8")
         try:
             cfg = checkpoint.load_config(directory)
-        except checkpoint.CheckpointError as error:
-            raise PlotError(f"plot: {log.path}: {error}") from None
+        except UserError as error:
+            raise UserError(f"plot: {log.path}: {error}") from None
     head = 6 * cfg.vocab_size * cfg.n_embd if "SequenceClassification" in text else 0
     return model.flops_per_token(cfg, int(log.about.get("block_size", cfg.block_size))) - head
 

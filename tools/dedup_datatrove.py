@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import dedup
-import readers
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.text import dedup
 
 if TYPE_CHECKING:
     from datatrove.data import Document
@@ -161,7 +162,7 @@ def run(c: SimpleNamespace) -> None:
         last = make_executor(c, work / "logs" / name, pipeline, n_tasks, last)
         last.run()
         if c.executor != "slurm" and last.get_incomplete_ranks():
-            raise ConfigError(f"dedup: tasks of {name} failed; see {work}/logs/{name}, then run again")
+            raise UserError(f"dedup: tasks of {name} failed; see {work}/logs/{name}, then run again")
     if last.get_incomplete_ranks():
         print(f"jobs are queued; when they are done, and not before, give the same command again: it makes {target}")
     else:
@@ -171,7 +172,7 @@ def run(c: SimpleNamespace) -> None:
 def claim(c: SimpleNamespace, files: list[str], target: Path, work: Path) -> None:
     """Make `work`, or see that it is of the same input and settings: tasks that are done are not run again."""
     if target.exists() and not work.exists():
-        raise ConfigError(f"dedup: {target} exists already; delete it or choose another --out")
+        raise UserError(f"dedup: {target} exists already; delete it or choose another --out")
     stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     settings = [c.text_key, c.near, c.exclusion, c.tasks, c.per_bucket, stats]
     write_once(work / "settings.json", json.dumps(settings, indent=1), "made of other input or settings")
@@ -180,7 +181,7 @@ def claim(c: SimpleNamespace, files: list[str], target: Path, work: Path) -> Non
 def write_once(path: Path, text: str, problem: str) -> None:
     """Make the file, or see that it has this text already: else the problem is raised, with what to delete."""
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"dedup: {path}: {problem}; delete the .work directory, or choose another --out")
+        raise UserError(f"dedup: {path}: {problem}; delete the .work directory, or choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -193,12 +194,12 @@ def finish(c: SimpleNamespace, target: Path, work: Path) -> None:
     n_documents = sum(count["documents"] for count in counts)
     n_removed = sum(file.stat().st_size for file in (work / "clusters").glob("*.remove")) // 4  # uint32 each
     if not n_documents:
-        raise ConfigError(f"dedup: no document in {c.input}; is text_key={c.text_key!r} right?")
+        raise UserError(f"dedup: no document in {c.input}; is text_key={c.text_key!r} right?")
     for name, place in (("kept", target), ("removed", Path(f"{target}.removed"))):
         if (work / name).exists():
             os.replace(work / name, place)
     if not target.exists():
-        raise ConfigError(f"dedup: {target} was made from {work} before, but is gone; delete the latter, too")
+        raise UserError(f"dedup: {target} was made from {work} before, but is gone; delete the latter, too")
     print(f"{n_documents:,} documents: {n_removed:,} near duplicates, {n_documents - n_removed:,} kept in {target}")
     for path, line, _, detail in [place for count in counts for place in count["places"]][:20]:
         print(f"left out: {path}:{line}: {detail}")
@@ -210,10 +211,10 @@ if __name__ == "__main__":
     config = configure(globals())
     wrong = min(tasks, per_bucket, tasks_per_job) < 1 or (executor == "slurm" and not partition)
     if wrong or not input or not out or executor not in ("local", "slurm", "ray"):
-        raise ConfigError("config: give input and out, executor local, slurm (with a partition) or ray, tasks from 1")
+        raise UserError("config: give input and out, executor local, slurm (with a partition) or ray, tasks from 1")
     needed = NEEDED + ("ray==2.60.0",) * (executor == "ray")
     if missing := [pin for pin in needed if not find_spec(pin.split("==")[0])]:
-        raise ConfigError(f"dedup: packages are missing; run: pip install {' '.join(missing)}")
+        raise UserError(f"dedup: packages are missing; run: pip install {' '.join(missing)}")
     import dedup_datatrove  # again, by its name: what it defines is pickled by reference, also for other machines
 
     dedup_datatrove.run(SimpleNamespace(**config))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "data/demo_largest"  # where the three files go
@@ -62,7 +63,7 @@ if __name__ == "__main__":
     sizes = {"examples": n_examples, "questions": n_questions, "held_out": n_held_out}
     n_rows, n_sets = sum(sizes.values()), (most + 1) * most * (most - 1) // 6
     if n_rows > n_sets:
-        raise ConfigError(f"config: {n_rows} questions in all, but most={most} gives three numbers in {n_sets} ways")
+        raise UserError(f"config: {n_rows} questions in all, but most={most} gives three numbers in {n_sets} ways")
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     numbers = iter(draw_numbers(n_rows, most, seed))
     for name, n in sizes.items():

@@ -16,10 +16,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint
-from configurator import ConfigError, configure
-from judging import wilson
-from pairs import PairCorpus, Pairs
+from configurator import configure
+from groundup.errors import UserError
+from groundup.scores.judging import wilson
+from groundup.tokens.pairs import PairCorpus, Pairs
+from groundup.train import checkpoint
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -78,11 +79,11 @@ def choose_strength(x: Tensor, seed: int) -> float:
 if __name__ == "__main__":
     config = configure(globals())
     if not data:
-        raise ConfigError("config: data is empty; give --data=pairs.jsonl")
+        raise UserError("config: data is empty; give --data=pairs.jsonl")
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(checkpoint.resolve(init_from))))
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     if not corpus.val:
-        raise ConfigError("config: no pair is held out for validation; raise val_fraction or give val_data")
+        raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
     print("\n".join(corpus.report()))
     train = torch.cat([features(pairs, tokenizer.vocab_size)[0] for pairs in corpus.train])
     found = [features(pairs, tokenizer.vocab_size) for pairs in corpus.val.values()]

@@ -30,9 +30,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from curves import Curve, Log, Panel, PlotError, Run, axis_of, find_logs, panels_of, parse, short_names, summary
+from curves import Curve, Log, Panel, Run, axis_of, find_logs, panels_of, parse, short_names, summary
 
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +62,7 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotError("plot: a picture needs matplotlib; run: pip install matplotlib; or use --ascii=True") from None
+        raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib; or use --ascii=True") from None
     n_columns = min(3, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     keys = list(dict.fromkeys(key for panel in panels if len(panel.keys) > 1 for key in panel.keys))
@@ -146,7 +147,7 @@ def save(figure: "Figure", path: str) -> None:
         figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)
     except OSError as error:
-        raise PlotError(f"plot: cannot write {path}: {error.strerror}") from None
+        raise UserError(f"plot: cannot write {path}: {error.strerror}") from None
 
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def look(logs: Sequence[Log], names: Sequence[str], kind: str) -> tuple[list[Run
     for log, name in zip(logs, names, strict=True):
         try:
             changed |= log.refresh()
-        except PlotError as error:
+        except UserError as error:
             lines.append(str(error))
         if not log.seen:
             continue
@@ -259,7 +260,7 @@ def look(logs: Sequence[Log], names: Sequence[str], kind: str) -> tuple[list[Run
             events, remarks = parse(log.text)
             drawn.append(Run(name, events, axis_of(log, events, kind)))
             lines.append(summary(name, events, remarks))
-        except PlotError as error:
+        except UserError as error:
             lines.append(str(error))
     return drawn, lines, changed
 
@@ -267,13 +268,13 @@ def look(logs: Sequence[Log], names: Sequence[str], kind: str) -> tuple[list[Run
 def check_config(config: dict) -> None:
     """Raise ConfigError for a value that cannot be used."""
     if config["x"] not in X_LABELS:
-        raise ConfigError(f"config: x must be one of {', '.join(X_LABELS)}, got {config['x']!r}")
+        raise UserError(f"config: x must be one of {', '.join(X_LABELS)}, got {config['x']!r}")
     if not 0 <= config["smooth"] < 1:
-        raise ConfigError(f"config: smooth must be at least 0 and less than 1, got {config['smooth']}")
+        raise UserError(f"config: smooth must be at least 0 and less than 1, got {config['smooth']}")
     if not 0 <= config["watch"] < math.inf:
-        raise ConfigError(f"config: watch must be 0 or a number of seconds, got {config['watch']}")
+        raise UserError(f"config: watch must be 0 or a number of seconds, got {config['watch']}")
     if not config["ascii"] and Path(config["out"]).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"config: out must end in .png, .svg or .pdf, got {config['out']!r}")
+        raise UserError(f"config: out must end in .png, .svg or .pdf, got {config['out']!r}")
 
 
 def show(drawn: Sequence[Run], config: dict) -> list[str]:
@@ -283,7 +284,7 @@ def show(drawn: Sequence[Run], config: dict) -> list[str]:
     (panels, missing), x_label = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]]
     names = [run.name for run in drawn]
     if missing and not config["watch"]:
-        raise PlotError("\n".join(missing))
+        raise UserError("\n".join(missing))
     if not config["ascii"]:
         save(draw(panels, names, x_label), config["out"])
         return [*missing, f"wrote {config['out']}"]
@@ -303,7 +304,7 @@ def main(config: dict) -> None:
         logs = [known.setdefault(path, Log(path)) for path in paths]
         drawn, lines, changed = look(logs, short_names(paths), config["x"])
         if not config["watch"] and not drawn:
-            raise PlotError("\n".join(lines))
+            raise UserError("\n".join(lines))
         redraw = changed and bool(drawn)
         lines += show(drawn, config) if redraw else []
         for line in lines:

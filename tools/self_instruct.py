@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import dedup
-import readers
-import shapes
-from chat_client import Answer, Journal, Waits, ask, json_line
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
+from groundup.files import readers, row_formats
+from groundup.scores.client import Answer, Journal, Waits, ask, json_line
+from groundup.text import dedup
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 seeds = ""  # files, directories, globs, comma-separated, of any chat shape; of a conversation its first turn
@@ -107,13 +107,13 @@ def read_seeds(paths: str) -> list[Task]:
         print(f"left out: {path}:{line}: {detail}")
     print(f"{len(tasks):,} seed tasks, {report.problems.total():,} left out")
     if not tasks:
-        raise ConfigError(f"self_instruct: no seed task in {paths!r}; give files of any chat shape")
+        raise UserError(f"self_instruct: no seed task in {paths!r}; give files of any chat shape")
     return tasks
 
 
 def seed_of(row: object) -> tuple[Task | None, str]:
     """(Task, "") or (None, what is wrong). Where a row has an instruction, what follows it in the question is input."""
-    turns, problem = shapes.messages_of(row)
+    turns, problem = row_formats.messages_of(row)
     turns = [turn for turn in turns if turn["role"] != "system"][:2]
     if problem or [turn["role"] for turn in turns] != ["user", "assistant"]:
         return None, problem or "it does not begin with a question and its answer"
@@ -213,7 +213,7 @@ class Growth:
             self.known.append(units_of(task))
             self.tasks.append(task)
             self.requests.append(self.n_requests)
-            rows.append({"messages": shapes.messages_of(task._asdict())[0], "request": self.n_requests})
+            rows.append({"messages": row_formats.messages_of(task._asdict())[0], "request": self.n_requests})
         self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + answer.tokens
         self.n_barren = 0 if rows else self.n_barren + 1
         return b"".join(map(json_line, rows))
@@ -259,15 +259,15 @@ def check(c: SimpleNamespace) -> None:
     """Raises ConfigError."""
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
     if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
-        raise ConfigError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
+        raise UserError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
     if not 1 <= c.parallel <= LAG or not 0 < c.rouge <= 1 or not 0 <= c.own_demos <= c.demos:
-        raise ConfigError(f"config: parallel is 1 to {LAG}, rouge above 0 to 1, own_demos 0 to demos")
+        raise UserError(f"config: parallel is 1 to {LAG}, rouge above 0 to 1, own_demos 0 to demos")
     if least < 1 or c.timeout <= 0 or c.retry_wait < 0 or c.language not in ("en", "zh", "both"):
-        raise ConfigError("config: counts and timeout must be above 0, language en, zh or both")
-    if not isinstance(shapes.unpacked(c.fields), dict):
-        raise ConfigError(f"config: fields must be a JSON object, got {c.fields!r}")
+        raise UserError("config: counts and timeout must be above 0, language en, zh or both")
+    if not isinstance(row_formats.unpacked(c.fields), dict):
+        raise UserError(f"config: fields must be a JSON object, got {c.fields!r}")
     if c.api_key_env and not os.environ.get(c.api_key_env):
-        raise ConfigError(f"config: there is no environment variable {c.api_key_env!r}, as api_key_env says")
+        raise UserError(f"config: there is no environment variable {c.api_key_env!r}, as api_key_env says")
 
 
 def run(c: SimpleNamespace) -> None:
@@ -279,7 +279,7 @@ def run(c: SimpleNamespace) -> None:
     settings["seeds"] = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
     path = c.out + ".journal"
     if os.path.exists(c.out) and not os.path.exists(path):
-        raise ConfigError(f"self_instruct: {c.out} exists, but not {path}; use another out")
+        raise UserError(f"self_instruct: {c.out} exists, but not {path}; use another out")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     journal, growth = Journal(path, settings), Growth(c, given)
     lines = [growth.take(answer) for answer in journal.answers if not growth.is_done()]
@@ -295,7 +295,7 @@ def run(c: SimpleNamespace) -> None:
             bar.update(len(growth.tasks) - bar.n)
     print(growth.report())
     if len(growth.tasks) < c.n_tasks:
-        raise ConfigError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
+        raise UserError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
 
 
 def answers(c: SimpleNamespace, growth: Growth) -> Iterator[Answer]:

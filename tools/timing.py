@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from direct_file import open_new
+from groundup.errors import UserError
+from groundup.train.direct_file import open_new
 
 if TYPE_CHECKING:
     import torch  # else where it is used: tools that measure text start without it
@@ -33,8 +34,7 @@ PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch"
 T = TypeVar("T")
 
 
-class BenchError(ValueError):
-    one_line = True
+
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def needs(error: ImportError) -> str:
 def one_line(error: BaseException) -> str:
     """Its type and the beginning of what it says; of our own errors only that."""
     said = " ".join(str(error).split())[:300]
-    return said if isinstance(error, BenchError) else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
 
 
 def release() -> None:
@@ -102,13 +102,13 @@ def device_seconds(call: Callable, device: "torch.device") -> float:
     """Seconds until the device is done; on a CPU with a single thread those of the processor."""
     import torch
 
-    import train_utils
+    from groundup.train import device
 
     def ended() -> None:
         call()
-        train_utils.synchronize(device)
+        device.synchronize(device)
 
-    train_utils.synchronize(device)
+    device.synchronize(device)
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     return (cpu_seconds if one_thread else wall_seconds)(ended)
 
@@ -190,7 +190,7 @@ def until_line(command: list[str], start: str) -> tuple[float, str]:
                 seconds = time.perf_counter() - begin
                 process.kill()
                 return seconds, printed
-    raise BenchError(f"bench: {' '.join(command[1:3])} ... ended without a line {start!r}: {printed.strip()[-300:]!r}")
+    raise UserError(f"bench: {' '.join(command[1:3])} ... ended without a line {start!r}: {printed.strip()[-300:]!r}")
 
 
 # ---- table and file -------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Line:
 def failure(row: str, case: str, side: str, error: Exception) -> Line:
     """The line of a side or a row that could not be measured. Where an error is not one of ours, standard error gets
     its traceback."""
-    if not isinstance(error, BenchError):
+    if not isinstance(error, UserError):
         traceback.print_exception(error)
     return Line(row, case, side, "", note=f"failed: {one_line(error)}", failed=True)
 
@@ -277,9 +277,9 @@ def write_json(path: str, found: list[Line], hardware: str, command: str) -> Non
 
 def versions() -> dict[str, str]:
     """train_utils.versions, and {package: version} of the peers."""
-    import train_utils
+    from groundup.train import device
 
-    found = train_utils.versions()
+    found = device.versions()
     for name in PEERS:
         try:
             found[name] = metadata.version(name)

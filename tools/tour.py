@@ -15,17 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from groundup.train.device import choose_device, choose_dtype
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint
-import train_utils
-from configurator import ConfigError, configure
-from generate import cache_bytes
-from lora import LoRAConfig, trainable_table
+from configurator import configure
+from groundup.align.reward_model import is_reward_model
+from groundup.errors import UserError
+from groundup.generate.engine import cache_bytes
+from groundup.train import checkpoint
+from groundup.train.lora import LoRAConfig, trainable_table
+from groundup.train.run_card import defaults_of
 from model import ModelConfig, RMSNorm, Transformer, flops_per_token, memory_table, parameter_table
 from pretrain import choose_architecture
-from reward_model import is_reward_model
-from run_card import defaults_of
 
 ROOT = Path(__file__).parent.parent
 SAYS = {
@@ -108,12 +110,12 @@ if __name__ == "__main__":
     config = configure(namespace | {"__doc__": __doc__, "__file__": str(ROOT / "pretrain.py")})
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     if source is None and not config["vocab_size"]:
-        raise ConfigError("config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096")
+        raise UserError("config: vocab_size is that of a tokenizer; give it, for example --vocab_size=4096")
     if source is not None and is_reward_model(source):
-        raise ConfigError(f"config: {source} is a reward model, without lm_head; give the checkpoint it began with")
+        raise UserError(f"config: {source} is a reward model, without lm_head; give the checkpoint it began with")
     cfg = choose_architecture(config, source, 0)
-    device = train_utils.choose_device(config["device"])
-    dtype = train_utils.choose_dtype(config["dtype"], device)
+    device = choose_device(config["device"])
+    dtype = choose_dtype(config["dtype"], device)
     print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))
     print()
     print(totals(cfg, config, device, dtype))

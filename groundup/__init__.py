@@ -1,0 +1,1 @@
+"""The parts of the toolkit, by subject; the stages at the root are made of them."""

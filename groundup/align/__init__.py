@@ -1,0 +1,1 @@
+"""What is a better answer, and how is it learnt?"""

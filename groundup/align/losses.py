@@ -1,0 +1,200 @@
+"""Preference losses, the log-probabilities of answers that they are made of, and those of the reference: of a batch
+of pairs, and of all pairs in a file.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from groundup.align.token_logps import token_logps
+from groundup.errors import UserError
+from groundup.tokens.pairs import PairBatch, PairCorpus
+from groundup.train import checkpoint, ranks
+from groundup.train.device import autocast
+from groundup.train.lora import adapters_off
+from model import IGNORE, ModelConfig, Transformer
+
+LOSSES = ("sigmoid", "cdpo", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo")
+REFERENCE_FREE = ("simpo", "orpo")
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
+METRICS += ("logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen", "kl/rejected")
+
+
+def check_losses(config: Mapping) -> None:
+    """Raise ConfigError for a loss, or settings of one, that there is not."""
+    if config["loss"] not in LOSSES:
+        raise UserError(f"config: loss must be one of {', '.join(LOSSES)}, got {config['loss']!r}")
+    if not config["beta"] > 0:
+        raise UserError(f"config: beta must be above 0, got {config['beta']}")
+    for key in ("gamma", "nll_weight"):
+        if not config[key] >= 0:
+            raise UserError(f"config: {key} must be at least 0, got {config[key]}")
+    if not 0 <= config["label_smoothing"] < 0.5:
+        raise UserError(f"config: label_smoothing must be from 0 to below 0.5, got {config['label_smoothing']}")
+    if config["label_smoothing"] and config["loss"] not in ("cdpo", "robust"):
+        raise UserError(f"config: label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
+    if config["nll_prompt"] and not nll_share(config):
+        raise UserError("config: nll_prompt=True needs nll_weight above 0 or loss='orpo'")
+
+
+# ---- log-probabilities and losses ------------------------------------------------------------------------------------
+
+
+def answer_logps(
+    model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype, with_prompt: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(sums of the log-probabilities of the answers (2, B) float32 with gradient, their numbers of tokens likewise):
+    the chosen ones, the rejected ones. with_prompt: a third row for the prompts of the chosen ones, but their first
+    token. One forward for all."""
+    B, T = len(batch.x) // 2, batch.x.shape[1]
+    index, targets, row = prompt_places(batch) if with_prompt else (batch.index, batch.targets, batch.row)
+    n_rows = (3 if with_prompt else 2) * B
+    place = row * T + index % T  # each once: sums in an order that does not change
+    n = -len(index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes leave holes in the memory
+    index, place, targets = F.pad(index, (0, n)), F.pad(place, (0, n)), F.pad(targets, (0, n), value=IGNORE)
+    with autocast(device, dtype):
+        hidden = model(batch.x, index=index)
+        logps = token_logps(hidden, model.lm_head.weight, targets)
+    zeros, valid = logps.new_zeros(n_rows * T), (targets != IGNORE).float()
+    return tuple(zeros.scatter_add(0, place, part).view(-1, B, T).sum(2) for part in (logps, valid))
+
+
+def prompt_places(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """(index, targets, row) of the batch, then those of the prompts of its B chosen rows, as rows 2B to 3B - 1."""
+    B, T = len(batch.x) // 2, batch.x.shape[1]
+    first = batch.index.new_full((2 * B,), T).scatter_reduce(0, batch.row, batch.index % T, "amin")[:B]
+    inside = torch.arange(T, device=first.device) < first[:, None]
+    index = inside.flatten().nonzero().squeeze(1)
+    targets = batch.x.flatten()[index + 1]
+    return tuple(
+        torch.cat(both) for both in ((batch.index, index), (batch.targets, targets), (batch.row, 2 * B + index // T))
+    )
+
+
+def reference_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`answer_logps` (2, B) without gradient, dropout and adapters."""
+    training = model.training
+    model.eval()
+    with torch.no_grad(), adapters_off(model):
+        logps, _ = answer_logps(model, batch, device, dtype)
+    model.train(training)
+    return logps
+
+
+def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
+    """Loss of each pair, (B,) float32. logps, reference, n_tokens (2, B): of chosen and rejected answers; the reference
+    is 0 for losses that have none.
+
+    sigmoid: DPO (arXiv:2305.18290). cdpo: with labels that are wrong with probability label_smoothing. robust: unbiased
+    under such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425). ipo: arXiv:2310.12036, of means per token as
+    its authors do. sigmoid_norm: DPO of means per token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds
+    ratio's part (arXiv:2403.07691), its lambda is beta; the rest is the loss of the chosen answer, see nll_share."""
+    loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
+    ratios = logps - reference
+    means = ratios / n_tokens.clamp(min=1)
+    by_sum, by_mean = ratios[0] - ratios[1], means[0] - means[1]
+    if loss == "sigmoid":
+        return -F.logsigmoid(beta * by_sum)
+    if loss == "cdpo":
+        return -(1 - wrong) * F.logsigmoid(beta * by_sum) - wrong * F.logsigmoid(-beta * by_sum)
+    if loss == "robust":
+        right = -(1 - wrong) * F.logsigmoid(beta * by_sum) + wrong * F.logsigmoid(-beta * by_sum)
+        return right / (1 - 2 * wrong)
+    if loss == "hinge":
+        return F.relu(1 - beta * by_sum)
+    if loss == "ipo":
+        return (by_mean - 1 / (2 * beta)) ** 2
+    if loss == "sigmoid_norm":
+        return -F.logsigmoid(beta * by_mean)
+    if loss == "simpo":
+        return -F.logsigmoid(beta * by_mean - config["gamma"])
+    assert loss == "orpo", loss
+    return -beta * F.logsigmoid(by_mean - (log1mexp(means[0]) - log1mexp(means[1])))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x <= 0, which counts as at most -1e-6: an answer that is certain has no finite odds."""
+    return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
+
+
+def nll_share(config: Mapping) -> float:
+    """What the loss per token of the chosen answer counts beside `pair_losses`."""
+    return config["nll_weight"] + (config["loss"] == "orpo")
+
+
+def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
+    """(loss of each pair (B,), METRICS of each (10, B) float32 detached). logps, n_tokens: of `answer_logps`."""
+    losses = pair_losses(logps[:2], reference, n_tokens[:2], config)
+    if nll_share(config):
+        # of the chosen answers, and of the prompts if they are there
+        nll = -logps[0::2].sum(0) / n_tokens[0::2].sum(0).clamp(min=1)
+        losses = losses + nll_share(config) * nll
+    logps, n_tokens = logps[:2].detach(), n_tokens[:2]
+    ratios = logps - reference
+    means = ratios / n_tokens.clamp(min=1)
+    chosen, rejected = config["beta"] * (means if config["loss"] in REFERENCE_FREE else ratios)
+    parts = [chosen, rejected, chosen - rejected, (chosen > rejected).float(), *logps, *n_tokens]
+    return losses, torch.stack([*parts, *(torch.zeros_like(means) if config["loss"] in REFERENCE_FREE else means)])
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corpus: PairCorpus, dtype: str) -> dict:
+    """{what the reference log-probabilities depend on: its fingerprint}."""
+    parts = [source, checkpoint.base_of(source)] if source and checkpoint.is_adapter(source) else [source]
+    weights = [checkpoint.weights_key(part) for part in parts] if source else [config["seed"], asdict(cfg)]
+    return {
+        "checkpoint": json.dumps(weights), "pairs": corpus.fingerprint, "tokenizer": corpus.tokenizer.fingerprint(),
+        "dtype": dtype,
+    }  # fmt: skip
+
+
+def open_reference(path: Path, about: Mapping[str, str], n_pairs: int) -> Tensor | None:
+    """(n_pairs, 2) float32, log-probabilities of chosen and rejected answers, mapped; None if there is no file. Raises
+    ConfigError if they are of other weights, pairs, ..."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            saved, table = file.metadata() or {}, file.get_tensor("logps")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"config: {path} cannot be read ({error}); delete it, and it is computed again") from None
+    differ = [key for key, value in about.items() if saved.get(key) != value]
+    if differ or table.shape != (n_pairs, 2):
+        raise UserError(
+            f"config: the reference log-probabilities in {path} belong to another {' and '.join(differ) or 'run'}; "
+            "delete the file to have them computed again, or give another out_dir or reference_file"
+        )
+    return table
+
+
+def compute_reference(
+    model: Transformer, corpus: PairCorpus, batch_size: int, world: ranks.World, device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(n_pairs, 2) float32 on the CPU as of `open_reference`: of all pairs, which the ranks share out."""
+    table, began = torch.zeros(corpus.n_pairs, 2), time.perf_counter()
+    for batch in corpus.all_batches(batch_size, world.rank, world.world_size):
+        table[batch.number] = reference_logps(model, batch.to(device), device, dtype).T.cpu()
+    ranks.all_reduce_sum(table)
+    if world.is_main:
+        print(f"reference   of {corpus.n_pairs:,} pairs in {time.perf_counter() - began:.1f} s", flush=True)
+    return table
+
+
+def save_reference(path: Path, table: Tensor, about: Mapping[str, str]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    save_file({"logps": table}, temporary, metadata=dict(about))
+    os.replace(temporary, path)

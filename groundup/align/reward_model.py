@@ -1,0 +1,305 @@
+"""The reward model: a Transformer's body, and one number for an answer in place of the next token's logits.
+
+    model(idx)          -> scores (B, T) float32: what an answer that ended at this token would be worth
+    model(idx, index=i) -> scores (n,) at places i of the flat idx; an answer's is at the <|im_end|> that closes it
+
+    bradley_terry, per_token -> losses of pairs, (B,)
+    score(model, tokenizer, conversations) -> [reward of each conversation's last answer]
+
+On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm) with one label, which computes the
+same score for text that is padded on the right with <|pad|>. Only differences of scores mean anything: the head has no
+bias.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.train import checkpoint, lora, ranks
+from groundup.train.device import autocast
+from model import ModelConfig, Transformer
+from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from groundup.tokens.pairs import PairBatch
+
+ENDS = ("min", "max")
+HEAD = "lm_head.weight"  # what a language model has and a reward model has not
+
+
+
+
+
+class RewardModel(Transformer):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(replace(cfg, tie_embeddings=True))  # no head of its own is made
+        self.cfg = cfg
+        del self.lm_head
+        self.score = nn.Linear(cfg.n_embd, 1, bias=False)
+        nn.init.zeros_(self.score.weight)  # the first loss is ln 2, whatever the body computes
+
+    def forward(self, idx: Tensor, index: Tensor | None = None) -> Tensor:
+        """idx (B, T) int64, index (n,) int64 -> scores float32, (n,) or (B, T). The head is never in half precision."""
+        x = self.hidden(idx)
+        x = x if index is None else x.flatten(0, 1)[index]
+        with torch.autocast(x.device.type, enabled=False):
+            return self.score(x.float()).squeeze(-1)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2, all (B,) (arXiv:2203.02155, equation
+    1; the margin: arXiv:2307.09288, 3.2.2; the second term keeps rewards near 0: arXiv:2312.09244)."""
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
+    return center * (chosen + rejected) ** 2 - F.logsigmoid(difference)
+
+
+def per_token(scores: Tensor, first: Tensor, ends: Tensor, end: str = "min", margin: Tensor | None = None) -> Tensor:
+    """Mean of -log sigmoid(score chosen - score rejected) from the first token that differs to the end, (B,).
+
+    scores (2B, T), chosen rows first; first (B,): column of that token; ends (2B,): columns behind the last tokens.
+    It scores every beginning of an answer, which a critic wants; but it compares tokens of two texts that only have
+    their number in common. end='min' stops with the shorter answer; 'max' goes on over its padding (DeepSpeed-Chat)."""
+    chosen, rejected = scores.chunk(2)
+    stop = (torch.minimum if end == "min" else torch.maximum)(*ends.chunk(2))
+    span = torch.arange(scores.shape[1], device=scores.device)
+    counted = (span >= first.unsqueeze(1)) & (span < stop.unsqueeze(1))
+    difference = chosen - rejected if margin is None else chosen - rejected - margin.unsqueeze(1)
+    return -(F.logsigmoid(difference) * counted).sum(1) / counted.sum(1)
+
+
+def pair_losses(
+    model: RewardModel, batch: "PairBatch", config: dict, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss (B,), score of the chosen answers (B,), of the rejected ones (B,)) of the pairs, all float32. What gets a
+    score is the last token of a row, <|im_end|>: known from its length, not looked for."""
+    margin, T = config["margin_scale"] * batch.margin, batch.x.shape[1]
+    last = torch.arange(len(batch.x), device=batch.x.device) * T + batch.lengths - 1
+    if config["loss"] == "last":
+        with autocast(device, dtype):
+            chosen, rejected = model(batch.x, index=last).chunk(2)
+        return bradley_terry(chosen, rejected, margin, config["center"]), chosen, rejected
+    with autocast(device, dtype):
+        scores = model(batch.x)
+    chosen, rejected = scores.flatten()[last].chunk(2)
+    one, other = batch.x.chunk(2)
+    first = (one != other).int().argmax(1)  # two answers always differ
+    losses = per_token(scores, first, batch.lengths, config["end"], margin)
+    return losses + config["center"] * (chosen + rejected) ** 2, chosen, rejected
+
+
+# ---- what a model is worth ------------------------------------------------------------------------------------------
+
+LENGTH_BUCKETS = ("chosen_shorter", "alike", "chosen_longer")
+ALIKE = 1.25  # answers are of like length while the longer one has at most this many times the tokens of the other
+
+
+def measure(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor) -> dict[str, float]:
+    """What scores (N,) of pairs, and the lengths (N,) of their answers, say about the model.
+
+    accuracy counts ties as wrong; `longer_wins` is what one has who prefers the longer answer, half for equal ones.
+    Both come once more for pairs by which answer is longer. ece: mean distance, over ten bins, of how sure the model is
+    to how often it is right (arXiv:1706.04599). length_correlation: Pearson's, of score and length over all answers."""
+    chosen, rejected, n_chosen, n_rejected = (t.double() for t in (chosen, rejected, n_chosen, n_rejected))
+    difference, scores = chosen - rejected, torch.cat((chosen, rejected))
+    right, longer = (difference > 0).double(), ((n_chosen - n_rejected).sign() + 1) / 2
+    found = {"accuracy": right.mean().item(), "longer_wins": longer.mean().item()}
+    ratio = n_chosen / n_rejected
+    inside = (ratio * ALIKE < 1, (ratio * ALIKE >= 1) & (ratio <= ALIKE), ratio > ALIKE)
+    for name, pairs in zip(LENGTH_BUCKETS, inside, strict=True):
+        found |= {f"accuracy/{name}": right[pairs].mean().item(), f"longer_wins/{name}": longer[pairs].mean().item()}
+        found |= {f"pairs/{name}": int(pairs.sum())}
+    found |= {"ece": calibration_error(difference), "margin": difference.mean().item()}
+    found |= {"reward_mean": scores.mean().item(), "reward_std": scores.std(correction=0).item()}
+    found |= {"reward_min": scores.min().item(), "reward_max": scores.max().item()}
+    return found | {"length_correlation": correlation(scores, torch.cat((n_chosen, n_rejected)))}
+
+
+def calibration_table(difference: Tensor, n_bins: int = 10) -> list[tuple[float, float, int]]:
+    """(how sure, how often right, pairs) of each bin of sigmoid(|difference|) that has any. A tie is half right."""
+    sure, right = difference.abs().sigmoid(), (difference.sign() + 1) / 2
+    bins = ((sure - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
+    inside = [bins == k for k in range(n_bins)]
+    return [(sure[i].mean().item(), right[i].mean().item(), int(i.sum())) for i in inside if i.any()]
+
+
+def calibration_error(difference: Tensor) -> float:
+    table = calibration_table(difference)
+    return sum(n * abs(sure - right) for sure, right, n in table) / len(difference)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson's; nan if one of them does not vary."""
+    return torch.corrcoef(torch.stack((a, b)))[0, 1].item() if a.numel() > 1 else float("nan")
+
+
+@torch.no_grad()
+def evaluate(
+    model: RewardModel, batches: Mapping[str, Iterable["PairBatch"]], shares: list[float], config: dict,
+    device: torch.device, dtype: torch.dtype,
+) -> dict[str, object]:  # fmt: skip
+    """Over validation pairs that the ranks share out: the loss per pair in a mixture of the sources by `shares`, what
+    measure says of all pairs; if there are several sources, loss and accuracy of each."""
+    model.eval()
+    found = {}
+    for name, of_source in batches.items():
+        columns = []
+        for batch in of_source:
+            n_tokens = torch.bincount(batch.row, minlength=len(batch.x))
+            values = torch.stack(pair_losses(model, batch.to(device), config, device, dtype)).cpu()
+            columns.append(torch.cat((values.double(), n_tokens.view(2, -1))))  # (5, B)
+        mine = torch.cat(columns, dim=1) if columns else torch.zeros(5, 0, dtype=torch.float64)
+        found[name] = torch.cat(ranks.gather_objects(mine), dim=1)
+    model.train()
+    losses = {name: values[0].mean().item() for name, values in found.items()}
+    _, *columns = torch.cat(list(found.values()), dim=1)
+    mixed = sum(share * loss for share, loss in zip(shares, losses.values(), strict=True))
+    scores = {"val_loss": mixed} | measure(*columns)
+    scores["calibration"] = calibration_table(columns[0] - columns[1])
+    if len(found) > 1:
+        scores |= {f"val_loss/{name}": loss for name, loss in losses.items()}
+        scores |= {f"accuracy/{name}": (v[1] > v[2]).double().mean().item() for name, v in found.items()}
+    return scores
+
+
+# ---- disk -----------------------------------------------------------------------------------------------------------
+
+
+def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> dict[str, str]:
+    """The Hugging Face directory, adapters added to the weights; {file: checksum} of what is large."""
+    if tokenizer.pad_id in (-1, tokenizer.im_end_id):
+        raise UserError("reward: the tokenizer needs a padding token of its own, or transformers reads another score")
+    weights = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    weights |= {f"{name}.weight": layer.merged_weight() for name, layer in lora.adapters(model)}
+    stored = {stored_name(name): p.detach().to("cpu", torch.float32) for name, p in weights.items()}
+    tokenizer.save(directory)
+    config = checkpoint.to_hf_config(model.cfg, tokenizer)
+    config["architectures"] = [config["architectures"][0].replace("CausalLM", "SequenceClassification")]
+    config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    checkpoint.write_json(directory / "config.json", config)
+    return {"model.safetensors": checkpoint.write_weights(directory / "model.safetensors", stored)}
+
+
+def stored_name(name: str) -> str:
+    return name if name == "score.weight" else lora.hf_name(name)
+
+
+def is_reward_model(directory: str | Path) -> bool:
+    path = Path(directory) / "config.json"
+    names = checkpoint.read_json(path).get("architectures") if path.exists() else None
+    return any(str(name).endswith("ForSequenceClassification") for name in names or [])
+
+
+def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
+    """The directory of a reward model that reads the ids of `tokenizer`: what the setting `key` names, or the newest
+    checkpoint of that run. Raises RewardError and CheckpointError."""
+    if not Path(name).is_dir():
+        raise UserError(f"reward: {key}={name!r} is no directory; give that of a reward model")
+    directory = checkpoint.resolve(name)
+    if not is_reward_model(directory):
+        raise UserError(f"reward: {key}={name!r} holds no reward model; reward.py trains one")
+    if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"reward: {key}={name!r} has another tokenizer than the model that answers; "
+            f"train the reward model from one with the same"
+        )
+    return directory
+
+
+def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardModel:
+    """The reward model in a directory of ours or of transformers', to score with. Raises RewardError."""
+    if not is_reward_model(directory):
+        raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
+    model = RewardModel(checkpoint.load_config(directory))
+    checkpoint.copy_weights(model, directory)
+    return model.to(device).eval()
+
+
+def load_start(model: RewardModel, source: Path, n_known: int) -> None:
+    """The weights in `source` into `model`: of a reward model with its head, of a language model without; of tokens
+    from n_known on as in lora.resize_vocab."""
+    if is_reward_model(source):
+        checkpoint.copy_weights(model, source)
+        return
+    body = checkpoint.load_model(source, block_size=model.cfg.block_size)
+    lora.resize_vocab(body, model.cfg.vocab_size, n_known)
+    checkpoint.copy_parameters(body, model, leave=(HEAD,))
+
+
+def trained_weights(model: RewardModel, base: str) -> dict:
+    """What a resume needs of a model with adapters beside its base, for model.safetensors has their sum; else {}."""
+    if lora.lora_config_of(model) is None:
+        return {}
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {"base": base, "base_key": checkpoint.weights_key(Path(base)), "weights": weights}
+
+
+@torch.no_grad()
+def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: int) -> None:
+    """Everything as it was saved in `resume_from`, to the bit. Raises RewardError if the base is another by now."""
+    if not trained:
+        checkpoint.copy_weights(model, resume_from)
+        return
+    if checkpoint.weights_key(Path(trained["base"])) != trained["base_key"]:
+        raise UserError(f"reward: the weights in {trained['base']} are not those that {resume_from} was trained on")
+    start = RewardModel(model.cfg)
+    load_start(start, Path(trained["base"]), n_known)
+    checkpoint.copy_parameters(start, model, leave=())
+    params = dict(model.named_parameters())
+    for name, weight in trained["weights"].items():
+        params[name].copy_(weight)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+def score(
+    model: RewardModel, tokenizer: Tokenizer, conversations: Sequence[list[dict]], batch_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:  # fmt: skip
+    """The reward of the answer that each conversation ends with. Raises RewardError."""
+    rows = [answered_ids(messages, tokenizer) for messages in conversations]
+    return score_ids(model, rows, tokenizer.pad_id, batch_size, dtype)
+
+
+def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
+    """The conversation up to the <|im_end|> that closes its last answer. Raises RewardError if it ends otherwise."""
+    if not messages or messages[-1].get("role") != "assistant":
+        raise UserError("reward: a conversation must end with the assistant's answer, which is what gets a score")
+    ids, learnt = tokenizer.render(messages)
+    return ids[: len(learnt) - learnt[::-1].index(1)]
+
+
+@torch.no_grad()
+def score_ids(
+    model: RewardModel, rows: Sequence[list[int]], pad_id: int, batch_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:  # fmt: skip
+    """The reward at the last id of each row: a whole answer with its <|im_end|>. Rows of like length go together; what
+    is beside a row changes nothing. Raises RewardError."""
+    longest = max(map(len, rows), default=0)
+    if longest > model.cfg.block_size:
+        raise UserError(f"reward: {longest} tokens, but the model reads block_size={model.cfg.block_size} at most")
+    device, training = model.score.weight.device, model.training
+    model.eval()
+    scores = [0.0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+    for part in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
+        T = len(rows[part[0]])
+        x = torch.tensor([rows[i] + [pad_id] * (T - len(rows[i])) for i in part])
+        last = torch.tensor([k * T + len(rows[i]) - 1 for k, i in enumerate(part)])
+        with autocast(device, dtype):
+            found = model(x.to(device), index=last.to(device))
+        for i, value in zip(part, found.tolist(), strict=True):
+            scores[i] = value
+    model.train(training)
+    return scores

@@ -1,0 +1,1 @@
+"""What can be tried with nothing at hand?"""

@@ -1,0 +1,83 @@
+"""A file of answers and the settings beside it: what sample.py writes, reward.py scores and prepare.py makes pairs of.
+
+    FILE              a line for each prompt: its own fields, "index" (its number, from 0), and "completions":
+                      [{"text", "finish_reason": "stop" | "length", "stop_reason", with a reward model "reward"}]
+    FILE.config.json  the settings that decided them: "model" (its name and a fingerprint), "system", "temperature",
+                      "seed", ..., and "reward_model", likewise, where one was used
+
+So one file never holds answers of different settings, and answers without their settings are no longer worth much:
+nobody knows which model gave them, and after which system message.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from groundup.errors import UserError
+
+SUFFIX = ".config.json"  # behind the name of a file of answers
+HINT = "sample.py writes it beside its answers, keep the two together"
+
+
+
+
+
+def settings_path(path: str | Path) -> Path:
+    return Path(f"{path}{SUFFIX}")
+
+
+def is_settings_file(path: str | Path) -> bool:
+    """Whether a file holds the settings of answers beside it, and is no data itself."""
+    name = str(path)
+    return name.endswith(SUFFIX) and os.path.exists(name.removesuffix(SUFFIX))
+
+
+def read_settings(path: str | Path) -> dict | None:
+    """The settings of the answers in `path`; None if it has none beside it. Raises AnswerFileError: damaged."""
+    name = settings_path(path)
+    try:
+        settings = json.loads(name.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"answers: {name} cannot be read ({error}); {HINT}") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+        raise UserError(f"answers: {name} does not name the model; {HINT}")
+    return settings
+
+
+def need_settings(path: str | Path) -> dict:
+    """Those of read_settings. Raises AnswerFileError if there are none."""
+    settings = read_settings(path)
+    if settings is None:
+        raise UserError(
+            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}"
+        )
+    return settings
+
+
+def write_settings(path: str | Path, settings: dict) -> None:
+    """Write the settings of the answers in `path`, in one piece. Raises AnswerFileError."""
+    name = settings_path(path)
+    part = name.with_name(name.name + ".tmp")
+    try:
+        name.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, name)
+    except OSError as error:
+        raise UserError(f"answers: cannot write {name}: {error.strerror}") from None
+
+
+def check_settings(path: str | Path, settings: dict) -> None:
+    """Record the settings of a new file of answers. Raises AnswerFileError if an old one was begun with others."""
+    old = read_settings(path)
+    if old is not None:
+        for key in old | settings:
+            if old.get(key) != settings.get(key):
+                change = f"{key}={old.get(key)!r}, not {settings.get(key)!r}"
+                raise UserError(f"answers: {path} was begun with {change}; use another out")
+        return
+    if os.path.exists(path) and os.path.getsize(path):
+        missing = settings_path(path).name
+        raise UserError(f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out")
+    write_settings(path, settings)

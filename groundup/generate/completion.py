@@ -1,0 +1,185 @@
+"""What a prompt asks for and what has come out: requests and their checks, the text of a sample as it grows, results.
+
+No model runs here: generate.py draws tokens, a Sample takes those of its row and says what may be shown and whether it
+is done.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.generate.sampling import SamplingParams
+from model import ModelConfig
+from tokenizer import StreamDecoder, Tokenizer
+
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class Completion(NamedTuple):
+    text: str  # up to the stop string; "" without a tokenizer
+    ids: list[int]  # with the stop id if one ended it
+    finish_reason: str  # stop | length
+    stop_reason: int | str | None  # the stop id or stop string
+    logprobs: list[dict[int, float]] | None  # of each token: itself and the likeliest, of the model's distribution
+    cumulative_logprob: float  # of all tokens; beam search: after the processors
+    reward: float | None = None  # of a reward model, see best_of.py
+
+
+class Result(NamedTuple):
+    prompt_ids: list[int]
+    completions: list[Completion]
+    prompt_logprobs: list[dict[int, float] | None] | None  # None for the first token
+
+
+class Token(NamedTuple):
+    prompt: int
+    sample: int
+    id: int
+    text: str  # what may be shown now: whole characters, nothing that may become a stop string
+    finish: str  # "" = it goes on | stop | length
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """A prompt, what is asked for, and what has come out so far."""
+
+    def __init__(self, index: int, ids: list[int], params: SamplingParams, limit: int) -> None:
+        self.index, self.ids, self.params, self.limit = index, ids, params, limit
+        self.completions: dict[int, Completion] = {}
+        self.logits: Tensor | None = None  # (V,) after the prompt, from when it was read
+        self.row = -1  # the row of the cache that it was read into
+        self.prompt_logprobs = [None] if params.prompt_logprobs >= 0 else None
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache that a row needs: the last token is not fed back."""
+        return len(self.ids) + self.limit - 1
+
+    def result(self) -> Result:
+        """The n best samples, best first; without best_of all of them in their order."""
+        samples = [self.completions[s] for s in sorted(self.completions)]
+        if self.params.best_of > self.params.n:
+            mean = self.params.best_of_by == "mean"
+            samples.sort(key=lambda c: c.cumulative_logprob / (len(c.ids) if mean else 1), reverse=True)
+        return Result(self.ids, samples[: self.params.n], self.prompt_logprobs)
+
+
+def check_requests(
+    cfg: ModelConfig, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params
+) -> list[Request]:
+    if not prompts:
+        raise UserError("sample: there is no prompt")
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    if len(each) != len(prompts):
+        raise UserError(f"sample: {len(prompts)} prompts with {len(each)} sets of parameters")
+    return [check(i, ids, p, cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
+
+
+def check(index: int, ids: list[int], params: SamplingParams, cfg: ModelConfig, tokenizer: Tokenizer | None) -> Request:
+    """The request, or SampleError if this model cannot serve it."""
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise UserError(f"sample: prompt {index} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids")
+    if not ids:
+        raise UserError(f"sample: prompt {index} has no tokens; begin an empty one with <|endoftext|>")
+    if len(ids) > cfg.block_size:
+        raise UserError(f"sample: prompt {index} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
+    if min(ids) < 0 or max(ids) >= cfg.vocab_size:
+        foreign = next(token for token in ids if not 0 <= token < cfg.vocab_size)
+        raise UserError(
+            f"sample: prompt {index} has token id {foreign}, the model has vocab_size={cfg.vocab_size}; "
+            f"use the tokenizer it was trained with"
+        )
+    if params.stop and tokenizer is None:
+        raise UserError(f"sample: prompt {index} has stop strings {params.stop}, but there is no tokenizer")
+    # Prompt and result together may be one longer than the context: the last token is not fed back.
+    return Request(index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1))
+
+
+def check_streamable(params: SamplingParams) -> None:
+    if params.num_beams > 1:
+        raise UserError(f"sample: num_beams={params.num_beams} cannot stream: the best text is known at the end only")
+    if params.best_of > params.n:
+        raise UserError(f"sample: best_of={params.best_of} cannot stream n={params.n}: the best are known at the end")
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """The text of one sample as its tokens come; `stopped` is the stop string that ended it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self.tokenizer, self.stop, self.skip_special = tokenizer, params.stop, params.skip_special_tokens
+        self.decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self.shown = ""
+        self.held = ""  # the end of the text so far, as long as it may become a stop string
+        self.stopped: str | None = None
+
+    def push(self, token: int, may_stop: bool) -> str:
+        """What may be shown with this token. The stop string that is complete first ends the text before itself."""
+        self.held += self.decode(token)
+        ends = [(at + len(s), -len(s), s) for s in self.stop if (at := self.held.find(s)) >= 0] if may_stop else []
+        if ends:
+            end, _, self.stopped = min(ends)
+            return self.show(end - len(self.stopped))
+        return self.show(len(self.held) - max(map(self.begun, self.stop), default=0))
+
+    def decode(self, token: int) -> str:
+        if self.tokenizer is None or token >= self.tokenizer.vocab_size:
+            return ""
+        if token in self.tokenizer.special_ids and not self.skip_special:
+            return self.decoder.flush() + self.tokenizer.decode([token])
+        return self.decoder.push(token)
+
+    def begun(self, stop: str) -> int:
+        """How many characters of `stop` the held text ends with, but not all of them."""
+        longest = min(len(stop) - 1, len(self.held))
+        return next((k for k in range(longest, 0, -1) if self.held.endswith(stop[:k])), 0)
+
+    def show(self, n: int) -> str:
+        piece, self.held = self.held[:n], self.held[n:]
+        self.shown += piece
+        return piece
+
+    def end(self) -> str:
+        """What was held back, now that nothing follows; U+FFFD for a broken character."""
+        if self.stopped is not None:
+            return ""
+        self.held += self.decoder.flush() if self.decoder else ""
+        return self.show(len(self.held))
+
+
+class Sample:
+    """A row at work: sample `index` of a request."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        self.request, self.index = request, index
+        self.ids: list[int] = []
+        self.text = Text(tokenizer, request.params)
+        self.logprobs: list[dict[int, float]] | None = [] if request.params.logprobs >= 0 else None
+        self.sum = 0.0
+
+    def push(self, token: int, ids: list[int], logps: list[float]) -> Token:
+        """Take the next token; ids and logps: it and the likeliest ones with their log-probabilities."""
+        params = self.request.params
+        self.ids.append(token)
+        self.sum += logps[0]
+        if self.logprobs is not None:
+            k = 1 + params.logprobs
+            self.logprobs.append(dict(zip(ids[:k], logps[:k], strict=True)))
+        reason = token if token in params.stop_ids else None
+        piece = ""
+        if reason is None:
+            piece = self.text.push(token, len(self.ids) >= params.min_new_tokens)
+            reason = self.text.stopped
+        # Stop wins over length.
+        finish = "stop" if reason is not None else "length" if len(self.ids) == self.request.limit else ""
+        if finish:
+            piece += self.text.end()
+            completion = Completion(self.text.shown, self.ids, finish, reason, self.logprobs, self.sum)
+            self.request.completions[self.index] = completion
+        return Token(self.request.index, self.index, token, piece, finish)

@@ -1,0 +1,224 @@
+"""Perplexity by domain: how well a model predicts the texts of each of several sets of files.
+
+The loss of a document is minus the log-probability of all its text, so models are compared over the same documents
+whatever their tokenizers are (as in arXiv:2310.19341): per byte and per character directly; nats per token and
+perplexity only where the tokenizer is the same.
+
+Every document follows the token that begins a text, which is context and not scored: the first token counts. The token
+that ends a text is not scored. Bytes and characters are those of the text itself, also where a tokenizer normalises it.
+
+A document longer than block_size is read in windows of block_size tokens, each beginning `stride` after the one before;
+a token is scored in the first window that holds it. With stride = block_size (written 0) windows do not overlap and a
+later one begins with one token of context; else each of its tokens has block_size - stride or more.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.scores.likelihood import score_tokens
+from model import Transformer
+from tokenizer import Tokenizer
+
+GROUP_TOKENS = 2**20  # scored at a time: enough that rows of like length find each other
+SHOWN_PLACES = 5  # of what could not be read, per domain
+
+
+
+
+
+class Domain(NamedTuple):
+    name: str
+    files: list[str]
+
+
+class Settings(NamedTuple):
+    batch_size: int
+    block_size: int  # tokens that the model reads at a time
+    stride: int  # from 1 to block_size
+    limit: int = 0  # documents per domain; 0 = all
+    text_key: str = ""
+    txt_split: str = "file"
+
+
+# ---- which texts ----------------------------------------------------------------------------------------------------
+
+
+def parse_domains(spec: str) -> list[Domain]:
+    """The domains of 'name=files,name=files': a file, a directory or a glob each. Without a name a directory is a
+    domain of its name, and so is every file. Raises DomainError, DataError."""
+    domains = []
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
+        if named:
+            domains.append(Domain(named[1].strip(), readers.find_files(named[2])))
+        elif os.path.isdir(part):
+            domains.append(Domain(os.path.basename(os.path.abspath(part)), readers.find_files(part)))
+        else:
+            domains += [Domain(stem_of(path), [path]) for path in readers.find_files(part)]
+    if not domains:
+        raise UserError("perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'")
+    names = [domain.name for domain in domains]
+    for name in {name for name in names if names.count(name) > 1}:
+        raise UserError(f"perplexity: two domains are called {name!r}; name them apart: --data='one=FILES,two=FILES'")
+    return domains
+
+
+def stem_of(path: str) -> str:
+    """'a/b.jsonl.gz' -> 'b'."""
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
+
+
+def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> Iterator[str]:
+    """The texts of a domain that are not empty; empty ones are counted in report.mended."""
+    for path in domain.files:
+        for document in readers.read_documents(path, settings.text_key, settings.txt_split, report=report):
+            if document.text.strip():
+                yield document.text
+            else:
+                report.mended["empty"] += 1
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def begin_id(tokenizer: Tokenizer) -> int:
+    """The id that stands before every text. Raises DomainError if there is none."""
+    for token_id in (tokenizer.bos_id, tokenizer.eot_id):
+        if token_id >= 0:
+            return token_id
+    raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
+
+
+def windows(ids: Sequence[int], block_size: int, stride: int) -> Iterator[tuple[list[int], int]]:
+    """Rows (ids, first) for likelihood.score_tokens which together score ids[1:], each id once; see the top."""
+    scored = 1
+    for begin in range(0, len(ids), stride):
+        if scored == len(ids):
+            return
+        row = list(ids[begin : begin + block_size + 1])
+        yield row, scored - begin
+        scored = begin + len(row)
+
+
+class Loss(NamedTuple):
+    """Of one document."""
+
+    nats: float
+    n_tokens: int
+    n_bytes: int
+    n_chars: int
+
+
+def document_losses(
+    model: Transformer, tokenizer: Tokenizer, texts: Iterator[str], settings: Settings, device: torch.device,
+    dtype: torch.dtype,
+) -> list[Loss]:  # fmt: skip
+    """The loss of each text, in their order. The ranks share the work; all get all. Raises DomainError."""
+    first = begin_id(tokenizer)
+    sizes: list[tuple[int, int]] = []  # bytes, characters
+    totals: list[list[float]] = []  # nats, tokens
+
+    def rows() -> Iterator[tuple[int, list[int], int]]:
+        for text in texts:
+            number = len(sizes)
+            sizes.append((len(text.encode()), len(text)))
+            totals.append([0.0, 0])
+            ids = [first, *tokenizer.encode_array(text).tolist()]
+            for row in windows(ids, settings.block_size, settings.stride):
+                yield number, *row
+
+    for group in grouped(rows(), GROUP_TOKENS):
+        of_rows = [(ids, begin) for _, ids, begin in group]
+        found = score_tokens(model, of_rows, settings.batch_size, device, dtype)
+        for (number, _, _), scored in zip(group, found, strict=True):
+            totals[number][0] += scored.nats
+            totals[number][1] += scored.n_tokens
+    return [Loss(*total, *size) for total, size in zip(totals, sizes, strict=True)]
+
+
+def grouped(rows: Iterator[tuple[int, list[int], int]], n_tokens: int) -> Iterator[list[tuple[int, list[int], int]]]:
+    """The rows in lists of about n_tokens."""
+    held, size = [], 0
+    for row in rows:
+        held.append(row)
+        size += len(row[1])
+        if size >= n_tokens:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def summarize(losses: Sequence[Loss]) -> dict[str, float]:
+    """The figures of a domain: sums over its documents, divided by what they are per."""
+    nats = math.fsum(loss.nats for loss in losses)
+    tokens, n_bytes, chars = (sum(getattr(loss, key) for loss in losses) for key in ("n_tokens", "n_bytes", "n_chars"))
+    per_token = nats / tokens if tokens else math.nan
+    return {
+        "documents": len(losses), "tokens": tokens, "bytes": n_bytes, "characters": chars,
+        "nats_per_document": nats / len(losses), "nats_per_token": per_token, "perplexity": exponential(per_token),
+        "bits_per_byte": nats / math.log(2) / n_bytes, "bits_per_character": nats / math.log(2) / chars,
+    }  # fmt: skip
+
+
+def exponential(x: float) -> float:
+    """exp(x), infinite where Python's raises OverflowError."""
+    return math.exp(x) if x < 709 else math.inf if x == x else math.nan
+
+
+def evaluate_domains(
+    model: Transformer, tokenizer: Tokenizer, domains: Sequence[Domain], settings: Settings, device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, dict]:  # fmt: skip
+    """{"domains": {name: `summarize` and "notes"}, "all": of all documents together}.
+
+    notes: one line for everything that was left out, or read otherwise than as UTF-8. Raises DomainError for a domain
+    without text."""
+    found, everything = {}, []
+    for domain in domains:
+        report = readers.Report(max_places=SHOWN_PLACES)
+        texts = islice(read_texts(domain, settings, report), settings.limit or None)
+        losses = document_losses(model, tokenizer, texts, settings, device, dtype)
+        if not losses:
+            files = ", ".join(domain.files[:3]) + (f" and {len(domain.files) - 3} more" if domain.files[3:] else "")
+            why = "; ".join(notes_of(report, max_places=1))
+            hint = text_key_hint(report)
+            raise UserError(f"perplexity: domain {domain.name!r} has no text in {files}{': ' * bool(why)}{why}{hint}")
+        found[domain.name] = summarize(losses) | {"notes": notes_of(report)}
+        everything += losses
+    return {"domains": found, "all": summarize(everything)}
+
+
+def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str]:
+    """What a person should know of how the files were read."""
+    kinds = {"gb18030": "read as GB18030 (GBK), not UTF-8", "surrogates": "broken characters mended"}
+    kinds |= {"empty": "empty, left out", "replaced": "an older score, or a field of that name, replaced"}
+    notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
+    if lost := sum(report.problems.values()):
+        reasons = ", ".join(f"{reason} {n}" for reason, n in report.problems.items())
+        places = [f"{path}:{line}: {without_list(why)}" for path, line, _, why in report.places[:max_places]]
+        notes.append(f"not read: {lost:,} records ({reasons}); {'; '.join(places)}")
+    return notes
+
+
+def without_list(problem: str) -> str:
+    """Why a row was not understood, without the keys of all shapes there are."""
+    return re.sub(r"; \w+ is known by: .*", "", problem)
+
+
+def text_key_hint(report: readers.Report) -> str:
+    """'; give --text_key=NAME' with the longest field of the first row that has no text where it was looked for."""
+    path = next((path for path, _, _, why in report.places if why.startswith("bad_field")), "")
+    for record in readers.read_records(path) if path else ():
+        row = record.value if isinstance(record.value, dict) else {}
+        if texts := {key: len(value) for key, value in row.items() if isinstance(value, str)}:
+            return f"; give --text_key={max(texts, key=texts.__getitem__)}"
+    return ""

@@ -1,0 +1,257 @@
+"""Generated answers beside references: BLEU, ROUGE-L, exact match, and what shows a model that repeats itself or does
+not know when to stop.
+
+    evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures, and every answer
+
+The data are conversations; what comes before the last answer is the prompt, the last answer is the reference. Words are
+the units of most languages, single characters those of Chinese.
+"""
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.generate.engine import completed
+from groundup.generate.sampling import SamplingParams
+from groundup.text import quality
+from groundup.tokens.chat_files import Reader, read_manifest
+from groundup.train import ranks
+from model import Transformer
+from sample import prompt_ids
+from tokenizer import Tokenizer
+
+WORDS = re.compile(f"[{quality.HAN}]|[^\\W_{quality.HAN}]+")
+UNITS = re.compile(f"{WORDS.pattern}|[^\\w\\s]|_")  # with every mark as one: loops of marks are repetition too
+NO_PROMPT = "no prompt before the answer"
+TOO_LONG = "prompt longer than the context"
+
+
+
+
+
+class Question(NamedTuple):
+    prompt: list[dict]  # messages up to the answer
+    reference: str
+
+
+class Generated(NamedTuple):
+    text: str
+    finish_reason: str  # stop | length
+    stopped: bool  # the model ended it, and no stop string or limit did
+    n_tokens: int  # without the token that ended it
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def evaluate_generation(
+    model: Transformer, tokenizer: Tokenizer, data: str, params: SamplingParams, limit: int = 0, batch_size: int = 16,
+    system: str = "",
+) -> dict:  # fmt: skip
+    """What measure_answers and measure_ends say of the answers to the first `limit` (0 = all) conversations of `data`,
+    in one dict with `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
+
+    data: files, directories, globs, directories of prepare.py --kind=chat. Ranks share the prompts; the matrix products
+    have the dtype of the autocast around the call. With several samples of a prompt the first one counts. Raises
+    GeneratedError, DataError, TokenizerError, SampleError."""
+    check_libraries()
+    questions, left_out, places = read_questions(data, limit)
+    answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size, system)
+    pairs = [(question, answer) for question, answer in zip(questions, answers, strict=True) if answer]
+    if len(pairs) < len(questions):
+        left_out[TOO_LONG] += len(questions) - len(pairs)
+    if not pairs:
+        raise UserError(f"generated: no prompt of {data} fits in block_size={model.cfg.block_size}")
+    asked, given = zip(*pairs, strict=True)
+    found, of_each = measure_answers([one.text for one in given], [one.reference for one in asked])
+    rows = [
+        {**question._asdict(), "answer": answer.text, "finish_reason": answer.finish_reason, **scores}
+        for question, answer, scores in zip(asked, given, of_each, strict=True)
+    ]
+    found = {"n": len(rows)} | found | measure_ends(given)
+    return found | {"left_out": dict(left_out), "places": places, "answers": rows}
+
+
+def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
+    """(questions, what is left out by reason, where the first of these are). Raises DataError: there is none."""
+    reader, found, files = Reader(), [], files_of(data)
+    if not any(path == "-" or os.path.getsize(path) for path in files):
+        raise UserError(f"data: {data} is empty: no row in it")
+    for *prompt, answer in itertools.chain.from_iterable(map(reader.read, files)):
+        if prompt:
+            found.append(Question(prompt, answer["content"]))
+        else:
+            reader.dropped[NO_PROMPT] += 1
+        if limit and len(found) == limit:
+            break
+    if not found and reader.dropped[NO_PROMPT]:
+        raise UserError(f"generated: no conversation of {data} has a prompt before its answer")
+    reader.check(data, len(found))
+    return found, reader.dropped, reader.places
+
+
+def files_of(data: str) -> list[str]:
+    """The files of `data`; of a directory of prepare.py its test split, else val, else train."""
+    found = []
+    for part in filter(None, (part.strip() for part in data.split(","))):
+        if (Path(part) / "manifest.json").exists():
+            splits = read_manifest(Path(part))["splits"]
+            name = next(name for name in ("test", "val", "train") if name in splits)
+            found.append(str(Path(part) / splits[name]["file"]))
+        else:
+            found += readers.find_files(part)
+    if not found:
+        raise UserError(f"generated: data={data!r} names no file; give conversations with answers")
+    return found
+
+
+def generate_answers(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[dict]], params: SamplingParams, batch_size: int,
+    system: str = "",
+) -> list[Generated | None]:  # fmt: skip
+    """The answer to each conversation, None where the prompt is longer than the context. All ranks give the same
+    prompts, share the work and get all answers. Raises TokenizerError, SampleError."""
+    ids = [prompt_ids(tokenizer, True, system, prompt) for prompt in prompts]
+    fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = fitting[rank :: ranks.world_size()]
+    results = completed(model, tokenizer, [ids[i] for i in own], params, batch_size)
+    bar = tqdm(results, "answers", len(own), leave=False, disable=True if rank else None)
+    mine = {}
+    for number, result in bar:
+        first = result.completions[0]
+        stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
+        ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
+        mine[own[number]] = Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
+    found = {i: answer for of_rank in ranks.gather_objects(mine) for i, answer in of_rank.items()}
+    return [found.get(i) for i in range(len(prompts))]
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
+    """(figures of all answers together, those of each), as the texts alone tell; one reference for each answer.
+
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100. The rest is from 0 to 1, but for lengths. rouge_l: mean F-measure (Lin,
+    2004). exact_match: equal but for white space around; exact_match_normalised: see `normalised`; *_se: standard
+    errors. distinct_n: different n-grams over all n-grams of all answers (arXiv:1510.03055). repetition: mean share of
+    an answer's 4-grams that it has had before (arXiv:1908.04319), 0 for an answer of fewer than four units. mean_units,
+    mean_reference_units: lengths in words, Chinese characters and marks."""
+    units, n = [units_of(answer) for answer in answers], len(answers)
+    scorer = RougeL()
+    of_each = [
+        {
+            "rouge_l": scorer.score(answer, reference),
+            "exact_match": answer.strip() == reference.strip(),
+            "exact_match_normalised": normalised(answer) == normalised(reference),
+            "repetition": repetition(own),
+        }
+        for answer, reference, own in zip(answers, references, units, strict=True)
+    ]
+    found = bleu(answers, references) | {name: sum(one[name] for one in of_each) / n for name in of_each[0]}
+    for name in ("exact_match", "exact_match_normalised"):
+        found[f"{name}_se"] = standard_error(found[name], n)
+    found |= {f"distinct_{size}": distinct(units, size) for size in (1, 2, 3)}
+    found["mean_units"] = sum(map(len, units)) / n
+    found["mean_reference_units"] = sum(len(units_of(reference)) for reference in references) / n
+    return found, of_each
+
+
+def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
+    """self_stop: share of the answers that the model itself ended. empty: share of those without a character that is
+    not white space. mean_tokens: mean length without the token that ended it."""
+    n, texts = len(answers), [answer.text for answer in answers]
+    found = {"self_stop": sum(answer.stopped for answer in answers) / n}
+    found["empty"] = sum(not text.strip() for text in texts) / n
+    return found | {"mean_tokens": sum(answer.n_tokens for answer in answers) / n}
+
+
+def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | int | str]:
+    """sacrebleu's corpus BLEU, with its signature and the number of answers: bleu_zh of Chinese references (by
+    characters), bleu_13a of the others. They are never one figure: their units differ. arXiv:1804.08771."""
+    from sacrebleu.metrics import BLEU
+
+    names = ["zh" if quality.language(reference) == "zh" else "13a" for reference in references]
+    found = {}
+    for name in sorted(set(names)):
+        of_name = [(a, r) for a, r, own in zip(answers, references, names, strict=True) if own == name]
+        metric, texts = BLEU(tokenize=name), [list(column) for column in zip(*of_name, strict=True)]
+        found[f"bleu_{name}"] = metric.corpus_score(texts[0], [texts[1]]).score
+        found |= {f"bleu_{name}_n": len(of_name), f"bleu_{name}_signature": str(metric.get_signature())}
+    return found
+
+
+class RougeL:
+    """ROUGE-L by rouge-score, with tokens of our own: its tokenizer knows no letter but a to z."""
+
+    def __init__(self) -> None:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        self.scorer = RougeScorer(["rougeL"], tokenizer=self)
+
+    def tokenize(self, text: str) -> list[str]:
+        return WORDS.findall(text.lower())
+
+    def score(self, answer: str, reference: str) -> float:
+        """The F-measure."""
+        return self.scorer.score(reference, answer)["rougeL"].fmeasure
+
+
+def check_libraries() -> None:
+    """Raise GeneratedError if a library of the figures is missing, before hours of generation."""
+    missing = [name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score")
+
+
+def units_of(text: str) -> list[str]:
+    """Words in lower case, single Chinese characters, and every other mark."""
+    return UNITS.findall(text.lower())
+
+
+def normalised(text: str) -> str:
+    """The text as exact_match_normalised compares it: full-width forms made half-width (NFKC), no case, no punctuation
+    but what belongs to a number (%, and . : / - before a digit), one space where there was white space."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    followed = zip(text, text[1:] + " ", strict=True)
+    kept = (c if is_kept(c, after) else " " if c.isspace() else "" for c, after in followed)
+    return " ".join("".join(kept).split())
+
+
+def is_kept(character: str, after: str) -> bool:
+    if character in ".:/-":
+        return after.isdigit()
+    return character == "%" or not (character.isspace() or unicodedata.category(character).startswith("P"))
+
+
+def ngrams(units: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(units[i : i + n]) for i in range(len(units) - n + 1)]
+
+
+def distinct(texts: Sequence[Sequence[str]], n: int) -> float:
+    """Different n-grams over all n-grams of the texts; 0 if there is none."""
+    found = [gram for units in texts for gram in ngrams(units, n)]
+    return len(set(found)) / len(found) if found else 0.0
+
+
+def repetition(units: Sequence[str], n: int = 4) -> float:
+    """Share of the n-grams that stood earlier in the same text; 0 if there is none."""
+    return 1 - distinct([units], n) if len(units) >= n else 0.0
+
+
+def standard_error(share: float, n: int) -> float:
+    """Of a share of n, the sample's standard deviation over sqrt n; nan for fewer than two."""
+    return math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan

@@ -1,0 +1,1 @@
+"""How do rows become batches?"""

@@ -1,0 +1,266 @@
+"""Preference pairs made of answers: what sample.py wrote to FILE, line by line, as rows that prepare.py reads.
+
+    python prepare.py --kind=preference --pair_by=dataset ...    # (the data set's answer, a model's answer)
+    python prepare.py --kind=preference --pair_by=reward ...     # (the best, the worst of a model's by their reward)
+
+A line has the fields of its prompt and "completions": [{"text", "finish_reason", and with a reward model "reward"}].
+The prompt is what the model answered: the messages before a last one of the assistant, which is the data set's own
+answer. Only answers that the model ended itself count: one that was cut off says nothing of how it would have ended.
+answer_files.py has the format, and FILE.config.json, which says which model answered, and how.
+"""
+
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.files import answer_files, readers, row_formats
+from groundup.text.pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, Problems, as_score, parse_score
+from groundup.tokens.token_files import file_sha256
+
+
+class NoPair(Exception):
+    """Why a line gives no pair."""
+
+
+class BadLine(NoPair):
+    """Why a line is not one of answers."""
+
+
+def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
+    """(the inputs with files of pairs in `work` in the place of those that are answers, what the manifest says of
+    these, what could not be read of them). config: pair_by, pair_margin, length_within, score and strict as
+    prepare.py has them. Raises PrepareError if there are no answers, or no pairs; AnswerFileError.
+    """
+    found, infos, lost = [], [], Counts()
+    settings = [config[key] for key in ("pair_by", "pair_margin", "length_within", "score", "strict")]
+    for file in inputs:
+        if answer_files.is_settings_file(file.path):
+            continue
+        if file.problem or not is_answers(file.path):
+            found.append(file)
+            continue
+        if file.name == "-":
+            hint = f"write them to a file, its {answer_files.SUFFIX} beside it"
+            raise UserError(f"prepare: answers cannot come from standard input (-); {hint}")
+        path = work / f"pairs_{len(infos)}.jsonl"
+        info, problems = write_pairs(file.path, path, *settings)
+        infos.append(info | {"sha256": file_sha256(Path(file.path))})
+        lost += problems
+        found.append(file._replace(path=str(path), size=path.stat().st_size, stamp=file_sha256(path)))
+    if not infos:
+        what = f"pair_by={config['pair_by']} needs answers of sample.py, rows with completions; no input has them"
+        raise UserError(f"prepare: {what}; leave pair_by out if the rows are pairs")
+    if len(infos) == len(found) and not any(info["pairs"] for info in infos):
+        raise UserError(f"prepare: no pair: {'; '.join(describe(infos))}")
+    return found, infos, lost
+
+
+def is_answers(path: str) -> bool:
+    """Whether the first row of a file that can be read is one of answers."""
+    rows = (record.value for record in readers.read_records(path) if not record.problem)
+    first = next(rows, None)
+    return isinstance(first, dict) and "completions" in first
+
+
+def write_pairs(
+    path: str, out: Path, pair_by: str, margin: float = 0.0, within: float = 0.0, score: str = "", strict: bool = False
+) -> tuple[dict, Counts]:
+    """Write the pairs of a file of answers to `out`, and lines that are no answers to `out`.problems, as the units of
+    pipeline.py have them; (what the manifest says of it all, the counts of such lines).
+
+    pair_by: dataset | reward. margin: least difference of two rewards, any if 0. within: the longer answer has at most
+    this share more characters than the shorter one; 0 = any. score: whose numbers are kept, too. Raises PrepareError:
+    by reward, and no answer of the file has one; if `strict`, a line is no answer. AnswerFileError: FILE.config.json
+    is missing or damaged.
+    """
+    settings = answer_files.need_settings(path)
+    keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, _, _ in parse_score(score)]
+    lines, answers = Counter(), Counter()  # that give nothing, by reason
+    n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
+    with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
+        problems = Problems(path, problems_file, strict)
+        for record in readers.read_records(path):
+            n_lines += 1
+            try:
+                row = row_of(record)
+                prompt, own = conversation_of(row, settings)
+                n_answers += len(row["completions"])
+                n_scored += sum(reward_of(answer) is not None for answer in row["completions"])
+                finished = usable(row["completions"], pair_by, answers)
+                if pair_by == "dataset":
+                    pairs = pairs_by_dataset(finished, own, within, answers)
+                else:
+                    pairs = pairs_by_reward(finished, margin, within, answers)
+            except BadLine as problem:
+                lines[str(problem)] += 1
+                reason, detail = record.problem or "bad_field", record.detail or str(problem)
+                problems.add(path, record.line, record.offset, reason, detail)
+                continue
+            except NoPair as problem:
+                lines[str(problem)] += 1
+                continue
+            about = numbers_of(row, keys) | {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
+            for pair in pairs:
+                f.write(json.dumps(about | pair | {"made_by": settings["model"]}) + "\n")
+            n_pairs += len(pairs)
+    if pair_by == "reward" and n_answers and not n_scored:
+        hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them: reward.py --score=FILE"
+        raise UserError(f"prepare: no answer in {path} has a reward, which pair_by=reward needs; {hint}")
+    info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
+    info |= {"lines_bad": problems.problems.total(), "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
+    return info, counts_of(path, n_lines, problems)
+
+
+def counts_of(path: str, n_lines: int, problems: Problems) -> Counts:
+    """The lines that are no answers, as pipeline.py counts records that cannot be read."""
+    n_bad = problems.problems.total()
+    torn = [path] if problems.problems["truncated_file"] else []
+    bad, passed = Counter({path: n_bad} if n_bad else {}), Counter({path: n_lines - n_bad})
+    return Counts(n_bad, Counter(problems.problems), torn=torn, bad=bad, passed=passed, shown=problems.shown)
+
+
+def describe(infos: list[dict]) -> list[str]:
+    """Lines for people: what became of the lines and answers of each file, of what write_pairs says of it."""
+    found = []
+    for info in infos:
+        found.append(
+            f"{info['path']}: {info['lines']:,} lines with {info['answers']:,} answers give {info['pairs']:,} pairs"
+        )
+        for what in ("lines", "answers"):
+            left_out = info[f"{what}_left_out"].items()
+            found += [f"{info['path']}: {n:,} {what} left out: {reason}" for reason, n in left_out]
+    return found
+
+
+# ---- one line --------------------------------------------------------------------------------
+
+
+def row_of(record: readers.Record) -> dict:
+    """A line with a list of answers. Raises BadLine."""
+    if record.problem:
+        raise BadLine(record.problem)
+    listed = record.value.get("completions") if isinstance(record.value, dict) else None
+    if not isinstance(listed, list):
+        raise BadLine("no list of completions")
+    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
+        raise BadLine("a completion without a text")
+    return record.value
+
+
+def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
+    """(the messages that the model answered, the data set's own answer or ""). Raises NoPair, BadLine."""
+    key = next((key for key in ("messages", "prompt") if key in row), "")
+    if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
+        raise NoPair("a text that was continued, not a question that was answered")
+    if isinstance(row[key], str):
+        prompt, own = [{"role": "user", "content": row[key]}], own_answer(row)
+    else:
+        prompt, problem = row_formats.messages_of({"messages": row[key]})
+        if problem:
+            raise BadLine("messages that are not understood")
+        own = prompt.pop()["content"] if prompt[-1]["role"] == "assistant" else ""
+    if not prompt:
+        raise NoPair("no question before the answer")
+    system = settings.get("system")
+    if system and prompt[0]["role"] != "system":  # as sample.py asked
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return prompt, own
+
+
+def own_answer(row: dict) -> str:
+    """Of a row of prompt and response, or of prompt and answer."""
+    messages, problem = row_formats.messages_of(row)
+    return "" if problem else messages[-1]["content"]
+
+
+def reward_of(answer: dict) -> float | None:
+    value = answer.get("reward")
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
+
+
+def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dict]:
+    """The finished answers, without the name of the end of turn that some have; by reward, those with a reward. The
+    others are counted in `left_out`."""
+    found = []
+    for answer in completions:
+        if answer.get("finish_reason") != "stop":
+            left_out["unfinished"] += 1
+        elif not answer["text"].strip():
+            left_out["empty"] += 1
+        elif pair_by == "reward" and reward_of(answer) is None:
+            left_out["no reward"] += 1
+        else:
+            found.append(answer | {"text": row_formats.answer_at(answer, "text")})
+    return found
+
+
+def numbers_of(row: dict, keys: list[str]) -> dict:
+    """The row's own numbers under these keys."""
+    numbers = ((key, as_score(row, key)) for key in keys)
+    return {key: value for key, value in numbers if math.isfinite(value)}
+
+
+# ---- its pairs -------------------------------------------------------------------------------
+
+
+def alike(first: str, second: str) -> bool:
+    """Whether two answers are the same but for white space around them."""
+    return first.strip() == second.strip()
+
+
+def lengths_fit(first: str, second: str, within: float) -> bool:
+    """Whether the longer of two texts has at most the share `within` more characters; always if that is 0."""
+    least, most = sorted((len(first), len(second)))
+    return not within or most <= least * (1 + within) + 1e-9  # 0.2 * 5 is not exactly 1
+
+
+def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Counter) -> list[dict]:
+    """The line's own answer with each of the model's that differs. Raises NoPair."""
+    if not own.strip():
+        raise no_pair("no answer of the data set", answers, left_out)
+    pairs, seen = [], set()
+    for text in (answer["text"] for answer in answers):
+        if alike(own, text):
+            left_out["equal to the data set's"] += 1
+        elif text.strip() in seen:
+            left_out["equal to an earlier one"] += 1
+        elif not lengths_fit(own, text, within):
+            left_out["the lengths differ too much"] += 1
+        else:
+            pairs.append({"chosen": own, "rejected": text})
+        seen.add(text.strip())
+    if not pairs:
+        raise NoPair("no answer to set against the data set's")
+    return pairs
+
+
+def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out: Counter) -> list[dict]:
+    """The two answers whose rewards differ most, of those that differ enough and fit in length. Raises NoPair."""
+    ranked = sorted(answers, key=reward_of, reverse=True)
+    pairs = [
+        {"chosen": better["text"], "rejected": worse["text"], "margin": reward_of(better) - reward_of(worse)}
+        for better, worse in itertools.combinations(ranked, 2)
+        if not alike(better["text"], worse["text"])
+    ]
+    if not pairs:
+        raise no_pair("fewer than two different answers", answers, left_out)
+    pairs = [pair for pair in pairs if pair["margin"] > 0 and pair["margin"] >= margin]
+    if not pairs:
+        raise no_pair("the rewards differ too little", answers, left_out)
+    pairs = [pair for pair in pairs if lengths_fit(pair["chosen"], pair["rejected"], within)]
+    if not pairs:
+        raise no_pair("the lengths differ too much", answers, left_out)
+    if len(answers) > 2:
+        left_out["neither best nor worst"] += len(answers) - 2
+    return [max(pairs, key=lambda pair: pair["margin"])]
+
+
+def no_pair(reason: str, answers: list[dict], left_out: Counter) -> NoPair:
+    """The error for a line whose usable answers give nothing, which are counted."""
+    if answers:
+        left_out["in a line that gives no pair"] += len(answers)
+    return NoPair(reason)

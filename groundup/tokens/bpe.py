@@ -1,0 +1,328 @@
+"""Byte pair encoding, the training half: from text to the list of merges, exact, in numpy.
+
+Text is cut into chunks by a regular expression; chunks are counted, so a corpus of any size becomes a table of distinct
+chunks; then the most frequent pair of neighbours inside chunks is joined, again and again (Sennrich et al., 2016,
+arXiv:1508.07909, on bytes as in GPT-2). tokenizer.py turns the merges into a tokenizer. Also the way back: the merges
+that a list of tokens comes from.
+"""
+
+import heapq
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+import numpy as np
+import regex
+from tqdm import tqdm
+
+from groundup.files.readers import is_encodable, join_surrogates
+
+# How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they took. Only
+# what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike is used: no sets less sets, no "{1,3}+".
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # what HF's "ByteLevel" means
+    # cl100k with at most two digits per chunk instead of three: better for vocabularies of about 32k (nanochat).
+    "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    # For text that is mostly Chinese. To the others a clause is one chunk, so that a large vocabulary fills with whole
+    # clauses of its own corpus, the comma before them included. Here a token has at most four characters, the length of
+    # an idiom (most words have two); runs are cut in fours blindly, which costs 6 % (8k ids) to 12 % (32k) more tokens
+    # on text like that which was learnt from. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
+    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "cl100k": CL100K,
+    "qwen": CL100K.replace("{1,3}", ""),
+}
+PATTERN = PATTERNS["gpt4"]
+MIN_COUNT = 2  # a pair seen once is not worth an id
+FEW = 16  # places of a pair up to which plain Python merges faster than numpy
+MAX_BYTES = 24_000_000  # of distinct chunks held; beyond it the rarest are let go. `Corpus` takes 50 times as much
+MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
+
+# tiktoken's regular expressions overflow their stack on about a million white-space characters, so it is given text
+# in blocks. A text may be cut between a letter or digit and one of these: no pattern in use has a chunk across the two,
+# or looks back, or looks further ahead than to the end of a run of white space. U+3001 and the others are the
+# punctuation of Chinese, which has no spaces.
+MAX_CHARS = 100_000
+SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
+
+
+# ---- text to counted chunks ----
+
+
+def scrub(text: str) -> str:
+    """`text` as valid Unicode: surrogate pairs are joined, lone surrogates (which UTF-8 cannot hold) become U+FFFD."""
+    return text if is_encodable(text) else join_surrogates(text)
+
+
+def blocks(text: str) -> Iterator[str]:
+    """`text` in parts of at most MAX_CHARS, cut where that cannot change the ids, or anywhere in a stretch of more than
+    MAX_CHARS / 2 characters without such a place."""
+    start = 0
+    while len(text) - start > MAX_CHARS:
+        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
+        end = cut.start() if cut else start + MAX_CHARS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
+    """{chunk of text as UTF-8: how often it occurs}, over all texts; memory is bounded by MAX_BYTES."""
+    split = regex.compile(pattern).findall
+    counts: Counter[str] = Counter()
+    unchecked = 0
+    for text in texts:
+        for block in blocks(scrub(text)):
+            counts.update(split(block))
+        unchecked += len(text)
+        if unchecked > MAX_BYTES // 8:
+            unchecked = 0
+            if sum(map(n_bytes, counts)) > MAX_BYTES:
+                counts = drop_rarest(counts)
+    parts: Counter[bytes] = Counter()
+    for chunk, count in counts.items():
+        for start in range(0, len(chunk), MAX_CHUNK_CHARS):
+            parts[chunk[start : start + MAX_CHUNK_CHARS].encode()] += count
+    return dict(parts)
+
+
+def n_bytes(chunk: str) -> int:
+    """At least as many as in UTF-8, for all but the rarest characters."""
+    return len(chunk) if chunk.isascii() else 3 * len(chunk)
+
+
+def drop_rarest(counts: Counter[str]) -> Counter[str]:
+    """The most frequent chunks of `counts`, of equally frequent ones the first, up to half of MAX_BYTES."""
+    kept, room = {}, MAX_BYTES // 2
+    for chunk, count in sorted(counts.items(), key=itemgetter(1), reverse=True):
+        room -= n_bytes(chunk)
+        if room < 0:
+            break
+        kept[chunk] = count
+    lost = len(counts) - len(kept)
+    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are let go")
+    return Counter(kept)
+
+
+def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
+    """The merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
+
+    Repeatedly joins the neighbours that occur most often (ties: the smallest (left, right)), everywhere, left to right
+    inside each chunk. Exact, and independent of the order of `counts`. Ends early when no pair occurs MIN_COUNT times.
+    """
+    lengths = np.fromiter(map(len, counts), np.int64, len(counts))
+    weights = np.fromiter(counts.values(), np.int64, len(counts))
+    return Corpus(np.frombuffer(b"".join(counts), np.uint8), lengths, weights).train(max_merges, first_id=256)
+
+
+class Corpus:
+    """All distinct chunks laid end to end in numpy arrays, one slot per token, with a sentinel slot around each chunk.
+
+    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has swallowed it
+    after, before (slots,) int32: the neighbouring live slots;  weight (slots,) int64: how often the chunk occurs
+    pair_counts {pair: weighted count} of all pairs that occurred at least MIN_COUNT times when they were born
+    places {pair: the slots where it began at its birth, ascending}, a list if at most FEW, else an array
+    waiting {count: heap of the pairs that had this count when last looked at}; levels: heap of its keys, negative
+    A pair is the integer left << 32 | right.
+
+    A pair can only come into being when the later of its two tokens does; from then on its count only falls. Hence the
+    most frequent pair is among those waiting at the highest level, once the ones that have fallen since are moved down,
+    and the places listed at a pair's birth are all that it will ever have.
+    """
+
+    SENTINEL, GONE = -1, -2
+
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, weights: np.ndarray) -> None:
+        """tokens integer (n,): those of all chunks, one after the other;  lengths, weights int64 (n_chunks,)"""
+        slots = len(tokens) + len(lengths) + 1
+        inside = np.ones(slots, bool)
+        inside[0] = False
+        inside[np.cumsum(lengths + 1)] = False
+        self.token = np.full(slots, self.SENTINEL, np.int32)
+        self.token[inside] = tokens
+        self.weight = np.zeros(slots, np.int64)
+        self.weight[inside] = np.repeat(weights, lengths)
+        self.after = np.arange(1, slots + 1, dtype=np.int32)
+        self.before = np.arange(-1, slots - 1, dtype=np.int32)
+        self.pair_counts: dict[int, int] = {}
+        self.places: dict[int, np.ndarray | list[int]] = {}
+        self.waiting: dict[int, list[int]] = {}
+        self.levels: list[int] = []
+        first = np.flatnonzero(inside[:-1] & inside[1:]).astype(np.int32)
+        self.give_birth(joined(self.token[first], self.token[first + 1]), first)
+
+    def train(self, max_merges: int, first_id: int) -> list[tuple[int, int]]:
+        """The merges [(left id, right id), ...], at most max_merges; number i makes the token first_id + i."""
+        merges: list[tuple[int, int]] = []
+        progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
+        while self.levels and len(merges) < max_merges:
+            level = -self.levels[0]
+            if not self.waiting[level]:
+                del self.waiting[level]
+                heapq.heappop(self.levels)
+                continue
+            pair = heapq.heappop(self.waiting[level])
+            count = self.pair_counts[pair]
+            if count == level:
+                self.merge(pair, first_id + len(merges))
+                merges.append(halves(pair))
+                progress.update()
+            elif count >= MIN_COUNT:
+                self.wait(pair, count)
+            else:
+                del self.pair_counts[pair], self.places[pair]
+        progress.close()
+        return merges
+
+    def wait(self, pair: int, count: int) -> None:
+        if count not in self.waiting:
+            self.waiting[count] = []
+            heapq.heappush(self.levels, -count)
+        heapq.heappush(self.waiting[count], pair)
+
+    def merge(self, pair: int, new: int) -> None:
+        """Replace `pair` by the token `new` wherever it occurs; count what that takes from other pairs and begins."""
+        del self.pair_counts[pair]
+        places = self.places.pop(pair)
+        if len(places) <= FEW:
+            self.merge_few(*halves(pair), new, places)
+        else:
+            self.merge_many(*halves(pair), new, places)
+
+    def merge_many(self, left: int, right: int, new: int, first: np.ndarray) -> None:
+        first = first[(self.token[first] == left) & (self.token[self.after[first]] == right)]  # where it still is
+        if left == right:
+            first = every_other(first, self.after)
+        second = self.after[first]
+        following = self.after[second]
+        preceding = self.before[first]
+        # In "abab" one occurrence follows the other: the pair between them is seen from the first, not again from the
+        # second.
+        apart = np.ones(len(first), bool)
+        apart[1:] = preceding[1:] != second[:-1]
+
+        self.token[first] = new
+        self.token[second] = self.GONE
+        self.after[first] = following
+        self.before[following] = first
+
+        token_after, token_before = self.token[following], self.token[preceding]
+        ahead = token_after != self.SENTINEL
+        behind = apart & (token_before != self.SENTINEL)
+        pairs = np.concatenate((joined(new, token_after[ahead]), joined(token_before[behind], new)))
+        born, counts = self.give_birth(pairs, np.concatenate((first[ahead], preceding[behind])))
+        # What a new pair has gained, the pair in whose place it stands has lost.
+        old_left, old_right = np.where(born >> 32 == new, right, born >> 32), born & 0xFFFF_FFFF
+        old_right = np.where(old_right == new, left, old_right)
+        for pair, count in zip(joined(old_left, old_right).tolist(), counts.tolist(), strict=True):
+            if pair in self.pair_counts:
+                self.pair_counts[pair] -= count
+
+    def give_birth(self, pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Enter the new pairs, int64 (n,), that begin at places (n,); return the distinct ones and their counts."""
+        order = np.argsort(pairs, kind="stable")
+        pairs, places = pairs[order], places[order]
+        del order
+        start = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
+        start = np.concatenate(([0], start))[: len(pairs)]
+        pairs, counts = pairs[start], np.add.reduceat(self.weight[places], start) if len(start) else start
+        often = counts >= MIN_COUNT
+        ends = np.append(start[1:], len(places))
+        listed = places.tolist() if len(places) < 2**20 else None  # 36 bytes each: too many at the very beginning
+        for pair, count, begin, end in zip(*(a[often].tolist() for a in (pairs, counts, start, ends)), strict=True):
+            self.pair_counts[pair] = count
+            if end - begin > FEW:
+                self.places[pair] = places[begin:end]
+            else:
+                self.places[pair] = listed[begin:end] if listed else places[begin:end].tolist()
+            self.wait(pair, count)
+        return pairs, counts
+
+    def merge_few(self, left: int, right: int, new: int, places: list[int]) -> None:
+        """What merge_many does, one place at a time: the overhead of numpy is that of about ten places."""
+        token, after, before, weight = map(memoryview, (self.token, self.after, self.before, self.weight))
+        counts, first = self.pair_counts, []
+        for here in places:
+            there = after[here]
+            if token[here] != left or token[there] != right:
+                continue
+            following, preceding = after[there], before[here]
+            for pair in (right << 32 | token[following], token[preceding] << 32 | left):
+                if pair in counts:  # not one with a sentinel, nor with `new`: that is counted from the place before
+                    counts[pair] -= weight[here]
+            token[here] = new
+            token[there] = self.GONE
+            after[here] = following
+            before[following] = here
+            first.append(here)
+        born: dict[int, list[int]] = {}
+        for here in first:
+            preceding, following = before[here], after[here]
+            if token[following] != self.SENTINEL:
+                born.setdefault(new << 32 | token[following], []).append(here)
+            if token[preceding] not in (self.SENTINEL, new):
+                born.setdefault(token[preceding] << 32 | new, []).append(preceding)
+        for pair, places in born.items():
+            count = sum([weight[place] for place in places])
+            if count >= MIN_COUNT:
+                counts[pair] = count
+                self.places[pair] = places
+                self.wait(pair, count)
+
+
+def joined(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
+    return np.asarray(left, np.int64) << 32 | right
+
+
+def halves(pair: int) -> tuple[int, int]:
+    """(left id, right id) of left << 32 | right."""
+    return pair >> 32, pair & 0xFFFF_FFFF
+
+
+def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Of the places where "aa" occurs, those that merging from left to right uses: in "aaaaa" the 1st and the 3rd."""
+    n = np.arange(len(first))
+    starts_run = np.ones(len(first), bool)
+    starts_run[1:] = first[1:] != after[first[:-1]]
+    run_start = np.maximum.accumulate(np.where(starts_run, n, 0))
+    return first[(n - run_start) % 2 == 0]
+
+
+# ---- from ranks back to merges ---------------------------------------------------------------
+
+
+def merges_of(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
+    """(merges, whether some token was put in by hand) of a vocabulary {token: rank} as tiktoken has it.
+
+    A token's merge joins the two parts into which the lower ranks turn its bytes. Where these are more than two, no
+    merges lead to the token: all its splits into two tokens are listed, and it must be taken where it is a whole chunk.
+    """
+    merges, by_hand = [], False
+    for token, rank in sorted(ranks.items(), key=itemgetter(1)):
+        parts = merge_below(token, rank, ranks)
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+        elif len(parts) > 2:
+            by_hand = True
+            splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+            merges += [split for split in splits if split[0] in ranks and split[1] in ranks]
+    return merges, by_hand
+
+
+def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of `token` after all merges that make a token with an id below `limit`."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        made = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
+        least = min(made)
+        if least >= limit:
+            break
+        at = made.index(least)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts

@@ -1,0 +1,334 @@
+"""The order in which training sees its tokens: sample number -> source -> window, from nothing but the seed.
+
+    data_dir='data/x'                                                # all sources of a directory, with its own weights
+    data_dir='data/a=0.7,data/x/wiki=0.3'                            # 70 % of the samples from a, 30 % from one source
+    data_dir='0: data/a=1; 8000: data/a=0.5,data/b=0.5'              # stages: the second begins after 8000 steps
+
+A *sample* is one training sequence of block_size tokens and their targets. Sample i is the same on any number of
+processes and costs the same for any i: there is nothing to save, nothing to skip, and a run can resume anywhere. Three
+maps follow one another. `Mixture`: sample -> (source, number within the source), with exact shares. `Curriculum`, where
+wanted: easy windows first. `Sampler`: number -> window, each once per epoch, through a permutation without a table.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from groundup.errors import UserError
+
+BLOCK = 1024  # samples within which the sources have their exact shares
+PHASES = 64  # steps in which a curriculum widens
+SCHEDULES = ("sqrt", "linear")  # of a curriculum
+
+
+# ---- what data_dir and max_epochs say --------------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    first_step: int  # how many steps come before it
+    weights: dict[str, float | None]  # by path; None = the user gave none
+
+
+def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
+    """The stages that a data_dir string names, by their beginning. Raises DataError naming the part that is wrong, and
+    the setting `key` that holds it."""
+    stages = []
+    for part in spec.split(";"):
+        step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
+        if not colon and ";" in spec:
+            raise UserError(f"data: {part.strip()!r} in {key}={spec!r} has no first step; write '0: a=1; 8000: b=1'")
+        stages.append(Stage(int(step or 0), parse_weights(paths, spec, key)))
+    steps = [stage.first_step for stage in stages]
+    if steps[0] != 0 or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
+        raise UserError(f"data: stages of {key}={spec!r} begin at steps {steps}; begin at 0 and go up")
+    return stages
+
+
+def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
+    """'data/a=0.7,data/b=0.3' -> {'data/a': 0.7, 'data/b': 0.3}."""
+    weights: dict[str, float | None] = {}
+    for part in text.split(","):
+        path, equals, number = part.strip().rpartition("=")
+        path, weight = (path.strip(), parse_number(number)) if equals else (number, None)
+        if not path or (equals and weight is None):
+            raise UserError(f"data: {part.strip()!r} in {key}={spec!r} is not 'path' or 'path=weight above 0'")
+        if path in weights:
+            raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
+        weights[path] = weight
+    if len({weight is None for weight in weights.values()}) > 1:
+        bare = next(path for path, weight in weights.items() if weight is None)
+        raise UserError(f"data: {bare!r} in {key}={spec!r} has no weight but others have; weigh all or none")
+    return weights
+
+
+def parse_max_epochs(text: str) -> dict[str, float]:
+    """'' -> {}; '4' -> {'': 4.0}, for all sources; 'data/a=2,data/b=8' -> by path. Raises DataError."""
+    limits = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        path, _, number = part.rpartition("=")
+        limit = parse_number(number)
+        if limit is None or (not path.strip() and "," in text) or path.strip() in limits:
+            raise UserError(f"data: {part!r} in max_epochs={text!r} is wrong; write '4' or 'data/a=2,data/b=8'")
+        limits[path.strip()] = limit
+    return limits
+
+
+def parse_number(text: str) -> float | None:
+    """A finite number above 0, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+# ---- permutation -----------------------------------------------------------------------------------------------------
+
+
+def hash_words(count: int, *parts: int | str) -> np.ndarray:
+    """`count` pseudo-random uint64, the same on every machine, from the parts."""
+    return np.frombuffer(hashlib.shake_256(repr(parts).encode()).digest(8 * count), dtype="<u8")
+
+
+def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """index (any shape) int64 in [0, n) -> its place under a pseudo-random bijection of [0, n), without a table.
+
+    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible whatever f
+    is. It permutes a power of four; a result >= n is fed in again until it is below ("cycle walking", Black and Rogaway
+    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not alike.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for key in keys:
+            f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64, wrapping modulo 2**64
+            f = (f ^ (f >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((f ^ (f >> np.uint64(31))) & mask)
+        return (left << half) | right
+
+    flat = encrypt(np.asarray(index, dtype=np.uint64).reshape(-1))
+    while len(outside := np.flatnonzero(flat >= n)):
+        flat[outside] = encrypt(flat[outside])
+    return flat.astype(np.int64).reshape(np.shape(index))
+
+
+# ---- one source ------------------------------------------------------------------------------------------------------
+
+
+def window_count(n_tokens: int, block_size: int) -> int:
+    """Training windows per epoch. One window's worth is left for the offset that moves their borders every epoch."""
+    return (n_tokens - 1) // block_size - 1
+
+
+class Sampler:
+    """Number of a sample within its source -> where its window of block_size + 1 tokens starts.
+
+    Every window comes once per epoch, in an order and with borders that differ between epochs. Nothing to save, nothing
+    to skip: sample 10**9 costs what sample 0 does. `source` is the source's index in its mixture. The windows of
+    `packed` tokens are the rows of block_size + 1 that they were packed into.
+    """
+
+    def __init__(
+        self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False, name: str = ""
+    ) -> None:
+        self.block_size, self.seed, self.packed = block_size, seed, packed
+        self.source = (source,) if source else ()  # one source alone and the first of several have the same order
+        self.n_windows = n_tokens // (block_size + 1) if packed else window_count(n_tokens, block_size)
+        if self.n_windows < 1:
+            of = f" of {name}" if name else ""
+            raise UserError(
+                f"data: {n_tokens} training tokens{of} are too few for block_size={block_size}, which needs "
+                f"{2 * block_size + 1}; prepare more text or lower block_size"
+            )
+
+    def start(self, number: np.ndarray) -> np.ndarray:
+        """Numbers, any shape, -> int64 token offsets. Neighbours share one token: each is a target once."""
+        epochs, positions = np.divmod(np.asarray(number, dtype=np.int64), self.n_windows)
+        starts = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            starts[now] = self.shuffled(positions[now], self.n_windows, "windows", int(epoch))
+        return starts
+
+    def shuffled(self, positions: np.ndarray, n: int, what: str, *round_: int) -> np.ndarray:
+        """Positions in [0, n) -> starts of the first n windows in the order of the round, with that round's borders."""
+        words = hash_words(9, what, self.seed, *round_, *self.source)
+        index = permute(positions, n, words[:8])
+        if self.packed:
+            return index * (self.block_size + 1)
+        return int(words[8] % np.uint64(self.block_size)) + self.block_size * index
+
+
+class Curriculum:
+    """A Sampler whose first n_samples come from the easiest windows, of tokens that were prepared in that order.
+
+    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the share of the data that a learner may see
+    grows from `first` to 1. It does so in 64 phases. In a phase, windows come without replacement from the share that
+    the schedule gives at its beginning, all over again if the phase is longer; after the last, ordinary epochs begin.
+    """
+
+    def __init__(self, sampler: Sampler, n_samples: int, first: float, schedule: str) -> None:
+        self.sampler, self.n_windows, self.n_samples = sampler, sampler.n_windows, n_samples
+        self.first, self.schedule = first, schedule
+        self.borders = n_samples * np.arange(PHASES + 1) // PHASES  # of the phases, in numbers
+
+    def competence(self, progress: float) -> float:
+        """Share of the windows that may be seen after `progress` (0 to 1) of the curriculum."""
+        if self.schedule == "linear":
+            return self.first + (1 - self.first) * progress
+        return math.sqrt(progress * (1 - self.first**2) + self.first**2)
+
+    def start(self, number: np.ndarray) -> np.ndarray:
+        """As Sampler.start."""
+        number = np.asarray(number, dtype=np.int64)
+        starts = np.empty_like(number)
+        phases = np.searchsorted(self.borders, number, side="right") - 1
+        for phase in np.unique(phases):
+            now = phases == phase
+            if phase == PHASES:
+                starts[now] = self.sampler.start(number[now] - self.n_samples)
+                continue
+            n = max(1, int(self.competence(phase / PHASES) * self.n_windows))
+            rounds, positions = np.divmod(number[now] - self.borders[phase], n)
+            found = np.empty_like(positions)
+            for round_ in np.unique(rounds):
+                same = rounds == round_
+                found[same] = self.sampler.shuffled(positions[same], n, "competence", int(phase), int(round_))
+            starts[now] = found
+        return starts
+
+
+# ---- several sources -------------------------------------------------------------------------------------------------
+
+
+def quotas(weights: np.ndarray) -> np.ndarray:
+    """Samples of each source in a block of 1024, int64, by largest remainder; of equal remainders the first wins."""
+    exact = weights / weights.sum() * BLOCK
+    whole = np.floor(exact).astype(np.int64)
+    by_remainder = np.argsort(-(exact - whole), kind="stable")
+    whole[by_remainder[: BLOCK - whole.sum()]] += 1
+    return whole
+
+
+class Segment(NamedTuple):
+    """Samples that follow one pattern: those of a stage, up to where a source is used up."""
+
+    first: int  # its first sample
+    quotas: np.ndarray  # (n_sources,) samples of each source in a block of 1024
+    before: np.ndarray  # (n_sources,) samples of each source before `first`
+    pattern: np.ndarray  # (1024,) source of each sample of a block
+    rank: np.ndarray  # (1024,) how many of the same source come before it in the block
+
+    def counts(self, n: int) -> np.ndarray:
+        """(n_sources,) samples of each source among the first n of this segment."""
+        blocks, rest = divmod(n, BLOCK)
+        return blocks * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.quotas))
+
+    def reaches(self, source: int, n: int) -> int:
+        """Which sample of this segment (from 0) is the source's n-th (from 0)."""
+        blocks, rest = divmod(n, int(self.quotas[source]))
+        return blocks * BLOCK + int(np.flatnonzero(self.pattern == source)[rest])
+
+
+class Mixture:
+    """Sample -> (source, number within the source), with exact shares in every block of 1024 samples.
+
+    samplers: one Sampler per source. stages: (first sample, weight of each source), ascending from 0. limits: most
+    samples of each source. From the sample on with which a source would pass its limit it is left out, and a new
+    pattern gives its share to the others in proportion; `end` is the sample at which nothing is left, or None.
+    """
+
+    def __init__(
+        self, samplers: Sequence[Sampler], seed: int, stages: Sequence[tuple[int, Sequence[float]]] = (),
+        names: Sequence[str] = (), limits: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        self.samplers: list[Sampler | Curriculum] = list(samplers)
+        self.names = list(names) or [str(source) for source in range(len(samplers))]
+        self.seed, self.end = seed, None
+        self.limits = np.array(limits or [math.inf] * len(samplers))
+        stages = stages or [(0, [1.0] * len(samplers))]
+        self.segments: list[Segment] = []
+        before = np.zeros(len(samplers), dtype=np.int64)
+        for k, (first, weights) in enumerate(stages):
+            stop = stages[k + 1][0] if k + 1 < len(stages) else math.inf
+            before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
+            if self.end is not None:
+                break
+        self.firsts = np.array([segment.first for segment in self.segments])
+
+    def _add_stage(self, first: int, stop: float, weights: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """Append the segments of samples [first, stop); -> samples of each source before `stop`."""
+        while True:
+            now = np.where(before < self.limits, weights, 0.0)
+            if not now.any():
+                self.end = first
+                return before
+            segment = self._segment(first, now, before)
+            self.segments.append(segment)
+            room = self.limits - before
+            limited = [s for s in np.flatnonzero(now) if room[s] < math.inf]
+            used_up = min((segment.reaches(s, int(room[s])) for s in limited), default=math.inf)
+            n = min(used_up, stop - first)
+            if n == math.inf:
+                return before
+            first, before = first + n, before + segment.counts(n)
+            if first == stop:
+                return before
+
+    def _segment(self, first: int, weights: np.ndarray, before: np.ndarray) -> Segment:
+        share = quotas(weights)
+        if small := [s for s in np.flatnonzero(weights) if not share[s]]:
+            raise UserError(
+                f"data: weight {weights[small[0]] / weights.sum():.2g} of {self.names[small[0]]} is too small: shares "
+                f"are multiples of 1/{BLOCK}; raise it or leave the source out"
+            )
+        order = permute(np.arange(BLOCK), BLOCK, hash_words(8, "pattern", self.seed, len(self.segments)))
+        pattern = np.repeat(np.arange(len(share)), share)[order]
+        rank = np.empty(BLOCK, dtype=np.int64)
+        for source, n in enumerate(share):
+            rank[pattern == source] = np.arange(n)
+        return Segment(first, share, before, pattern, rank)
+
+    def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples, any shape, -> their sources and their numbers within these, int64."""
+        sample = np.asarray(sample, dtype=np.int64)
+        sources, numbers = np.empty_like(sample), np.empty_like(sample)
+        which = np.searchsorted(self.firsts, sample, side="right") - 1
+        for k in np.unique(which):
+            now, segment = which == k, self.segments[k]
+            blocks, places = np.divmod(sample[now] - segment.first, BLOCK)
+            source = segment.pattern[places]
+            sources[now] = source
+            numbers[now] = segment.before[source] + blocks * segment.quotas[source] + segment.rank[places]
+        return sources, numbers
+
+    def start(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples, any shape, -> their sources and where their windows start in these, int64."""
+        sources, numbers = self.locate(sample)
+        starts = np.empty_like(numbers)
+        for source in np.unique(sources):
+            now = sources == source
+            starts[now] = self.samplers[source].start(numbers[now])
+        return sources, starts
+
+    def counts(self, n_samples: int) -> np.ndarray:
+        """(n_sources,) int64: how many of the first n_samples samples each source gives."""
+        k = int(np.searchsorted(self.firsts, n_samples, side="right")) - 1
+        return self.segments[k].before + self.segments[k].counts(n_samples - self.segments[k].first)
+
+    def epochs(self, n_samples: int) -> np.ndarray:
+        """(n_sources,) float64: how often the first n_samples samples go through each source."""
+        return self.counts(n_samples) / [sampler.n_windows for sampler in self.samplers]
+
+    def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
+        """{step (from 1): {source: share}} for the steps in which a new pattern begins."""
+        return {
+            segment.first // samples_per_step + 1: dict(zip(self.names, (segment.quotas / BLOCK).tolist(), strict=True))
+            for segment in self.segments
+        }

@@ -1,0 +1,366 @@
+"""Token files, and the batches that training reads from them in the order of mixture.py.
+
+    python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes the format described here
+    python pretrain.py --data_dir=data/x                            # reads it
+
+A data directory holds, for each split that has text (train, val, test):
+    train_00000.npy       1-D uint16 (vocab_size <= 65536) or uint32: <|endoftext|> document <|endoftext|> document ...
+    train_00000.off.npy   int64, n_documents + 1: where each document starts (at its <|endoftext|>), where the last ends
+    manifest.json         written last: sizes, sha256 of every file, the tokenizer's fingerprint; without it: incomplete
+and the tokenizer's own files. The last shard of a split closes with one more <|endoftext|>, so that the end of the last
+document is learned too. Documents do not cross shards; windows do. A directory of several named sources (wiki, code)
+holds one such set of files for each in a directory of its name, and one manifest.json for all.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from groundup.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+FORMAT = "groundup tokens 1"
+SHARD_TOKENS = 2**27  # 256 MiB as uint16
+MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
+IGNORE = -100  # a target that is not trained on, as in model.py
+SORTED = ("length", "unigram", "bigram", "trigram", "score")  # orders of prepare.py that go from easy to hard
+
+
+class NoSplit(UserError):
+    """A split that a data directory or a source does not have, or too short for one window."""
+
+
+# ---- token files: writer ---------------------------------------------------------------------------------------------
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id < vocab_size."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def npy_header(dtype: np.dtype, length: int) -> bytes:
+    """The header that `np.save` gives a 1-D array: 128 bytes whatever the length, so it can be filled in at the end."""
+    fields = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': ({length},), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode("ascii") + b"\n"
+
+
+class ShardWriter:
+    """Writes one split (of one source). Tokens go to disk as they come; a shard's name appears when it is complete."""
+
+    def __init__(
+        self, data_dir: str | Path, split: str, vocab_size: int, eot_id: int, shard_tokens: int = SHARD_TOKENS,
+        source: str = "",
+    ) -> None:  # fmt: skip
+        assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
+        assert source == Path(source).name, f"{source=} must be a plain directory name"
+        self.dir, self.split, self.source = Path(data_dir), split, source
+        self.vocab_size, self.eot_id, self.shard_tokens = vocab_size, eot_id, shard_tokens
+        self.dtype = token_dtype(vocab_size)
+        self.shards: list[dict] = []  # manifest entries of the shards that are complete
+        self.file = None  # of the shard being written
+
+    def add(self, ids: np.ndarray, n_bytes: int) -> None:
+        """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
+
+        Raises DataError for an id outside the vocabulary: a cast would wrap it silently into another token.
+        """
+        ids = np.asarray(ids)
+        assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.shape=} {ids.dtype=}"
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            raise UserError(f"data: token id {bad} is outside the tokenizer's vocab_size={self.vocab_size}")
+        if self.file and self.n_tokens + 1 + len(ids) > self.shard_tokens:
+            self._finish_shard(closing=False)
+        if not self.file:
+            self._open_shard()
+        self.starts.append(self.n_tokens)
+        self._write([self.eot_id])
+        self._write(ids)
+        self.n_bytes += n_bytes
+
+    def close(self) -> list[dict]:
+        """Finish the split; its shards as entries for `write_manifest`. A split without documents has none."""
+        if self.file:
+            self._finish_shard(closing=True)
+        return self.shards
+
+    def _open_shard(self) -> None:
+        (self.dir / self.source).mkdir(parents=True, exist_ok=True)
+        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
+        self.file = open(self.dir / f"{self.name}.npy.tmp", "wb", buffering=2**20)
+        self.file.write(npy_header(self.dtype, 0))  # the length is filled in when it is known
+        self.n_tokens, self.n_bytes, self.starts = 0, 0, []
+
+    def _write(self, ids: np.ndarray | list[int]) -> None:
+        self.file.write(np.asarray(ids).astype(self.dtype.newbyteorder("<")).tobytes())
+        self.n_tokens += len(ids)
+
+    def _finish_shard(self, closing: bool) -> None:
+        n_documents, end = len(self.starts), self.n_tokens
+        if closing:
+            self._write([self.eot_id])
+        self.file.seek(0)
+        self.file.write(npy_header(self.dtype, self.n_tokens))
+        self.file.close()
+        self.file = None
+        tokens, offsets = self.dir / f"{self.name}.npy", self.dir / f"{self.name}.off.npy"
+        with open(f"{offsets}.tmp", "wb") as f:
+            f.write(npy_header(np.dtype(np.int64), n_documents + 1))
+            f.write(np.array([*self.starts, end], dtype="<i8").tobytes())
+        for path in (tokens, offsets):
+            os.replace(f"{path}.tmp", path)
+        self.shards.append({
+            "split": self.split, "source": self.source, "file": f"{self.name}.npy", "offsets": f"{self.name}.off.npy",
+            "tokens": self.n_tokens, "documents": n_documents, "bytes": self.n_bytes, "sha256": file_sha256(tokens),
+            "offsets_sha256": file_sha256(offsets),
+        })  # fmt: skip
+
+
+def write_manifest(
+    data_dir: str | Path, vocab_size: int, eot_id: int, tokenizer_fingerprint: str, shards: list[dict], info: dict,
+    weights: Mapping[str, float] = {},
+) -> dict:  # fmt: skip
+    """Declare the directory complete. `info` is the preparer's own record (inputs, configuration, counts); `weights`
+    are the named sources' shares in training, if they have any."""
+    manifest = {
+        "format": FORMAT, "vocab_size": vocab_size, "eot_id": eot_id, "dtype": token_dtype(vocab_size).name,
+        "tokenizer_fingerprint": tokenizer_fingerprint, "splits": {}, "info": info,
+    }  # fmt: skip
+    for shard in shards:
+        split = manifest["splits"].setdefault(shard["split"], {"tokens": 0, "documents": 0, "bytes": 0, "shards": []})
+        for total in ("tokens", "documents", "bytes"):
+            split[total] += shard[total]
+        split["shards"].append({key: value for key, value in shard.items() if key != "split"})
+    names = list(dict.fromkeys(shard["source"] for shard in shards))
+    assert not weights or set(names) <= set(weights), f"{weights=} lack some of {names}"
+    if names not in ([], [""]):
+        assert "" not in names, f"{names}: either all sources are named or there is only one"
+        manifest["sources"] = source_totals(manifest, names)
+        for name, entry in manifest["sources"].items():
+            entry |= {"weight": weights[name]} if weights else {}
+    write_json(Path(data_dir, "manifest.json"), manifest)
+    return manifest
+
+
+def source_totals(manifest: dict, names: Sequence[str]) -> dict[str, dict]:
+    """What the train split holds of each named source: tokens, documents, bytes."""
+    found = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in names}
+    for shard in manifest["splits"].get("train", {"shards": []})["shards"]:
+        for total in found[shard["source"]]:
+            found[shard["source"]][total] += shard[total]
+    return found
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON file, whole or not at all."""
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+# ---- token files: reader ---------------------------------------------------------------------------------------------
+
+
+def read_manifest(data_dir: str | Path) -> dict:
+    """manifest.json of a data directory. Raises DataError where there is none, or another program's."""
+    path = Path(data_dir, "manifest.json")
+    how = f"run: python prepare.py --input=... --out_dir={data_dir}"
+    if not Path(data_dir).is_dir():
+        raise UserError(f"data: no directory {data_dir}; {how}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}") from None
+    except ValueError as error:
+        raise UserError(f"data: {path} is damaged ({error}); {how}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        if isinstance(manifest, dict) and "rows" in str(manifest.get("format")):
+            raise UserError(f"data: {data_dir} was prepared with kind='chat' or 'preference', this needs kind='text'")
+        raise UserError(f"data: {path} is not of the format {FORMAT!r}; {how}")
+    return manifest
+
+
+def locate(path: str | Path) -> tuple[Path, str | None]:
+    """'data/x' -> (data/x, None); 'data/x/wiki' -> (data/x, 'wiki') if the manifest of data/x names that source."""
+    path = Path(path)
+    if not (path / "manifest.json").exists() and (path.parent / "manifest.json").exists():
+        sources = read_manifest(path.parent).get("sources", {})
+        if path.name in sources:
+            return path.parent, path.name
+        if sources and not path.exists():
+            raise UserError(f"data: {path.parent} has no source {path.name!r} (has: {', '.join(sources)})")
+    return path, None
+
+
+def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
+    """Read-only memory map of a 1-D .npy file. Raises DataError if it is not what the manifest says."""
+    header = npy_header(np.dtype(dtype), length)
+    try:
+        with open(path, "rb") as f:
+            found = f.read(len(header))
+            size, expected = f.seek(0, os.SEEK_END), len(header) + length * np.dtype(dtype).itemsize
+    except FileNotFoundError:
+        raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py") from None
+    if found != header:
+        begins = found[10:].decode("ascii", "replace").strip()
+        raise UserError(f"data: {path} is no .npy file of {length} {dtype} (begins {begins!r}); rerun prepare.py")
+    if size != expected:
+        raise UserError(f"data: {path} ends at byte {size} instead of {expected}; copy it again or rerun prepare.py")
+    mapped = np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=len(header), shape=(length,))
+    return np.asarray(mapped)  # the same memory; slices of the subclass np.memmap take three times as long
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None:
+    """Raise DataError naming the first id >= vocab_size; ids[0] is token `offset` of the file."""
+    if ids.max(initial=0) >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        raise UserError(
+            f"data: {path} holds token id {ids[first]} at offset {offset + first}, but the tokenizer has "
+            f"vocab_size={vocab_size}; rerun prepare.py"
+        )
+
+
+class TokenData:
+    """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only.
+
+    The sizes of its files are checked here and ids as they are fetched, so a terabyte opens fast. `verify` reads all.
+    """
+
+    def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
+        """source: None = all that data_dir names, one after the other."""
+        self.split = split
+        self.dir, found = locate(data_dir)
+        source = found if source is None else source
+        self.manifest = read_manifest(self.dir)
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.eot_id: int = self.manifest["eot_id"]
+        self.tokenizer_fingerprint: str = self.manifest["tokenizer_fingerprint"]
+        of_splits = {
+            name: [shard for shard in entry["shards"] if source in (None, shard.get("source", ""))]
+            for name, entry in self.manifest["splits"].items()
+        }
+        if not of_splits.get(split):
+            has = ", ".join(name for name, shards in of_splits.items() if shards) or "none"
+            where = self.dir / (source or "")
+            raise NoSplit(f"data: {where} has no split {split!r} (has: {has}); rerun prepare.py with more text")
+        self.entries = of_splits[split]
+        self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
+        self.n_documents: int = sum(shard["documents"] for shard in self.entries)
+        self.offsets = [
+            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1) for shard in self.entries
+        ]
+        self._map_tokens(self.entries)
+
+    def _map_tokens(self, shards: list[dict]) -> None:
+        self.paths = [self.dir / shard["file"] for shard in shards]
+        self.shards = [
+            map_array(path, self.manifest["dtype"], shard["tokens"])
+            for path, shard in zip(self.paths, shards, strict=True)
+        ]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])  # of each shard, in tokens of the split
+        self.n_tokens = int(self.ends[-1])
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what decides the token stream: equal fingerprints, equal tokens."""
+        parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
+        parts += [shard["sha256"] for shard in self.entries]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Raise DataError unless `fingerprint` (`Tokenizer.fingerprint()`) made these tokens."""
+        if fingerprint != self.tokenizer_fingerprint:
+            raise UserError(
+                f"data: {self.dir} was prepared with another tokenizer ({self.tokenizer_fingerprint[:12]}, not "
+                f"{fingerprint[:12]}); put its tokenizer files back or rerun prepare.py"
+            )
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as int64, across shards. Raises DataError for an id beyond the vocabulary."""
+        assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=} {self.n_tokens=}"
+        out = np.empty(length, dtype=np.int64)
+        filled, k = 0, int(np.searchsorted(self.ends, start, side="right"))
+        while filled < length:
+            shard = self.shards[k]
+            begin = start + filled - (int(self.ends[k]) - len(shard))
+            piece = shard[begin : begin + length - filled]
+            check_ids(piece, self.vocab_size, self.paths[k], begin)
+            out[filled : filled + len(piece)] = piece
+            filled, k = filled + len(piece), k + 1
+        return out
+
+    def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """How many tokens of the windows that begin at `starts` are to be trained on: here all `length`."""
+        return np.full(len(starts), length)
+
+
+def verify(data_dir: str | Path) -> dict:
+    """Read every byte of a data directory and compare it with the manifest, which is returned.
+
+    Raises DataError for the first file whose sha256, size, offsets, document starts, ids or totals are not as promised.
+    """
+    manifest = read_manifest(data_dir)
+    for split, entry in manifest["splits"].items():
+        for source in dict.fromkeys(shard.get("source", "") for shard in entry["shards"]):
+            data = TokenData(data_dir, split, source)
+            for k, shard in enumerate(data.entries):
+                verify_sha256(data.dir / shard["file"], shard["sha256"])
+                verify_sha256(data.dir / shard["offsets"], shard["offsets_sha256"])
+                verify_shard(data, k, last=k == len(data.entries) - 1)
+        for total in ("tokens", "documents", "bytes"):
+            if sum(shard[total] for shard in entry["shards"]) != entry[total]:
+                raise UserError(f"data: {data.dir}/manifest.json: {total} of {split} do not add up; rerun prepare.py")
+    sources = manifest.get("sources", {})
+    for source, totals in source_totals(manifest, list(sources)).items() if sources else ():
+        if totals.items() - sources[source].items():
+            raise UserError(f"data: {data_dir}/manifest.json: {source} does not add up; rerun prepare.py")
+    for path in sorted(Path(data_dir).glob("train_pack*.json")):
+        for packed in read_packing(path)["sources"].values():
+            for file, sha256 in packed["sha256"].items():
+                verify_sha256(path.parent / file, sha256)
+    return manifest
+
+
+def verify_sha256(path: Path, sha256: str) -> None:
+    if not path.exists():
+        raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py")
+    if file_sha256(path) != sha256:
+        raise UserError(f"data: {path} changed since it was written (sha256); rerun prepare.py")
+
+
+def verify_shard(data: TokenData, k: int, last: bool) -> None:
+    """Ids, offsets and delimiters of one shard, a block at a time."""
+    tokens, offsets, path = data.shards[k], data.offsets[k], data.paths[k]
+    for begin in range(0, len(tokens), 2**24):
+        check_ids(tokens[begin : begin + 2**24], data.vocab_size, path, begin)
+    closing = [len(tokens) - 1] if last else []  # the last shard of a split ends with one more delimiter
+    if offsets[0] != 0 or np.any(np.diff(offsets) < 1) or offsets[-1] != len(tokens) - len(closing):
+        raise UserError(f"data: the document offsets of {path} are not increasing from 0 to its end; rerun prepare.py")
+    starts = np.concatenate([offsets[:-1], closing]).astype(np.int64)
+    wrong = starts[tokens[starts] != data.eot_id]
+    if len(wrong):
+        raise UserError(f"data: {path} has no <|endoftext|> at offset {wrong[0]}; rerun prepare.py")
+
+
+def read_packing(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"data: {path} is damaged ({error}); rerun prepare.py") from None

@@ -1,0 +1,1 @@
+"""What does every training run share?"""

@@ -1,0 +1,165 @@
+"""The machine a run uses: device, dtype, random state, memory, versions."""
+
+import contextlib
+import platform
+import re
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from groundup.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Dense bfloat16 (float16 where there is no bfloat16) peak in TFLOP/s, from the vendors' data sheets.
+GPU_PEAK_TFLOPS = {
+    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71, "T4": 65,
+}  # fmt: skip
+# What figures may depend on.
+PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu", "rouge-score")
+
+
+
+
+
+# ---- device, dtype, seeds -------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """'auto' takes cuda, then mps, then cpu. On several GPUs each rank takes its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cuda", "mps", "cpu"):
+        raise UserError(f"config: device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
+    if name.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UserError(f"config: device={name!r}, but torch sees no CUDA device; use device='cpu'")
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"config: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
+                f"lower --nproc_per_node or use device='cpu'"
+            )
+        device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+        return device
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 natively (emulated it would be slower than float32)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell: float32 there
+        return bool(flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16"))
+    return False
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`, weights and sums in float32; nothing when dtype is float32."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of one device: the data sheet's for a known GPU, else that of a large matrix product measured now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = [peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name]
+        if known:
+            return known[0] * 1e12
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(8):
+        synchronize(device)
+        begin = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed torch's generators. Weights are drawn with rank 0's seed on every rank; dropout then differs by rank."""
+    torch.manual_seed(seed + rank)
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# ---- memory, machine ------------------------------------------------------------------------------------------------
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: on the GPU, else in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return ram_bytes("VmHWM") / 2**30
+
+
+def process_bytes(device: torch.device) -> float:
+    """Memory of the process itself, to be asked before there is a model: what it holds on a CPU, and the 100 MB that
+    torch and its compiler take when they are first used. On a GPU the figures count tensors only."""
+    return 0.0 if device.type == "cuda" else ram_bytes("VmRSS") + 100e6
+
+
+def ram_bytes(field: str) -> float:
+    """Linux's VmRSS (now) or VmHWM (peak) without the pages of files: the system takes those of libraries and token
+    files back when it needs them, and how many are mapped at a time is its own affair. Elsewhere the peak, 0 on
+    Windows. Linux's getrusage would not do: its peak is inherited from the process that started this one."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
+        return (float(sizes[field]) - float(sizes.get("RssFile", 0))) * 2**10
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """{package: version} of Python and of PACKAGES, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+

@@ -1,0 +1,121 @@
+"""The log of a run: lines for people, out_dir/log.jsonl for programs."""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+from groundup.errors import UserError
+
+
+class RunLog:
+    """The line for people on standard output and the object for programs in out_dir/log.jsonl, from one dict of values.
+
+    Only rank 0 writes. A resumed run drops what an interrupted one logged after its checkpoint: those steps come again.
+    tensorboard: numbers go to event files in out_dir, too.
+    """
+
+    def __init__(
+        self, out_dir: str, max_steps: int, start_step: int, enabled: bool, tensorboard: bool = False
+    ) -> None:  # fmt: skip
+        self.enabled, self.max_steps, self.board = enabled, max_steps, None
+        if not enabled:
+            return
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(out_dir, purge_step=start_step + 1 if start_step else None)
+        self.path = Path(out_dir) / "log.jsonl"
+        keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.bar = tqdm(total=max_steps, initial=start_step, disable=not sys.stdout.isatty(), leave=False, unit="step")
+
+    def advance(self) -> None:
+        if self.enabled:
+            self.bar.update()
+
+    def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
+        """Append {"event", "step", **values} to log.jsonl. JSON has no NaN and no infinity: they become null."""
+        if self.enabled:
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            try:
+                self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+                self.file.flush()
+                for key, value in values.items() if self.board else ():
+                    if isinstance(value, int | float):
+                        self.board.add_scalar(f"{event}/{key}", value, step)
+            except OSError as error:  # a full disk must not end the run
+                self.print(f"log: cannot write {self.path}: {error.strerror}")
+
+    def since_best(self, key: str) -> int:
+        """How many evaluations have passed since `key` was lowest; 0 on other ranks than the first. All evaluations of
+        the run count, before an interruption too: the file has them. One that is not finite is not better."""
+        if not self.enabled:
+            return 0
+        found = [event[key] for event in read_events(self.path) if event["event"] == "eval" and key in event]
+        found = [math.inf if loss is None else loss for loss in found]
+        return len(found) - 1 - found.index(min(found)) if found else 0
+
+    def print(self, text: str) -> None:
+        if self.enabled:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def train(self, step: int, values: Mapping[str, float], step_s: float) -> None:
+        """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0. A key with
+        a slash (tokens/source) goes to the file only: there may be many."""
+        self.write("train", step, values | {"step_ms": 1000 * step_s})
+        named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib")
+        eta = clock(step_s * (self.max_steps - step))
+        parts = [
+            f"step {step:6d}/{self.max_steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}",
+            f"norm {values['grad_norm']:.2f}", f"{1000 * step_s:.0f} ms", f"{values['tokens_per_s']:,.0f} tok/s",
+            f"mfu {100 * values['mfu']:.1f}%", f"{values['memory_gib']:.1f} GiB", f"eta {eta}",
+        ]  # fmt: skip
+        others = [key for key in values if key not in named and "/" not in key]
+        parts += [f"{key} {values[key]:.4g}" for key in others if values[key]]
+        self.print(" | ".join(parts))
+
+    def close(self) -> None:
+        if self.enabled:
+            self.bar.close()
+            self.file.close()
+            if self.board:
+                self.board.close()
+
+
+def check_tensorboard(asked: bool) -> None:
+    """Raise SetupError if event files are asked for and cannot be written."""
+    if asked and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("config: tensorboard=True needs a package; pip install tensorboard==2.21.0")
+
+
+def read_events(path: Path) -> list[dict]:
+    """The events of a log.jsonl, without lines that a kill or a full disk cut short."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
+
+
+def keep_events_until(path: Path, step: int) -> None:
+    """Drop the events of `path` after `step`, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = [json.dumps(event) + "\n" for event in read_events(path) if event["step"] <= step]
+    tmp = path.with_suffix(".jsonl.tmp")
+    tmp.write_text("".join(kept), encoding="utf-8")
+    os.replace(tmp, path)
+
+
+def clock(seconds: float) -> str:
+    """3725 -> '1:02:05'."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

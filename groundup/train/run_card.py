@@ -1,0 +1,140 @@
+"""The card of a run: out_dir/README.md says what was trained on what, how well, where, and how to do it again.
+
+All of it is read from what the run has left (config.py, log.jsonl) and from the corpus; nothing is measured here.
+"""
+
+import ast
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from groundup.train.device import hardware, versions
+from groundup.train.log import read_events
+
+WIDTH, HEIGHT = 64, 14  # of the curve, in characters
+
+
+def write(
+    out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int,
+    watched: str = "val_loss", why: str = "",
+) -> Path:  # fmt: skip
+    """Write out_dir/README.md and return its path. script: its file; config: as resolved; data: lines about it;
+    watched: the loss that tells which is best; why: what ended the run before its last step, if that is known."""
+    out, name = Path(out_dir), Path(script).name
+    events = read_events(out / "log.jsonl")
+    parts = [
+        f"# {out.name}: a run of {name}",
+        summary(events, config["max_steps"], why),
+        "## Result",
+        result_table(events, watched),
+        checkpoints(out),
+        curve(events),
+        "## To do it again",
+        fenced(again(name, out, world_size)),
+        "## Settings other than the defaults",
+        settings_table(config, Path(script)),
+        "## Data",
+        fenced("\n".join(data)),
+        "## Machine",
+        machine(device, world_size),
+    ]
+    path = out / "README.md"
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        tmp.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
+    except OSError as error:  # a full disk must not spoil a run that is complete
+        print(f"card: cannot write {path}: {error.strerror}")
+    return path
+
+
+def summary(events: Sequence[dict], max_steps: int, why: str = "") -> str:
+    last = max((event["step"] for event in events), default=0)
+    ended = "Complete" if last == max_steps else "Ended before its last step" + (f", {why}" if why else "")
+    trained = [event for event in events if event["event"] == "train"]
+    tokens = f", {trained[-1]['tokens']:,} tokens" if trained and "tokens" in trained[-1] else ""
+    return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {time.strftime('%Y-%m-%d %H:%M')}."
+
+
+def result_table(events: Sequence[dict], watched: str = "val_loss") -> str:
+    """The figures of the first, the best and the last evaluation beside each other, as Markdown."""
+    evaluations = [event for event in events if event["event"] == "eval" and event.get(watched) is not None]
+    if not evaluations:
+        return "No evaluation was logged."
+    best = min(evaluations, key=lambda event: event[watched])
+    columns = {"first": evaluations[0], "best": best, "last": evaluations[-1]}
+    keys = [key for key, value in evaluations[-1].items() if key != "event" and isinstance(value, int | float)]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for key in keys:
+        lines.append(f"| {key} | " + " | ".join(figure(event.get(key)) for event in columns.values()) + " |")
+    return "\n".join(lines)
+
+
+def checkpoints(out: Path) -> str:
+    """Which checkpoints `best` and `latest` are; "" without any. The best evaluation may have been of none."""
+    found = [f"`{name}` is {(out / name).resolve().name}" for name in ("best", "latest") if (out / name).exists()]
+    return f"Checkpoints: {', '.join(found)}." if found else ""
+
+
+def figure(value: object) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def curve(events: Sequence[dict]) -> str:
+    """Loss of the log lines (.) and of the evaluations (o) over the steps, drawn in text; "" without any."""
+    kinds = (("train", "loss", "."), ("eval", "val_loss", "o"))
+    points = [
+        (event["step"], event[key], mark)
+        for kind, key, mark in kinds
+        for event in events
+        if event["event"] == kind and event.get(key) is not None
+    ]
+    if not points:
+        return ""
+    low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
+    last, span = max(x for x, _, _ in points) or 1, (high - low) or 1.0
+    rows = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for x, y, mark in points:
+        rows[round((high - y) / span * (HEIGHT - 1))][round(x / last * (WIDTH - 1))] = mark
+    labels = {0: f"{high:.3f}", HEIGHT - 1: f"{low:.3f}"}
+    lines = [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(rows)]
+    axis = " " * 9 + "+" + "-" * WIDTH
+    return fenced("\n".join([*lines, axis, f"{'':10}0{f'step {last:,}':>{WIDTH - 1}}", ". loss   o val_loss"]))
+
+
+def again(script: str, out: Path, world_size: int) -> str:
+    """The command, from the directory of the scripts; with another out_dir the run begins anew."""
+    launcher = f"torchrun --standalone --nproc_per_node={world_size}" if world_size > 1 else "python"
+    return f"{launcher} {script} {out}/config.py --out_dir={out}_again"
+
+
+def settings_table(config: dict, script: Path) -> str:
+    usual = defaults_of(script)
+    lines = [f"{key} = {value!r}" for key, value in config.items() if key in usual and value != usual[key]]
+    return fenced("\n".join(lines), "python") + f"\n\nAll settings are in `config.py`; `{script.name}` explains them."
+
+
+def defaults_of(script: Path) -> dict:
+    """{key: value} of the plain assignments at the top of a script."""
+    found = {}
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:  # an expression
+                continue
+    return found
+
+
+def machine(device: torch.device, world_size: int) -> str:
+    ranks = f"{world_size} x " if world_size > 1 else ""
+    first = f"{ranks}{hardware(device)}, {os.cpu_count()} cores, {platform.platform()}"
+    return first + "  \n" + ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def fenced(text: str, language: str = "text") -> str:
+    return f"```{language}\n{text}\n```" if text else ""

@@ -1,0 +1,173 @@
+"""Answers are drawn from the distribution that is trained, to the last token; batches hold their tokens once."""
+
+
+import numpy as np
+import pytest
+import torch
+
+import prepare
+from groundup.align import rollouts
+from groundup.align.rollouts import Drawn, Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
+from groundup.tokens.prompts import Prompt
+from groundup.train import checkpoint
+from model import ModelConfig, Transformer
+from tokenizer import Tokenizer, chat_ready
+
+CPU = torch.device("cpu"), torch.float32
+QUESTIONS = ["What is 2 plus 3?", "为什么天是蓝的?", "Say yes.", "Name a colour, and then another one, please."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer") / "data"
+    prepare.make_debug_data(folder)
+    return chat_ready(Tokenizer.load(folder))
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer) -> Transformer:
+    """Of random weights that end an answer after some ten tokens."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=96, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    model = Transformer(cfg)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)
+        model.embed_tokens.weight[tokenizer.im_end_id] *= 2
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> list[Prompt]:
+    talks = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    rendered = [tokenizer.render(talk, add_generation_prompt=True)[0] for talk in talks]
+    return [Prompt(talk, ids, {}, f"x:{i}") for i, (talk, ids) in enumerate(zip(talks, rendered, strict=True))]
+
+
+def drawn_of(model, tokenizer, prompts, n=6, temperature=1.0, batch_size=0, max_new_tokens=24) -> list[Drawn]:
+    seeds = [seed_of(1, 1, 0, k) for k in range(len(prompts))]
+    return draw(model, tokenizer, prompts, seeds, n, max_new_tokens, temperature, batch_size, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def drawn(model, tokenizer, prompts) -> list[Drawn]:
+    found = drawn_of(model, tokenizer, prompts)
+    assert 4 < sum(one.finished for one in found) < len(found) - 4  # both kinds
+    return found
+
+
+def by_hand(model: Transformer, one: Drawn, temperature: float) -> torch.Tensor:
+    """Log-probabilities of an answer's tokens from all the logits of its text alone."""
+    ids = torch.tensor([one.prompt.ids + one.ids])
+    with torch.no_grad():
+        logps = (model(ids[:, :-1])[0] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logps[-len(one.ids) :]
+
+
+# ---- the distribution -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_come_as_often_as_training_believes(model, tokenizer, prompts, temperature):
+    """First tokens of 4000 answers, counted, against the probabilities that answer_logps gives."""
+    found = draw(model, tokenizer, prompts[:1], [5], 4000, 1, temperature, 0, torch.float32)
+    counts = torch.bincount(torch.tensor([one.ids[0] for one in found]), minlength=model.cfg.vocab_size)
+    likely = counts.topk(12).indices.tolist()
+    examples = [Drawn(prompts[0], [token], "", False, 0.0) for token in likely]
+    batch = Rollouts(examples, [True] * 12, 96, tokenizer.pad_id).batch(np.arange(12))
+    p = answer_logps(model, batch, temperature, *CPU)[0].exp().detach()
+    spread = (p * (1 - p) * 4000).sqrt()
+    assert ((counts[likely] - 4000 * p).abs() < 5 * spread).all()
+    other = answer_logps(model, batch, 1.7 - temperature, *CPU)[0].exp().detach()
+    assert not ((counts[likely] - 4000 * other).abs() < 5 * spread).all()  # so the comparison can fail
+
+
+def test_sums_are_those_of_the_engine(model, tokenizer, drawn):
+    answers = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id)
+    logps = answers.of_each(lambda batch: answer_logps(model, batch, 1.0, *CPU)[0], 5, CPU[0])
+    sums = torch.zeros(len(drawn)).index_add(0, answers.row, logps)
+    torch.testing.assert_close(sums, torch.tensor([one.logprob for one in drawn]), atol=1e-4, rtol=1e-5)
+
+
+def test_any_id_may_come(model, tokenizer, prompts):
+    """Reserved ids and padding too: the probabilities of what may come add up to 1 in training only with them."""
+    strange = tokenizer.pad_id
+    with torch.no_grad():
+        before = model.lm_head.weight[strange].clone()
+        model.lm_head.weight[strange] = 2 * model.embed_tokens.weight[tokenizer.im_end_id]
+        found = drawn_of(model, tokenizer, prompts, n=4)
+        model.lm_head.weight[strange] = before
+    assert any(strange in one.ids for one in found)
+
+
+def test_answers_depend_on_nothing_beside_them(model, tokenizer, prompts, drawn):
+    """One at a time, and the third prompt by itself, as another rank would draw it."""
+    assert [one.ids for one in drawn_of(model, tokenizer, prompts, batch_size=1)] == [one.ids for one in drawn]
+    alone = draw(model, tokenizer, prompts[2:3], [seed_of(1, 1, 0, 2)], 6, 24, 1.0, 0, torch.float32)
+    assert [one.ids for one in alone] == [one.ids for one in drawn[12:18]]
+    assert len({tuple(one.ids) for one in drawn[:6]}) == 6
+    places = [(1, 1, 0, 0), (2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 1, 0), (1, 1, 0, 1)]
+    assert len({seed_of(*place) for place in places}) == 5
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_is_learnt_where_it_was_drawn(model, tokenizer, drawn):
+    """Each answer's targets are all its ids: the end token once, last, of finished ones; none of unfinished ones."""
+    answers = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id)
+    for batch in answers.batches(7):
+        for b in range(len(batch.x)):
+            targets = batch.targets[batch.row == b].tolist()
+            (i,) = {int(i) for i in answers.row[batch.place[batch.row == b]]}
+            assert targets == drawn[i].ids
+            ends = [k for k, token in enumerate(targets) if token in tokenizer.stop_ids]
+            assert ends == ([len(targets) - 1] if drawn[i].finished else [])
+            logps, _ = answer_logps(model, batch, 0.7, *CPU)
+            torch.testing.assert_close(logps[batch.row == b], by_hand(model, drawn[i], 0.7), atol=1e-4, rtol=1e-4)
+
+
+def test_answers_that_do_not_count_have_no_token(tokenizer, drawn):
+    counts = [one.finished for one in drawn]
+    answers = Rollouts(drawn, counts, 96, tokenizer.pad_id)
+    batches = list(answers.batches(5))
+    assert sum(len(batch.x) for batch in batches) == len(drawn)
+    places = torch.cat([batch.place for batch in batches]).sort().values
+    assert torch.equal(places, answers.learnt.nonzero().flatten())
+    assert len(places) == sum(len(one.ids) for one in drawn if one.finished)
+
+
+def test_a_batch_without_tokens_has_gradients_of_zero(model, tokenizer, drawn):
+    batch = Rollouts(drawn, [False] * len(drawn), 96, tokenizer.pad_id).batch(np.arange(3))
+    logps, entropies = answer_logps(model, batch, 1.0, *CPU, with_entropy=True)
+    logps.sum().backward()
+    assert not len(logps) and not len(entropies)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad()
+
+
+def test_entropies_are_torchs(monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 8), torch.randn(11, 8)
+    expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
+    for elements in (11, 40, 10**6):
+        monkeypatch.setattr(rollouts, "CHUNK_ELEMENTS", elements)
+        torch.testing.assert_close(token_entropies(hidden, weight), expected)
+    assert token_entropies(hidden[:0], weight).shape == (0,)
+
+
+def test_minibatches_are_the_same_on_any_ranks_and_of_one_size():
+    whole = minibatch_of(24, 4, 7, 3, 0)
+    assert sorted(whole.tolist()) == sorted([0, 1, 2, 3] * 6)
+    for n_ranks in (2, 3, 6):
+        n = 24 // n_ranks
+        parts = [whole[rank * n : (rank + 1) * n] for rank in range(n_ranks)]
+        assert all((np.bincount(part) == n // 4).all() for part in parts)
+    assert not np.array_equal(minibatch_of(24, 4, 7, 3, 1), whole)  # another epoch
+
+
+def test_checkpoints_hold_such_a_model(model, tokenizer, prompts, drawn, tmp_path):
+    """What was saved draws the same answers."""
+    checkpoint.write_model(tmp_path, model, tokenizer)
+    again = drawn_of(checkpoint.load_model(tmp_path), Tokenizer.load(tmp_path), prompts)
+    assert [one.ids for one in again] == [one.ids for one in drawn]

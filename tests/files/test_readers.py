@@ -1,0 +1,441 @@
+"""readers.py: against plain in-memory readers of the same content."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+import tracemalloc
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groundup.errors import UserError
+from groundup.files import readers
+from groundup.files.readers import Report
+
+TEXTS = [
+    "plain English, with \"quotes\" and a \\ backslash",
+    "中文文档：第一行\n第二行\n\n空行之后",
+    "",
+    "\u2028line separator\u2029 \u0085 next line \x0c form feed \x1c",
+    "emoji 🙂👩‍👩‍👧 and 𠀀",
+    "  spaces kept  ",
+    "[1, {not json",
+    "末尾" * 5000,
+]
+ONE_LINE = [text.replace("\n", " ") for text in TEXTS if text.strip()]
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def zstd(raw: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(raw)
+
+
+def read(path: Path | str, report: Report | None = None, **options: str | int) -> list[str]:
+    """The texts; an unexpected problem fails the test."""
+    texts = [document.text for document in readers.read_documents(str(path), report=report or Report(True), **options)]
+    return texts
+
+
+def jsonl(texts: list[str], ascii_only: bool = False) -> bytes:
+    return b"".join(json.dumps({"text": t}, ensure_ascii=ascii_only).encode() + b"\n" for t in texts)
+
+
+def as_csv(texts: list[str], delimiter: str) -> bytes:
+    rows = [delimiter.join([str(i), '"' + t.replace('"', '""') + '"']) for i, t in enumerate(texts)]
+    return "\n".join([f"id{delimiter}text", *rows]).encode()
+
+
+# ---- containers -------------------------------------------------------------------------------------------
+
+CONTAINERS = {
+    "a.jsonl": (jsonl(TEXTS), TEXTS),
+    "b.ndjson": (jsonl(TEXTS, ascii_only=True), TEXTS),
+    "c.json": (jsonl(TEXTS).replace(b"\n", b"\r\n"), TEXTS),
+    "d.json": (json.dumps([{"text": t} for t in TEXTS]).encode(), TEXTS),
+    "e.json": (b" \n\n" + json.dumps([{"text": t} for t in TEXTS], ensure_ascii=False, indent=2).encode(), TEXTS),
+    "f.json": (json.dumps(TEXTS, ensure_ascii=False).encode(), TEXTS),
+    "g.json": (json.dumps({"id": 1, "text": TEXTS[1]}, ensure_ascii=False, indent=2).encode(), TEXTS[1:2]),
+    "h.csv": (as_csv(TEXTS, ","), TEXTS),
+    "i.tsv": (as_csv(TEXTS, "\t"), TEXTS),
+    "j.txt": (TEXTS[1].encode(), TEXTS[1:2]),
+    "k.md": (b"# no suffix of ours\n", ["# no suffix of ours\n"]),
+}
+
+
+@pytest.mark.parametrize("read_bytes", [16, 61, 2**20])
+@pytest.mark.parametrize("suffix", [*COMPRESS, ".zst"])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str, read_bytes: int) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", read_bytes)
+    raw, expected = CONTAINERS[name]
+    path = tmp_path / (name + suffix)
+    path.write_bytes(zstd(raw) if suffix == ".zst" else COMPRESS[suffix](raw))
+    assert read(path) == expected
+
+
+def test_compression_is_recognised_by_content_and_several_streams_follow_each_other(tmp_path: Path) -> None:
+    raw = jsonl(TEXTS)
+    for compress in (gzip.compress, bz2.compress, lzma.compress, zstd):
+        path = tmp_path / "no_such_suffix.jsonl"
+        path.write_bytes(compress(raw[:5000]) + compress(raw[5000:]))
+        assert read(path) == TEXTS
+    path.write_bytes(gzip.compress(raw) + bytes(10_000))  # padded to a block, as on tapes
+    assert read(path) == TEXTS
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_txt_split(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.txt"
+    lines = ["", "一", "二 2", "", "  \t", "three", "\u2028four", "", ""]
+    path.write_bytes(end.join(lines).encode())
+    assert read(path) == ["\n".join(lines)]
+    assert read(path, txt_split="blank") == ["一\n二 2", "three\n\u2028four"]
+    assert read(path, txt_split="line") == ["一", "二 2", "three", "\u2028four"]
+    with pytest.raises(UserError, match="txt_split must be file, blank or line, got 'page'"):
+        read(path, txt_split="page")
+
+
+def test_parquet_columns_and_row_groups(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = str(tmp_path / "a.parquet")
+    rows = [{"text": t, "meta": {"title": f"题{i}"}, "n": i} for i, t in enumerate(TEXTS)] + [{"text": None, "n": 9}]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    units = readers.work_units(path)
+    assert units == [(0, 1), (1, 2), (2, 3)]
+    report = Report()
+    parts = [list(readers.read_documents(path, begin=a, end=b, report=report)) for a, b in units]
+    assert [d.text for part in parts for d in part] == TEXTS and [len(part) for part in parts] == [3, 3, 2]
+    assert report.places == [(path, 9, 8, "bad_field: no text under 'text' (keys text, meta, n)")]
+    assert [d.offset for part in parts for d in part] == list(range(8))
+    assert read(path, Report(), text_key="meta.title,text")[1] == "题1\n" + TEXTS[1]
+    report = Report()
+    assert read(path, report, text_key="body") == [] and report.problems == {"bad_field": 9}
+    Path(path).write_bytes(Path(path).read_bytes()[:-100])
+    report = Report()
+    assert readers.work_units(path) == [(0, None)] and read(path, report) == []
+    assert report.problems == {"truncated_file": 1}
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.txt").write_bytes(b"\x28\xb5\x2f\xfd....")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1....")
+    with pytest.raises(UserError, match=r"a\.txt needs zstandard; run: pip install zstandard"):
+        read(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"a\.parquet needs pyarrow; run: pip install pyarrow"):
+        read(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (jsonl(TEXTS), TEXTS),
+        (gzip.compress(json.dumps([{"text": "甲"}]).encode(), mtime=0), ["甲"]),
+        ("只是文字\n[1]\n".encode(), ["只是文字\n[1]\n"]),
+        (b"[note] plain text", ["[note] plain text"]),
+        (b"", [""]),
+    ],
+)
+def test_standard_input(monkeypatch: pytest.MonkeyPatch, raw: bytes, expected: list[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+    assert readers.find_files("-") == ["-"] and readers.work_units("-") == [(0, None)]
+    assert read("-") == expected
+
+
+# ---- JSON arrays ------------------------------------------------------------------------------------------
+
+
+def in_pieces(text: str, size: int) -> list[tuple[object, int, int]]:
+    return list(readers.JsonStream(text[i : i + size] for i in range(0, len(text), size)))
+
+
+def random_json(rng: random.Random, depth: int = 0) -> object:
+    simple = [
+        None, True, False, 0, -1, 1.5, -2.25e-7, 1e99, 10**18, "", "a", "中文 🙂", 'q"\\/\n\t\u2028', "]", ",", "[{",
+        float("inf"), -float("inf"), "\ud83d",
+    ]  # fmt: skip
+    if depth == 3 or rng.random() < 0.5:
+        return rng.choice(simple)
+    items = [random_json(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return items if rng.random() < 0.5 else {rng.choice("ab中\"") + str(i): item for i, item in enumerate(items)}
+
+
+def test_json_array_equals_json_loads() -> None:
+    rng = random.Random(0)
+    for _ in range(3000):
+        value = [random_json(rng) for _ in range(rng.randrange(5))]
+        text = json.dumps(value, indent=rng.choice([None, 0, 2]), ensure_ascii=rng.random() < 0.5)
+        text = rng.choice(["", " \n"]) + text + rng.choice(["", "\r\n\t "])
+        found = in_pieces(text, rng.randrange(1, 31))
+        assert [element for element, _, _ in found] == json.loads(text) == value
+        raw = text.encode("utf-8", "surrogatepass")
+        for element, line, offset in found:
+            rest = raw[offset:].decode("utf-8", "surrogatepass")
+            assert json.JSONDecoder().raw_decode(rest)[0] == element and line == 1 + raw[:offset].count(b"\n")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("text", ["[1,2", "[1 2]", "[1,]", "[1,]x", "[", "[,1]", "[1]]", "[1][2]", "x", '["a', "[tru]"])
+def test_json_array_malformed(text: str, size: int) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        in_pieces(text, size)
+
+
+def test_json_array_large_element_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[object, int]:
+            parsed.append(len(s) - idx)
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr(json, "JSONDecoder", Counting)
+    text = json.dumps(["x" * 1_000_000, 1])
+    assert len(in_pieces(text, 1000)) == 2
+    assert sum(parsed) < 4 * len(text)
+
+
+def test_memory_is_bounded_by_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 2**16)
+    texts = ["汉字 and English " * 60] * 4000  # 5 MB
+    files = {"a.jsonl": jsonl(texts), "a.json": json.dumps([{"text": t} for t in texts]).encode()}
+    files |= {"a.csv": as_csv(texts, ","), "a.jsonl.gz": gzip.compress(jsonl(texts), 1)}
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
+        tracemalloc.start()
+        n = sum(1 for _ in readers.read_documents(str(tmp_path / name)))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert n == len(texts) and peak < 2_500_000, (name, peak)
+
+
+# ---- parts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("last", [b"", b"\n", b"\n\n"])
+def test_every_cut_reads_every_record_once(tmp_path: Path, bom: bytes, end: bytes, last: bytes) -> None:
+    lines = [b'{"text": "a"}', '{"text": "中\u2028文"}'.encode(), b"", b"bad", b" ", b"", b'{"text": "z"}', b"[]"]
+    raw = bom + (end.join(lines) + last.replace(b"\n", end))
+    for name, split in (("a.jsonl", "file"), ("a.txt", "line"), ("a.txt", "blank")):
+        path = str(tmp_path / name)
+        Path(path).write_bytes(raw)
+        whole = Report()
+        expected = list(readers.read_documents(path, txt_split=split, report=whole))
+        assert len(expected) == {"file": 3, "line": 5, "blank": 3}[split]
+        for cut in range(1, len(raw)):
+            report, documents = Report(), []
+            for begin, stop in ((0, cut), (cut, len(raw))):
+                part = Report()
+                documents += readers.read_documents(path, "text", split, begin, stop, part)
+                report.merge(part)
+            assert documents == expected, cut
+            assert report.places == whole.places and report.problems == whole.problems, cut
+    assert readers.work_units(path, "blank", 7) == [(a, min(a + 7, len(raw))) for a in range(0, len(raw), 7)]
+    units = readers.work_units(path, "blank", 7)
+    assert [d for a, b in units for d in readers.read_documents(path, "text", "blank", a, b)] == expected
+    assert readers.work_units(path, "file", 7) == [(0, None)]
+
+
+def test_parts_of_one_long_paragraph_do_not_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 64)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"line\n" * 1000)
+    with readers.open_stream(str(path), 99) as stream:
+        assert list(readers.paragraphs(stream, 100, 200)) == []
+        assert stream.raw.file.tell() < 400
+    parts = [list(readers.read_documents(str(path), "text", "blank", a, a + 100)) for a in range(0, 5000, 100)]
+    assert [len(part) for part in parts] == [1] + [0] * 49 and len(parts[0][0].text) == 4999
+
+
+def test_what_cannot_be_cut_is_one_part(tmp_path: Path) -> None:
+    for name, (raw, _) in CONTAINERS.items():
+        path = tmp_path / name
+        path.write_bytes(raw)
+        cut = name in ("a.jsonl", "b.ndjson", "c.json")
+        assert (len(readers.work_units(str(path), unit_bytes=10)) > 1) == cut, name
+    path.write_bytes(gzip.compress(jsonl(TEXTS)))
+    assert readers.work_units(str(path), unit_bytes=10) == [(0, None)]
+    path = tmp_path / "wide.jsonl"
+    path.write_bytes(jsonl(TEXTS).decode().encode("utf-16"))
+    assert readers.work_units(str(path), unit_bytes=10) == [(0, None)] and read(path) == TEXTS
+
+
+# ---- what is wrong with them ------------------------------------------------------------------------------
+
+
+def test_bad_lines_are_reported_with_file_line_and_offset(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.jsonl")
+    lines = [
+        (b'{"text": "one"}', ""),
+        (b'{"text": "cut', "bad_json"),
+        (b'{"text": null}', "bad_field"),
+        (b'{"text": 7}', "bad_field"),
+        ('{"text": "二"}'.encode(), ""),
+        (b'{"body": "x"}', "bad_field"),
+        (b"", ""),
+        (b'["text"]', "bad_field"),
+        (b'{"text": "\xff\xfe\xff"}', "bad_encoding"),
+        (b"[" * 100_000, "bad_json"),
+        (b'{"text": "last"}', ""),
+    ]
+    Path(path).write_bytes(b"\n".join(raw for raw, _ in lines))
+    report = Report()
+    assert read(path, report) == ["one", "二", "last"]
+    offsets = np.cumsum([0] + [len(raw) + 1 for raw, _ in lines])
+    expected = [(path, i + 1, offsets[i], reason) for i, (_, reason) in enumerate(lines) if reason]
+    assert [(p, line, offset, reason.split(":")[0]) for p, line, offset, reason in report.places] == expected
+    assert report.problems == {"bad_json": 2, "bad_field": 4, "bad_encoding": 1}
+    assert "keys body" in report.places[3][3]
+    with pytest.raises(UserError, match=r"a\.jsonl:2: bad_json at byte 16: Unterminated string") as strict:
+        read(path, Report(strict=True))
+    assert isinstance(strict.value, UserError) and "\n" not in str(strict.value)
+    few = Report(max_places=2)
+    read(path, few)
+    assert len(few.places) == 2 and few.problems == report.problems
+
+
+def test_bad_elements_of_an_array(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.json")
+    Path(path).write_bytes('[{"text": "中"},\n {"t": 1},\n\n {"text": "b"}, 5,\n oops, {"text": "c"}]'.encode())
+    report = Report()
+    assert read(path, report) == ["中", "b"]
+    places = [(line, offset, reason.split(":")[0]) for _, line, offset, reason in report.places]
+    assert places == [(2, 19, "bad_field"), (4, 46, "bad_field"), (5, 50, "bad_json")]
+    assert report.places[2][3].endswith("the rest of the file is left out")
+
+
+def test_bad_rows_of_csv(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.csv")
+    rows = [b"text,n", b'"a', b'b",1', b"c", "文,2".encode(), b'"x"y,3', b"\xff\xff,4", b"d,5", b'"open,6', b"e,7"]
+    Path(path).write_bytes(b"\n".join(rows))
+    report = Report()
+    assert read(path, report) == ["a\nb", "文", "d"]
+    places = [(line, offset, reason.split(":")[0]) for _, line, offset, reason in report.places]
+    starts = np.cumsum([0] + [len(row) + 1 for row in rows])
+    expected = {4: "bad_csv", 6: "bad_csv", 7: "bad_encoding", 9: "bad_csv"}
+    assert places == [(line, starts[line - 1], reason) for line, reason in expected.items()]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "gb18030"])
+@pytest.mark.parametrize("name", ["a.jsonl", "d.json", "e.json", "h.csv", "j.txt"])
+def test_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, encoding: str) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 512)
+    raw, expected = CONTAINERS[name]
+    if name == "d.json":
+        raw = json.dumps(json.loads(raw), ensure_ascii=False).encode()
+    text = raw.decode().removeprefix(" \n\n")
+    path = tmp_path / name
+    path.write_bytes((b"\xfe\xff" if encoding == "utf-16-be" else b"") + text.encode(encoding))
+    report = Report(strict=True)
+    assert read(path, report) == expected
+    assert bool(report.mended["gb18030"]) == (encoding == "gb18030")
+
+
+def test_surrogates(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(rb'{"text": "\ud83d\ude00 \ud83d x"}' + b"\n" + rb'{"text": "\ufeff\ud83d\ude00"}')
+    report = Report()
+    assert read(path, report) == ["\U0001f600 \ufffd x", "\ufeff\U0001f600"]
+    assert report.mended == {"surrogates": 1} and not report.problems
+
+
+def test_invalid_utf8_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"line one\n\xff\xff\xff\n")
+    report = Report()
+    assert read(path, report) == [] and report.places[0][:3] == (str(path), 2, 9)
+    assert report.problems == {"bad_encoding": 1}
+    path.write_bytes("好".encode("utf-16") + b"\x00")  # half a character
+    report = Report()
+    assert read(path, report) == ["好"] and report.problems == {"bad_encoding": 1}
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
+def test_truncated_compressed_file_keeps_what_was_read(tmp_path: Path, suffix: str) -> None:
+    small_blocks = {"gz": gzip.compress, "bz2": partial(bz2.compress, compresslevel=1), "zst": zstd}
+    compress = small_blocks.get(suffix, partial(lzma.compress, preset=0))
+    rng = random.Random(1)
+    texts = ["".join(chr(rng.randrange(0x4E00, 0x9FFF)) for _ in range(1000)) for _ in range(200)]
+    for name, raw in (("a.jsonl", jsonl(texts)), ("a.json", json.dumps(texts).encode()), ("a.csv", as_csv(texts, ","))):
+        path, whole = tmp_path / name, compress(raw)
+        path.write_bytes(whole[: len(whole) * 3 // 4])
+        report = Report()
+        found = read(path, report)
+        assert found == texts[: len(found)] and 50 < len(found) < 200
+        # the row of a CSV file that is cut within its quotes is reported too
+        assert report.problems["truncated_file"] == 1 and report.problems.total() <= 1 + (name == "a.csv")
+        path.write_bytes(whole[: len(whole) // 2] + bytes(range(256)) + whole[len(whole) // 2 :])
+        report = Report()
+        assert read(path, report)[:30] == texts[:30] and report.problems
+    path = tmp_path / "a.txt"
+    path.write_bytes(compress("".join(texts).encode())[:-20])
+    report = Report()
+    (text,) = read(path, report)
+    assert "".join(texts).startswith(text) and text and report.problems == {"truncated_file": 1}
+
+
+def test_text_fields(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "题", "body": {"content": "文"}}\n"bare"\n{"title": "x"}\n', encoding="utf-8")
+    report = Report()
+    assert read(path, report, text_key="title, body.content") == ["题\n文", "bare"]
+    assert report.places == [(str(path), 3, 52, "bad_field: no text under 'body.content' (keys title)")]
+
+
+def test_find_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["d/b.txt", "d/a/z.txt", "d/a-1.txt", "d/.hidden.txt", "d/.git/x.txt", "d/part.tmp", "d/中.txt", "e.txt"]
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name, encoding="utf-8")
+    tree = ["d/a-1.txt", "d/a/z.txt", "d/b.txt", "d/中.txt"]
+    assert readers.find_files("d") == tree
+    assert readers.find_files("e.txt, d,e.txt") == ["e.txt", *tree]
+    assert readers.find_files("*.txt") == ["e.txt"]
+    assert readers.find_files("d/**/*.txt") == sorted(tree)
+    with pytest.raises(UserError, match=r"no file matches 'f/\*.txt'"):
+        readers.find_files("e.txt,f/*.txt")
+    with pytest.raises(UserError, match=r"cannot read nothing.txt: No such file or directory"):
+        read("nothing.txt")
+
+
+def test_names_that_promise_other_bytes_are_damage(tmp_path: Path) -> None:
+    for name in ("empty.jsonl.gz", "pointer.parquet", "plain.jsonl.xz", "empty.parquet"):
+        raw = b"" if "empty" in name else b'{"text": "version https://git-lfs.github.com/spec/v1"}\n'
+        (tmp_path / name).write_bytes(raw)
+        report = Report()
+        assert read(tmp_path / name, report) == [] and report.problems == {"truncated_file": 1}, name
+
+
+def test_a_parquet_row_that_is_not_utf8_costs_only_itself(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    texts = pa.array([f"text {i}".encode() if i != 5 else b"\xff\xfe" for i in range(9)], pa.binary())
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 9, texts.buffers())}), tmp_path / "a.parquet")
+    report = Report()
+    assert read(tmp_path / "a.parquet", report) == [f"text {i}" for i in range(9) if i != 5]
+    assert report.problems == {"bad_encoding": 1} and report.places[0][1:3] == (6, 5)
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a/x.txt", "a/b/y.txt", "elsewhere/z.txt"):
+        (tmp_path / name).write_text(name, "utf-8")
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
+    found = [str(Path(file).relative_to(tmp_path)) for file in readers.find_files(str(tmp_path / "a"))]
+    assert found == ["a/b/y.txt", "a/link/z.txt", "a/x.txt"]

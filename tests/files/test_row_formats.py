@@ -1,0 +1,608 @@
+"""shapes.py: golden rows, one for each published shape; what cannot be read says why, and nothing raises."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groundup.errors import UserError
+from groundup.files import row_formats
+from groundup.files.row_formats import Pair, columns_of, document_of, messages_of, pair_of, shape_name
+
+
+def system(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def tool(text: str) -> dict:
+    return {"role": "tool", "content": text}
+
+
+# ---- documents ----------------------------------------------------------------------------------------
+
+DOCUMENTS = {
+    "txt": ("一行就是一篇。", "一行就是一篇。"),
+    "text": ({"text": "肺炎的并发症？可并发胸膜炎。"}, "肺炎的并发症？可并发胸膜炎。"),
+    "text, source": ({"text": "天空新闻", "source": "web"}, "天空新闻"),
+    "wikipedia-cn": ({"completion": "昭通机场是一座机场。", "source": "wikipedia.zh2307"}, "昭通机场是一座机场。"),
+    "Baidu Baike": (
+        {
+            "title": "红茶",
+            "summary": "全发酵茶。",
+            "url": "x",
+            "sections": [
+                {"title": "产地", "content": "福建。"},
+                {"title": "", "content": "云南。"},
+                {"title": "冲泡", "content": "沸水。"},
+            ],
+        },
+        "红茶\n全发酵茶。\n产地\n福建。\n云南。\n冲泡\n沸水。",
+    ),
+    "Baidu Baike, no summary": (
+        {"title": "绿茶", "summary": None, "sections": [{"title": None, "content": "不发酵。"}]},
+        "绿茶\n不发酵。",
+    ),
+    "WuDao": ({"uniqueKey": "u", "title": "标题", "content": "正文。\n第二段。"}, "标题\n正文。\n第二段。"),
+    "articles with a source": (
+        {
+            "gid": "1",
+            "id": "2",
+            "data_src": "news",
+            "category": "财经",
+            "title": "题。",
+            "content": "文",
+            "desc": "述",
+            "others": "",
+        },
+        "题。述\n文",
+    ),
+    "webtext2019zh": (
+        {"qid": 1, "title": "怎么学琴？", "desc": "零基础", "topic": "音乐", "star": 3, "content": "先学指法。"},
+        "怎么学琴？\n零基础\n先学指法。",
+    ),
+    "webtext2019zh, no description": (
+        {"title": "怎么学琴？", "desc": "", "star": 3, "content": "练。"},
+        "怎么学琴？\n练。",
+    ),
+    "baike_qa": (
+        {"qid": "q", "category": "健康", "title": "头痛？", "desc": "三天了", "answer": "休息。"},
+        "头痛？\n三天了\n休息。",
+    ),
+    "chinese-poetry": (
+        {"author": "李白", "paragraphs": ["牀前看月光，", "疑是地上霜。"], "title": "靜夜思", "id": "x"},
+        "靜夜思\n李白\n牀前看月光，\n疑是地上霜。",
+    ),
+    "TigerBot": ({"content": "只有正文", "dataType": "web"}, "只有正文"),
+    "baby-llama2": ({"response": "只有回答"}, "只有回答"),
+    "ChatLM": ({"prompt": "水的沸点？", "response": "一百度。"}, "水的沸点？\n一百度。"),
+    "Zhihu-KOL": (
+        {"INSTRUCTION": "为什么天是蓝的？", "RESPONSE": "散射。", "SOURCE": "Zhihu", "METADATA": "{}"},
+        "为什么天是蓝的？\n散射。",
+    ),
+    "medical csv": (
+        {"department": "内科", "title": "咳嗽", "ask": "咳嗽一周怎么办", "answer": "多喝水"},
+        "咳嗽\n咳嗽一周怎么办\n多喝水",
+    ),
+    "question csv": ({"question": "何谓贫血", "answer": "血红蛋白低"}, "何谓贫血\n血红蛋白低"),
+    "columns of a joined table": ({"completion": None, "text": "有文", "title": None, "content": None}, "有文"),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name: str) -> None:
+    row, expected = DOCUMENTS[name]
+    assert document_of(row) == (expected, "")
+    assert shape_name(row, "text")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": None}, "no text under 'text'"),
+        ({"text": 3}, "int, not text, under 'text'"),
+        ({"text": ["一"]}, "list, not text, under 'text'"),
+        ({"title": "题", "sections": "章"}, "sections is not a list"),
+        ({"title": "题", "sections": [{"content": 5}]}, "int, not text, under 'content'"),
+        ({"author": "李白", "paragraphs": "牀前"}, "paragraphs is not a list"),
+        ({"prompt": "问", "response": None}, "no text under 'response'"),
+        (
+            {"文": "一", "来源": "二"},
+            "unknown shape: keys 文, 来源; text is known by: text | completion | title,sections",
+        ),
+        ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
+        ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
+        (7, "int, not an object"),
+        (None, "NoneType, not an object"),
+        ([], "list, not an object"),
+    ],
+)
+def test_documents_that_cannot_be_read(row: object, problem: str) -> None:
+    text, detail = document_of(row)
+    assert text == "" and problem in detail and "\n" not in detail and len(detail) < 600
+
+
+ROW = {"title": "题", "a": {"b": "深", "c": {"d": "更深"}}, "desc": None, "空": "", "two words": "两词", "n": 5}
+TEMPLATES = {
+    "title": "题",
+    " title ": "题",
+    "a.b": "深",
+    "a.c.d,title": "更深\n题",
+    "title,a.b": "题\n深",
+    "title, desc?, a.b": "题\n深",
+    "title,空,a.b": "题\n深",
+    'title + "\\n\\n" + a.b': "题\n\n深",
+    "title+'：'+a.b": "题：深",
+    'title + desc? + "\\n" + a.b': "题\n深",
+    '"问：" + title, "答：" + a.b + "，+"': "问：题\n答：深，+",
+    '"述：" + desc?, title': "题",
+    "two words": "两词",
+    "missing.key?": "",
+}
+
+
+@pytest.mark.parametrize("text_key", TEMPLATES)
+def test_text_key(text_key: str) -> None:
+    assert document_of(ROW, text_key) == (TEMPLATES[text_key], "")
+
+
+@pytest.mark.parametrize(
+    ("text_key", "problem"),
+    [
+        ("desc", "no text under 'desc'"),
+        ("a.x", "no text under 'a.x'"),
+        ("title.b", "no text"),
+        ("n?", "int, not text"),
+        ("a", "dict"),
+    ],
+)
+def test_text_key_that_finds_no_text(text_key: str, problem: str) -> None:
+    text, detail = document_of(ROW, text_key)
+    assert text == "" and detail.startswith(problem) and "keys title, a, desc" in detail
+
+
+def test_lists_of_texts_make_lines() -> None:
+    row = {"author": "李白", "paragraphs": ["床前明月光，", "疑是地上霜。"]}
+    row["talk"] = [{"from": "a", "value": "一"}, {"value": "二"}]
+    assert document_of(row, 'author + ": " + paragraphs') == ("李白: 床前明月光，\n疑是地上霜。", "")
+    assert document_of(row, "talk.value") == ("一\n二", "")
+    assert document_of(row, "talk.from")[1].startswith("list, not text, under 'talk.from'")  # the second has none
+    assert document_of({"a": []}, "a")[1].startswith("list, not text")
+
+
+def test_a_string_needs_no_key() -> None:
+    assert document_of("文", "a.b") == ("文", "")
+    assert document_of(["文"], "a.b") == ("", "list, not an object")
+
+
+@pytest.mark.parametrize(
+    "text_key", ["a,,b", "a+", "+a", ",", " ", '"open', "a..b", ".a", "?", "a?b", '"\\x"', 'a "b"']
+)
+def test_malformed_text_keys(text_key: str) -> None:
+    with pytest.raises(UserError) as error:
+        document_of({"a": "x"}, text_key)
+    assert isinstance(error.value, UserError) and "text_key" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_columns() -> None:
+    assert columns_of("") is None
+    assert columns_of("text") == ["text"]
+    assert columns_of('title + "," + a.b, a.c?, desc?') == ["title", "a", "desc"]
+
+
+# ---- conversations ------------------------------------------------------------------------------------
+
+WEATHER = {"name": "get_weather", "parameters": {"city": "string"}}
+TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    '{"name": "get_weather", "parameters": {"city": "string"}}\n'
+    "</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "北京"}}\n</tool_call>'
+
+CHATS = {
+    "firefly, conversation": (
+        {"conversation_id": 1, "category": "qa", "conversation": [{"human": "问", "assistant": "答"}, {"human": "再"}]},
+        [user("问"), assistant("答"), user("再")],
+    ),
+    "alpaca": (
+        {"instruction": "翻译", "input": "早上好", "output": "Good morning"},
+        [user("翻译\n早上好"), assistant("Good morning")],
+    ),
+    "alpaca, empty input": ({"instruction": "写诗", "input": "", "output": "床前"}, [user("写诗"), assistant("床前")]),
+    "alpaca, no input": ({"instruction": "写诗", "output": "床前"}, [user("写诗"), assistant("床前")]),
+    "alpaca with system and history": (
+        {"instruction": "三", "input": "", "output": "四", "system": "你是助手", "history": [["一", "二"]]},
+        [system("你是助手"), user("一"), assistant("二"), user("三"), assistant("四")],
+    ),
+    "alpaca seeds": (
+        {"id": "s", "instruction": "翻译", "instances": [{"input": "早", "output": "morning"}]},
+        [user("翻译\n早"), assistant("morning")],
+    ),
+    "qa": ({"input": "问", "output": "答"}, [user("问"), assistant("答")]),
+    "prompt, answer": ({"prompt": "问", "answer": "答"}, [user("问"), assistant("答")]),
+    "prompt, response": ({"prompt": "解释启示录", "response": "一部书"}, [user("解释启示录"), assistant("一部书")]),
+    "question, answer": ({"question": "症状？", "answer": "克罗恩病"}, [user("症状？"), assistant("克罗恩病")]),
+    "firefly": (
+        {"kind": "NLI", "input": "前提：甲\n假设：乙", "target": "中立"},
+        [user("前提：甲\n假设：乙"), assistant("中立")],
+    ),
+    "Zhihu-KOL": ({"INSTRUCTION": "问", "RESPONSE": "答", "SOURCE": "Zhihu"}, [user("问"), assistant("答")]),
+    "medical csv": (
+        {"department": "内科", "title": "咳嗽", "ask": "怎么办", "answer": "喝水"},
+        [user("咳嗽\n怎么办"), assistant("喝水")],
+    ),
+    "baike_qa": ({"title": "头痛？", "desc": "", "answer": "休息"}, [user("头痛？"), assistant("休息")]),
+    "webtext2019zh": (
+        {"title": "学琴？", "desc": "零", "star": 1, "content": "练"},
+        [user("学琴？\n零"), assistant("练")],
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "有联系吗？"}, {"from": "gpt", "value": "有。"}]},
+        [user("有联系吗？"), assistant("有。")],
+    ),
+    "sharegpt, other names": (
+        {
+            "conversations": [
+                {"from": "system", "value": "简短"},
+                {"from": "user", "value": "问"},
+                {"from": "assistant", "value": "答"},
+            ]
+        },
+        [system("简短"), user("问"), assistant("答")],
+    ),
+    "sharegpt, system beside": (
+        {"system": "简短", "conversations": [{"from": "human", "value": "问"}, {"from": "gpt", "value": "答"}]},
+        [system("简短"), user("问"), assistant("答")],
+    ),
+    "sharegpt with functions": (
+        {
+            "tools": json.dumps([WEATHER]),
+            "conversations": [
+                {"from": "human", "value": "北京天气？"},
+                {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"city": "北京"}}'},
+                {"from": "observation", "value": "晴"},
+                {"from": "gpt", "value": "晴天。"},
+            ],
+        },
+        [system(TOOLS), user("北京天气？"), assistant(CALL), tool("晴"), assistant("晴天。")],
+    ),
+    "messages from, value": (
+        {"messages": [{"from": "user", "value": "推理"}, {"from": "assistant", "value": "中立"}]},
+        [user("推理"), assistant("中立")],
+    ),
+    "OpenAI": (
+        {"messages": [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]},
+        [user("你好"), assistant("你好！")],
+    ),
+    "OpenAI, content in parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "你"}, {"type": "text", "text": "好"}]}]},
+        [user("你好")],
+    ),
+    "OpenAI with tool calls": (
+        {
+            "tools": [WEATHER],
+            "messages": [
+                {"role": "system", "content": "助手"},
+                {"role": "user", "content": "天气？"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "get_weather", "arguments": '{"city": "北京"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "content": "晴"},
+            ],
+        },
+        [system("助手\n\n" + TOOLS), user("天气？"), assistant(CALL), tool("晴")],
+    ),
+    "minimind": (
+        {
+            "conversations": [
+                {"role": "system", "content": "", "tools": json.dumps([WEATHER])},
+                {"role": "user", "content": "天气？"},
+                {
+                    "role": "assistant",
+                    "content": "查。",
+                    "reasoning_content": "要查",
+                    "tool_calls": '[{"name": "get_weather", "arguments": {"city": "北京"}}]',
+                },
+                {"role": "tool", "content": "晴"},
+                {"role": "assistant", "content": "晴天", "reasoning_content": "看到了"},
+            ]
+        },
+        [
+            system(TOOLS),
+            user("天气？"),
+            assistant("<think>\n要查\n</think>\n\n查。\n" + CALL),
+            tool("晴"),
+            assistant("<think>\n看到了\n</think>\n\n晴天"),
+        ],
+    ),
+    "as JSON in a table": ({"conversations": '[{"role": "user", "content": "问"}]'}, [user("问")]),
+    "last turn of the user, empty answer": (
+        {"conversations": [{"from": "gpt", "value": ""}, {"from": "human", "value": "还在吗"}]},
+        [assistant(""), user("还在吗")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_conversations(name: str) -> None:
+    row, expected = CHATS[name]
+    assert messages_of(row) == (expected, "")
+    assert shape_name(row, "chat")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("一行文字", "str, not an object"),
+        ({"messages": []}, "no turns"),
+        ({"messages": None}, "no turns"),
+        ({"messages": "不是"}, "str, not a list of turns"),
+        ({"messages": ["问"]}, "not a list of turns"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "the role 'narrator'"),
+        ({"messages": [{"content": "x"}]}, "the role None"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn (user) holds no text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "a turn (assistant) holds no text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "a turn (user) holds int"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a turn holds 'image_url', not text"),
+        ({"instruction": "问", "output": ["甲", "乙"]}, "list, not text, under 'output'"),
+        ({"instruction": "问", "output": "答", "history": ["甲"]}, "history is not a list of"),
+        ({"instruction": "问", "output": "答", "history": 5}, "history is not a list of"),
+        ({"instruction": "问", "instances": []}, "instances is not a list"),
+        ({"prompt": "问", "answer": None}, "no text under 'answer'"),
+        ({"text": "文"}, "this is text, of kind='text'"),
+        ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
+        ({}, "unknown shape"),
+    ],
+)
+def test_conversations_that_cannot_be_read(row: object, problem: str) -> None:
+    messages, detail = messages_of(row)
+    assert messages == [] and problem in detail and "\n" not in detail
+
+
+# ---- preference pairs ---------------------------------------------------------------------------------
+
+HH = "\n\nHuman: 最喜欢的词？\n\nAssistant: 你呢？\n\nHuman: 我先问的\n\nAssistant: "
+CHATML = (
+    "<|im_start|>system\n你是喵喵小助手<|im_end|>\n<|im_start|>user\n第一行\n第二行<|im_end|>\n<|im_start|>assistant\n"
+)
+PAIRS = {
+    "prompt": ({"prompt": "口号", "chosen": "好", "rejected": "坏"}, Pair([user("口号")], "好", "坏")),
+    "huozi": ({"prompt": "口号", "chosen": "好", "reject": "坏"}, Pair([user("口号")], "好", "坏")),
+    "MedicalGPT, older": (
+        {"system": "", "history": [["甲", "乙"]], "question": "问", "response_chosen": "好", "response_rejected": "坏"},
+        Pair([user("甲"), assistant("乙"), user("问")], "好", "坏"),
+    ),
+    "templated": (
+        {"prompt": CHATML, "response": "答", "chosen": "好<|im_end|>", "rejected": "坏<|im_end|>\n"},
+        Pair([system("你是喵喵小助手"), user("第一行\n第二行")], "好", "坏"),
+    ),
+    "conversations, strings": (
+        {
+            "conversations": [{"from": "system", "value": "短"}, {"from": "human", "value": "问"}],
+            "chosen": "好",
+            "rejected": "坏",
+        },
+        Pair([system("短"), user("问")], "好", "坏"),
+    ),
+    "conversations, turns": (
+        {
+            "conversations": [{"from": "human", "value": "问"}],
+            "chosen": {"from": "gpt", "value": "好"},
+            "rejected": {"from": "gpt", "value": "坏"},
+        },
+        Pair([user("问")], "好", "坏"),
+    ),
+    "messages, strings": (
+        {"messages": [{"role": "user", "content": "问"}], "chosen": "好", "rejected": "坏"},
+        Pair([user("问")], "好", "坏"),
+    ),
+    "minimind": (
+        {
+            "chosen": [{"content": "问", "role": "user"}, {"content": "好", "role": "assistant"}],
+            "rejected": [{"content": "问", "role": "user"}, {"content": "坏", "role": "assistant"}],
+        },
+        Pair([user("问")], "好", "坏"),
+    ),
+    "UltraFeedback": (
+        {
+            "prompt": "问",
+            "chosen": [{"content": "问", "role": "user"}, {"content": "好", "role": "assistant"}],
+            "rejected": [{"content": "问", "role": "user"}, {"content": "坏", "role": "assistant"}],
+        },
+        Pair([user("问")], "好", "坏"),
+    ),
+    "lists of answers alone": (
+        {
+            "prompt": [{"content": "问", "role": "user"}],
+            "chosen": [{"content": "好", "role": "assistant"}],
+            "rejected": [{"content": "坏", "role": "assistant"}],
+        },
+        Pair([user("问")], "好", "坏"),
+    ),
+    "LLaMA-Factory": (
+        {"instruction": "译", "input": "早", "chosen": "好", "rejected": "坏"},
+        Pair([user("译\n早")], "好", "坏"),
+    ),
+    "LLaMA-Factory, older": (
+        {"instruction": "译", "input": "", "output": ["好", "坏"]},
+        Pair([user("译")], "好", "坏"),
+    ),
+    "ms-swift": (
+        {
+            "messages": [{"role": "user", "content": "问"}, {"role": "assistant", "content": "好"}],
+            "rejected_response": "坏",
+        },
+        Pair([user("问")], "好", "坏"),
+    ),
+    "hh-rlhf": (
+        {"chosen": HH + "没有。", "rejected": HH + "很多：\n\n一"},
+        Pair([user("最喜欢的词？"), assistant("你呢？"), user("我先问的")], "没有。", "很多：\n\n一"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(name: str) -> None:
+    row, expected = PAIRS[name]
+    assert pair_of(row) == (expected, "")
+    assert shape_name(row, "preference")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "问", "chosen": "同", "rejected": "同"}, "chosen and rejected are the same"),
+        ({"chosen": HH + "好", "rejected": HH}, "empty answer"),
+        ({"chosen": HH + "好", "rejected": HH.strip() + "坏"}, "does not start with"),
+        ({"chosen": HH + "好", "rejected": HH.replace("我先问的", "我后问的") + "坏"}, "answer different prompts"),
+        ({"chosen": HH + "好\n\nHuman: 再问", "rejected": HH + "坏"}, "does not end with a question and its answer"),
+        ({"prompt": "问", "chosen": None, "rejected": "坏"}, "a rejected answer but none under 'chosen' (keys"),
+        ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
+        ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
+        ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),
+        ({"prompt": CHATML[:-10], "chosen": "好", "rejected": "坏"}, "does not end with the assistant's turn"),
+        ({"prompt": CHATML.replace("<|im_end|>", "", 1), "chosen": "好", "rejected": "坏"}, "is not ChatML"),
+        ({"messages": [{"role": "user", "content": "问"}], "rejected_response": "坏"}, "does not end with a question"),
+        ({"instruction": "问", "output": ["甲"]}, "not a list of a chosen and a rejected"),
+        ({"instruction": "问", "output": "答"}, "not a list of a chosen and a rejected"),
+        ({"text": "文"}, "unknown shape"),
+        ("文", "str, not an object"),
+    ],
+)
+def test_pairs_that_cannot_be_read(row: object, problem: str) -> None:
+    pair, detail = pair_of(row)
+    assert pair is None and problem in detail and "\n" not in detail
+
+
+@pytest.mark.parametrize(
+    "marks, unfinished",
+    [
+        ({"finish_reason": "length"}, True),
+        ({"finish_reason": "stop"}, False),
+        ({"chosen_finish_reason": "length", "rejected_finish_reason": "stop"}, True),
+        ({"rejected_finish_reason": "length"}, True),
+        ({"completions": [{"text": "坏", "finish_reason": "length"}]}, True),
+        ({"completions": [{"text": "好", "finish_reason": "length"}]}, True),
+        ({"completions": [{"text": "坏", "finish_reason": "stop"}, {"text": "", "finish_reason": "length"}]}, False),
+        ({"completions": ["坏", None, {"finish_reason": "length"}]}, False),
+        ({"completions": "坏"}, False),
+        ({}, False),
+    ],
+)
+def test_answers_that_were_cut_off(marks: dict, unfinished: bool) -> None:
+    row = {"prompt": "问", "chosen": "好", "rejected": "坏"} | marks
+    assert row_formats.is_unfinished(row, pair_of(row)[0]) is unfinished
+
+
+def test_answers_of_sample_are_no_pairs_yet() -> None:
+    row = {"messages": [user("问"), assistant("好")], "completions": [{"text": "坏", "finish_reason": "stop"}]}
+    pair, detail = pair_of(row)
+    assert pair is None and "answers of sample.py: prepare.py --pair_by=dataset or reward" in detail
+
+
+def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
+    row = {"chosen": HH + "没有。", "rejected": HH + "有"}
+    turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
+    assert messages_of(row) == (turns, "") and shape_name(row, "chat")
+    assert messages_of(row | {"chosen": "没有。"})[1].endswith("messages | " + " | ".join(
+        shape.keys for shape in row_formats.CHATS[1:]))  # fmt: skip
+
+
+S, U, A, E, T = (
+    {"role": role, "content": content}
+    for role, content in (("system", "规"), ("user", "问"), ("assistant", "答"), ("assistant", " \n"), ("tool", "42"))
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([U, A], ""), ([S, U, A, U, A], ""), ([U, A, T, A], ""), ([U, A, T, T, A, U, A], ""), ([A, U, A], ""),
+        ([S, A], ""), ([U, A, U], ""), ([U, A, T], ""),
+        ([{"role": "robot", "content": "x"}, U, A], "unknown role"),
+        ([U, S, A], "system message not first"), ([S, S, U, A], "system message not first"),
+        ([], "answer missing"), ([S, U], "answer missing"), ([U, U], "answer missing"),
+        ([U, E], "empty answer"), ([U, E, U, A], "empty answer"),
+        ([U, U, A], "two user turns in a row"), ([U, A, U, U], "two user turns in a row"),
+        ([U, A, A], "two assistant turns in a row"), ([U, A, T, A, A], "two assistant turns in a row"),
+        ([T, A], "tool turn out of place"), ([U, T, A], "tool turn out of place"),
+        ([U, A, T, U, A], "tool turn out of place"),
+    ],
+)  # fmt: skip
+def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: str) -> None:
+    assert row_formats.chat_problem(messages) == problem
+    assert not problem or problem in row_formats.CHAT_PROBLEMS
+    if not problem:
+        trimmed = row_formats.trim_chat(messages)
+        assert trimmed[-1]["role"] == "assistant" and messages[: len(trimmed)] == trimmed
+        assert all(message["role"] != "assistant" for message in messages[len(trimmed) :])
+
+
+def test_every_shape_has_a_golden_row() -> None:
+    golden = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
+    for kind, rows in golden.items():
+        seen = {shape_name(row, kind) for row, _ in rows.values()}
+        named = {shape.name for shape in row_formats.SHAPES[kind]}
+        assert seen == named | ({"plain text"} if kind == "text" else set())
+
+
+KEYS = sorted({key for table in row_formats.SHAPES.values() for shape in table for key in shape.keys.split(",")})
+KEYS += [
+    "summary",
+    "desc",
+    "history",
+    "system",
+    "tools",
+    "reject",
+    "role",
+    "from",
+    "value",
+    "content",
+    "tool_calls",
+    "x",
+]
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from(["user", "gpt", HH, CHATML]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, st.sampled_from(["", "text", "content.value?", 'title + "x" + desc?']))
+def test_no_row_raises(row: object, text_key: str) -> None:
+    text, problem = document_of(row, text_key)
+    assert isinstance(text, str) and isinstance(problem, str) and not (text and problem)
+    messages, problem = messages_of(row)
+    assert bool(messages) != bool(problem)
+    assert all(set(turn) == {"role", "content"} and isinstance(turn["content"], str) for turn in messages)
+    pair, problem = pair_of(row)
+    assert (pair is None) == bool(problem)
+    assert pair is None or pair.prompt

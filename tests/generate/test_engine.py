@@ -1,0 +1,652 @@
+"""generate.py, completion.py: against transformers, plain recomputation, one sample at a time, text decoded at once."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_model import as_transformers, random_ids, random_model, tiny_config
+
+from groundup.errors import UserError
+from groundup.generate import engine
+from groundup.generate.completion import Text
+from groundup.generate.engine import Session, completed, generate, stream
+from groundup.generate.sampling import SamplingParams
+from model import KVCache, Transformer
+from tokenizer import Tokenizer, train
+
+CORPUS = [
+    Path(random.__file__).read_text(encoding="utf-8"),
+    "从前有一只猫，坐在垫子上。" * 20,
+    "🙂👩‍👩‍👧 and 𠮷野家 " * 3,
+]
+
+
+def prompt(length: int, seed: int = 3) -> list[int]:
+    return random_ids(tiny_config(), 1, length, seed)[0].tolist()
+
+
+def ids_of(results: list) -> list:
+    """The ids of every sample of every prompt."""
+    return [[completion.ids for completion in result.completions] for result in results]
+
+
+def only(results: list) -> list[list[int]]:
+    return [ids for (ids,) in ids_of(results)]
+
+
+def greedy_without_cache(net: Transformer, ids: list[int], n_new: int) -> list[int]:
+    """The whole prefix again for every token."""
+    ids, length = list(ids), len(ids)
+    with torch.no_grad():
+        for _ in range(n_new):
+            ids.append(net(torch.tensor([ids]))[0, -1].argmax().item())
+    return ids[length:]
+
+
+@pytest.fixture(scope="module")
+def net() -> Transformer:
+    return random_model(tiny_config(n_kv_head=2))
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "qk_norm": True, "head_dim": 24}])
+def test_rows_of_any_length_in_the_cache_equal_recomputation(changes):
+    """Prompts in two pieces with padding on the right, then steps in which one row rests and another is replaced."""
+    net = random_model(tiny_config(**changes)).eval()
+    texts = [random_ids(net.cfg, 1, n, seed=n)[0] for n in (30, 21, 40)]
+    read = [12, 5, 9]
+    cache = KVCache(net.cfg, 3, 40, "cpu", torch.float32)
+    idx = torch.full((3, 12), 96)
+    for row, (text, n) in enumerate(zip(texts, read, strict=True)):
+        idx[row, :n] = text[:n]
+    with torch.no_grad():
+        want = [net(text.unsqueeze(0))[0] for text in texts]
+        first = net(idx[:, :7], cache=cache.chunk(0, 7))
+        rows = torch.tensor([2, 0])
+        second = net(idx[rows, 7:], cache=cache.chunk(7, 5, rows))
+        close(first[1, :5], want[1][:5])
+        close(torch.cat([first[0], second[1]]), want[0][:12])
+        close(torch.cat([first[2], second[0, :2]]), want[2][:9])
+        for step in range(16):
+            rests = step % 3 == 1
+            at = torch.tensor([40 if rests else read[0], read[1], read[2]])
+            token = torch.stack([text[min(n, len(text) - 1)] for text, n in zip(texts, read, strict=True)])
+            logits = net(token.unsqueeze(1), cache=cache.step(at, 32))[:, 0]
+            for row in range(rests, 3):
+                close(logits[row], want[row][read[row]])
+                read[row] += 1
+            if step == 8:  # row 1 is given to another text
+                texts[1], read[1] = random_ids(net.cfg, 1, 20, seed=50)[0], 6
+                want[1] = net(texts[1].unsqueeze(0))[0]
+                net(texts[1][None, :6], cache=cache.chunk(0, 6, torch.tensor([1])))
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_equal_those_of_transformers_with_padding_on_the_left(net):
+    hf = as_transformers(net)
+    texts = [prompt(n, seed=n) for n in (9, 1, 5)]
+    padded = torch.tensor([[0] * (9 - len(ids)) + ids for ids in texts])
+    there = torch.tensor([[0] * (9 - len(ids)) + [1] * len(ids) for ids in texts])
+    out = hf.generate(
+        padded, attention_mask=there, do_sample=False, max_new_tokens=12, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=12, temperature=0, logprobs=97)
+    results = generate(net, None, texts, params)
+    assert only(results) == out.sequences[:, 9:].tolist()
+    for row, result in enumerate(results):
+        for step, found in enumerate(result.completions[0].logprobs):
+            got = torch.tensor([found[i] for i in range(97)])
+            close(got, out.logits[step][row].log_softmax(dim=-1))
+
+
+def test_cache_bytes_are_those_of_its_tensors():
+    cfg = tiny_config(n_kv_head=2)
+    cache = KVCache(cfg, 5, 33, "cpu", torch.bfloat16)
+    n_bytes = sum(x.numel() * x.element_size() for x in cache.keys + cache.values)
+    assert engine.cache_bytes(cfg, 5, 33, torch.bfloat16) == n_bytes
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(net, monkeypatch):
+    monkeypatch.setattr(engine, "free_bytes", lambda device: 2**20)
+    with pytest.raises(UserError) as caught:
+        generate(net, None, [prompt(4)] * 400, SamplingParams(max_new_tokens=30))
+    text = str(caught.value)
+    assert "400 rows of 33 tokens" in text and "free" in text and "\n" not in text
+    generate(net, None, [prompt(4)] * 400, SamplingParams(max_new_tokens=30), batch_size=4)
+
+
+# ---- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"qk_norm": True, "head_dim": 24}])
+@pytest.mark.parametrize("length", [1, 7])
+def test_greedy_equals_transformers_generate(changes, length):
+    net = random_model(tiny_config(**changes))
+    ids = prompt(length)
+    hf = as_transformers(net)
+    want = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40, use_cache=True)[0, length:].tolist()
+    assert len(set(want)) > 5
+    # Greedy ignores everything that shapes the distribution.
+    params = SamplingParams(max_new_tokens=40, temperature=0, top_k=3, top_p=0.1, seed=5)
+    assert only(generate(net, None, [ids], params)) == [want]
+
+
+def test_prompts_longer_than_a_piece_and_than_a_width():
+    net = random_model(tiny_config(block_size=1200))
+    texts = [prompt(n, seed=n) for n in (1100, 513, 512, 40)]
+    got = only(generate(net, None, texts, SamplingParams(max_new_tokens=4, temperature=0)))
+    assert got == [greedy_without_cache(net, ids, 4) for ids in texts]
+
+
+def test_more_prompts_than_are_read_at_once(net):
+    texts = [prompt(1 + n % 11, seed=n) for n in range(2 * engine.CHUNK_ROWS + 3)]
+    got = only(generate(net, None, texts, SamplingParams(max_new_tokens=3, temperature=0)))
+    assert got == [greedy_without_cache(net, ids, 3) for ids in texts]
+
+
+def test_generation_ends_with_the_context():
+    net = random_model(tiny_config(block_size=16))
+    texts = [prompt(n, seed=n) for n in (16, 3, 15)]
+    results = generate(net, None, texts, SamplingParams(max_new_tokens=100, temperature=0))
+    # The model has seen targets one beyond its context, so a full prompt still has a next token.
+    assert [len(ids) for ids in only(results)] == [1, 14, 2]
+    for ids, new in zip(texts, only(results), strict=True):
+        assert new == greedy_without_cache(net, ids, len(new))
+    assert {result.completions[0].finish_reason for result in results} == {"length"}
+
+
+# ---- the same text in every company ---------------------------------------------------------------------------------
+
+
+def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    texts = [prompt(n, seed=n) for n in (9, 1, 30, 5, 9, 17, 2)]
+    stops = frozenset(range(0, 97, 9))
+    base = SamplingParams(max_new_tokens=20, temperature=1.0, top_k=40, seed=7, stop_token_ids=stops)
+    changes = [
+        {"n": 3}, {"top_p": 0.8}, {"temperature": 0.0}, {"repetition_penalty": 1.3, "n": 2}, {"best_of": 4, "n": 2},
+        {"min_new_tokens": 12, "frequency_penalty": 0.5}, {"max_new_tokens": 1, "banned_ids": tuple(range(50))},
+    ]  # fmt: skip
+    return texts, [dataclasses.replace(base, **change) for change in changes]
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 2, 5])
+def test_batches_and_continuous_batches_equal_one_by_one(net, batch_size):
+    texts, params = mixed_requests()
+    want = [generate(net, None, [ids], p)[0] for ids, p in zip(texts, params, strict=True)]
+    assert len({len(c.ids) for result in want for c in result.completions}) >= 5  # they end at different times
+    assert ids_of(generate(net, None, texts, params, batch_size)) == ids_of(want)
+    order = random.Random(batch_size).sample(range(7), 7)
+    shuffled = generate(net, None, [texts[i] for i in order], [params[i] for i in order], batch_size)
+    assert ids_of(shuffled) == ids_of([want[i] for i in order])
+
+
+def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
+    texts, params = mixed_requests()
+    want = generate(net, None, texts, params)
+    taken = []
+
+    def lines():
+        for ids in texts:
+            taken.append(ids)
+            yield ids
+
+    found = completed(net, None, lines(), params, batch_size=2)
+    first = next(found)
+    assert len(taken) < 4
+    results = dict([first, *found])
+    assert ids_of([results[i] for i in range(7)]) == ids_of(want)
+
+
+def test_sample_s_draws_from_seed_plus_s(net):
+    ids = prompt(3)
+    samples = ids_of(generate(net, None, [ids], SamplingParams(max_new_tokens=12, seed=1, n=8)))[0]
+    assert len({tuple(sample) for sample in samples}) == 8
+    assert len({sample[0] for sample in samples}) > 1  # the very first token is drawn for each sample too
+    each = [SamplingParams(max_new_tokens=12, seed=1 + s) for s in range(8)]
+    assert only(generate(net, None, [ids] * 8, each)) == samples
+
+
+def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
+    read = []
+    whole = engine.Engine.read_piece
+
+    def watched(self: engine.Engine, group: list, begin: int, end: int) -> None:
+        read.extend(request.index for _, request in group)
+        whole(self, group, begin, end)
+
+    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    generate(net, None, [prompt(4), prompt(6)], SamplingParams(max_new_tokens=5, n=4), batch_size=3)
+    assert sorted(read) == [0, 1]
+
+
+def test_untouched_by_dropout_documents_and_training_and_leaves_all_alone():
+    net = random_model(tiny_config(dropout=0.5)).train()
+    net.document_id = 7
+    without = random_model(tiny_config()).eval()
+    params = SamplingParams(max_new_tokens=20)
+    texts = [[*prompt(4), 7, *prompt(3)], prompt(9)]
+    torch.manual_seed(99)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    names = {name: p.data_ptr() for name, p in net.named_parameters()}
+    tokens = stream(net, None, texts, params)
+    next(tokens)
+    assert torch.is_grad_enabled() and all(module.training for module in net.modules())
+    assert ids_of(generate(net, None, texts, params, 1)) == ids_of(generate(without, None, texts, params))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
+    assert all(module.training for module in net.modules())
+    assert not any(module.training for module in without.modules())
+    assert all(p.grad is None and p.requires_grad for p in net.parameters())
+    assert names == {name: p.data_ptr() for name, p in net.named_parameters()} and net.document_id == 7
+
+
+def test_blocks_compiled_for_training_run_as_written():
+    net, plain = random_model(tiny_config()), random_model(tiny_config())
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
+    x = random_ids(net.cfg, 2, 8)
+    net(x, x).backward()
+    trained = len(graphs)
+    params = SamplingParams(max_new_tokens=20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = generate(net, None, [prompt(4), prompt(2)], params)
+        assert ids_of(got) == ids_of(generate(plain, None, [prompt(4), prompt(2)], params))
+    net(x, x).backward()
+    assert len(graphs) == trained
+
+
+def test_matrices_and_cache_have_the_dtype_of_the_products():
+    net = random_model(tiny_config(tie_embeddings=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        e = engine.Engine(net, None, 2, 20, compile=False)
+        results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
+        text = prompt(9) + results[0].completions[0].ids
+        want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
+    assert e.cache.keys[0].dtype == torch.bfloat16
+    assert e.model.lm_head.weight.dtype == e.model.layers[1].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
+    assert e.model.norm.weight is net.norm.weight
+    got = torch.tensor([[found[i] for i in range(97)] for found in results[0].completions[0].logprobs])
+    torch.testing.assert_close(got, want, atol=0.05, rtol=0.02)
+    half = random_model(tiny_config()).to(torch.bfloat16)
+    assert engine.Engine(half, None, 2, 20, compile=False).cache.keys[0].dtype == torch.bfloat16
+    assert len(only(generate(half, None, [prompt(4)], SamplingParams(max_new_tokens=5)))[0]) == 5
+
+
+@pytest.mark.skipif(not engine.PackedLinear.works(torch.device("cpu"), torch.float32), reason="torch without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_matrices_multiply_alike(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 33, generator=generator).to(dtype)
+    packed = engine.PackedLinear(weight)
+    for shape in ((1, 33), (1, 1, 33), (5, 1, 33), (3, 40, 33)):
+        x = torch.randn(*shape, generator=generator).to(dtype)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight), atol=tolerance, rtol=1e-2)
+    several = torch.randn(4, 66, generator=generator).to(dtype)
+    torch.testing.assert_close(packed(several[:, ::2]), packed(several[:, ::2].contiguous()))
+    net = random_model(tiny_config())
+    for steps, kind in ((engine.PACKED_STEPS, engine.PackedLinear), (2, torch.nn.Linear)):
+        assert type(engine.Engine(net, None, 1, 9, compile=False, steps=steps).model.lm_head) is kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (1, 2))])
+def test_compiled_equals_eager(dtype, batch_sizes):
+    """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
+    net = random_model(tiny_config(n_kv_head=2, block_size=300))
+    texts = [prompt(n, seed=n) for n in (3, 50, 20)]
+    params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
+    torch._dynamo.utils.counters.clear()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        for rows in batch_sizes:
+            prompts = texts if rows == 2 else [texts[0], prompt(150)]
+            got = dict(completed(net, None, prompts, params, rows, compile=True))
+            want = dict(completed(net, None, prompts, params, rows))
+            for i in want:
+                a, b = want[i].completions[0], got[i].completions[0]
+                if dtype == torch.float32:
+                    assert a.ids == b.ids and a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
+                else:  # rounding differs; greedy texts part at the first near tie
+                    assert a.ids[:3] == b.ids[:3]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(batch_sizes)  # one for each number of rows
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_stops_where_transformers_stops(net):
+    ids = prompt(4)
+    free = greedy_without_cache(net, ids, 30)
+    stop = free[11]
+    hf = as_transformers(net)
+    want = hf.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=30, eos_token_id=stop)[0, 4:].tolist()
+    for eos in ({"eos_ids": frozenset({stop, 96})}, {"stop_token_ids": frozenset({stop}), "ignore_eos": True}):
+        done = generate(net, None, [ids], SamplingParams(max_new_tokens=30, temperature=0, **eos))[0].completions[0]
+        assert done.ids == want == free[: free.index(stop) + 1]
+        assert (done.finish_reason, done.stop_reason, done.text) == ("stop", stop, "")
+    params = SamplingParams(max_new_tokens=30, temperature=0, eos_ids=frozenset({stop}), ignore_eos=True)
+    assert only(generate(net, None, [ids], params)) == [free]
+
+
+def test_stop_wins_over_length_and_waits_for_min_new_tokens(net):
+    ids = prompt(5)
+    free = greedy_without_cache(net, ids, 12)
+    stop = frozenset({free[-1]})
+    end = free.index(free[-1]) + 1
+    params = SamplingParams(max_new_tokens=end, temperature=0, eos_ids=stop)
+    tokens = list(stream(net, None, [ids], params))
+    assert [token.finish for token in tokens] == [""] * (end - 1) + ["stop"]
+    tokens = list(stream(net, None, [ids], dataclasses.replace(params, ignore_eos=True)))
+    assert [token.finish for token in tokens] == [""] * (end - 1) + ["length"]
+    later = generate(net, None, [ids], dataclasses.replace(params, max_new_tokens=40, min_new_tokens=end + 3))
+    assert len(only(later)[0]) > end + 3 and stop.isdisjoint(only(later)[0][: end + 3])
+
+
+@pytest.fixture(scope="module", params=["bpe", "sentencepiece"])
+def tokenizer(request) -> Tokenizer:
+    return train(CORPUS, 512, backend=request.param)
+
+
+def spell(tokenizer: Tokenizer, ids: list[int], **changes: object) -> tuple[list[str], str, str | None]:
+    """(pieces shown, whole text, stop string) for ids that come one by one."""
+    params = SamplingParams(**changes)
+    text, pieces = Text(tokenizer, params), []
+    for n, token in enumerate(ids, start=1):
+        pieces.append(text.push(token, n >= params.min_new_tokens))
+        if text.stopped is not None:
+            break
+    pieces.append(text.end())
+    return pieces, text.shown, text.stopped
+
+
+TEXTS = ["The cat sat.", "从前有一只猫", "𠮷野家🙂👩‍👩‍👧!", "a\r\n\tb  c", "abab abac"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_whole_characters_whatever_the_cut(tokenizer, text):
+    ids = tokenizer.encode(text)
+    for cut in range(len(ids)):
+        pieces, shown, _ = spell(tokenizer, ids[cut:])
+        assert "".join(pieces) == shown == tokenizer.decode(ids[cut:])
+        whole = [piece for piece in pieces[:-1] if "\ufffd" in piece]
+        assert not whole or cut > 0  # only a text that begins inside a character has a broken one
+    assert spell(tokenizer, ids)[1] == text
+
+
+def test_random_ids_read_as_python_decodes_their_bytes(tokenizer):
+    draw = random.Random(0)
+    for _ in range(50):
+        ids = [draw.randrange(tokenizer.vocab_size) for _ in range(30)]  # special ids and broken characters among them
+        assert spell(tokenizer, ids)[1] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_is_given_out_with_its_last_byte(tokenizer):
+    ids = tokenizer.encode("\U0002b740")[-4:]  # a rare ideograph: four tokens of one byte each, in either backend
+    assert [tokenizer.token_bytes(i) for i in ids] == [bytes([byte]) for byte in "\U0002b740".encode()]
+    assert spell(tokenizer, ids)[0] == ["", "", "", "\U0002b740", ""]
+    assert spell(tokenizer, ids[:3])[0] == ["", "", "", "\ufffd"]
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """Character by character: the first moment at which the text ends with a stop string; the longest of them."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def test_stop_strings_in_all_texts_and_tokens(tokenizer):
+    """Random stop strings, made of parts of the text so that many begin and some are complete."""
+    draw, hits = random.Random(1), 0
+    for _ in range(400):
+        text = draw.choice(TEXTS) + draw.choice(TEXTS)
+        stops = []
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(text))
+            stops.append(text[at : at + draw.randint(1, 5)] + draw.choice(["", "", "b", "猫"]))
+        ids = tokenizer.encode(text)
+        if draw.random() < 0.5:  # byte by byte: no token is longer than a character
+            ids = [i for char in text for i in tokenizer.encode(char)]
+        decoded = tokenizer.decode(ids)
+        pieces, shown, stopped = spell(tokenizer, ids, stop=tuple(stops))
+        assert (shown, stopped) == first_stop(decoded, tuple(stops)), (text, stops)
+        assert "".join(pieces) == shown
+        hits += stopped is not None
+    assert 100 < hits < 400
+
+
+def test_nothing_is_held_back_without_need(tokenizer):
+    ids = [tokenizer.encode(char)[-1] for char in "xHello\n"]
+    pieces = spell(tokenizer, ids[1:], stop=("\nUser:", "lox"))[0]
+    assert pieces == ["H", "e", "", "l", "", "lo", "\n"]
+
+
+def test_stop_strings_wait_for_min_new_tokens(tokenizer):
+    ids = [tokenizer.encode("x" + char)[-1] for char in "abcabc"]
+    assert spell(tokenizer, ids, stop=("b",))[1:] == ("a", "b")
+    assert spell(tokenizer, ids, stop=("b",), min_new_tokens=3)[1:] == ("abca", "b")
+
+
+def test_special_tokens_are_shown_when_asked_for(tokenizer):
+    ids = [*tokenizer.encode("猫"), tokenizer.im_start_id, *tokenizer.encode("猫")]
+    assert spell(tokenizer, ids, skip_special_tokens=False)[1] == tokenizer.decode(ids)
+    assert spell(tokenizer, ids)[1] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_texts_of_a_model_with_stop_strings(tokenizer):
+    """Stream and result agree with the ids, also when the text ends before the last token does."""
+    net = random_model(tiny_config(vocab_size=tokenizer.vocab_size + 5))
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    params = SamplingParams(max_new_tokens=40, stop=("e", " t"), n=3, eos_ids=tokenizer.stop_ids)
+    results = generate(net, tokenizer, texts, params, batch_size=4)
+    shown = {}
+    for token in stream(net, tokenizer, texts, params, batch_size=4):
+        shown[token.prompt, token.sample] = shown.get((token.prompt, token.sample), "") + token.text
+    reasons = set()
+    for (i, result), s in itertools.product(enumerate(results), range(3)):
+        done = result.completions[s]
+        ids = [token for token in done.ids if token < tokenizer.vocab_size]
+        text, stop = first_stop(tokenizer.decode(ids, skip_special_tokens=True), params.stop)
+        assert done.text == shown[i, s] == text
+        assert done.stop_reason == (done.ids[-1] if done.ids[-1] in tokenizer.stop_ids else stop)
+        assert done.finish_reason == ("length" if done.stop_reason is None else "stop")
+        reasons.add(type(done.stop_reason))
+    assert str in reasons
+    with pytest.raises(UserError, match="no tokenizer"):
+        generate(net, None, texts, params)
+
+
+# ---- log-probabilities, the best of several -------------------------------------------------------------------------
+
+
+def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(net):
+    texts = [prompt(6), prompt(20, seed=4)]
+    params = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=5, presence_penalty=1.0, logprobs=3, n=2)
+    params = dataclasses.replace(params, prompt_logprobs=2)
+    for ids, result in zip(texts, generate(net, None, texts, params), strict=True):
+        for done in result.completions:
+            with torch.no_grad():
+                logps = net(torch.tensor([ids + done.ids]))[0].log_softmax(dim=-1)
+            after_prompt = logps[len(ids) - 1 :]
+            check_logprobs(done.logprobs, after_prompt, done.ids, 3)
+            chosen = after_prompt[:-1].gather(1, torch.tensor(done.ids).unsqueeze(1))
+            assert done.cumulative_logprob == pytest.approx(chosen.sum().item(), abs=1e-4)
+        assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(ids)
+        check_logprobs(result.prompt_logprobs[1:], logps, ids[1:], 2)
+
+
+def check_logprobs(found: list[dict[int, float]], logps: torch.Tensor, ids: list[int], k: int) -> None:
+    assert len(found) == len(ids)
+    for entry, row, token in zip(found, logps, ids, strict=False):
+        best = row.topk(k).indices.tolist()
+        assert next(iter(entry)) == token and set(entry) == {token, *best}
+        close(torch.tensor(list(entry.values())), row[list(entry)])
+
+
+def test_prompt_logprobs_over_pieces_and_blocks(monkeypatch):
+    monkeypatch.setattr(engine, "CHUNK_TOKENS", 8)
+    monkeypatch.setattr(engine, "CHUNK_ELEMENTS", 3 * 97)
+    net = random_model(tiny_config())
+    texts = [prompt(n, seed=n) for n in (21, 8, 16, 17, 1)]
+    for ids, result in zip(texts, generate(net, None, texts, SamplingParams(prompt_logprobs=0)), strict=True):
+        with torch.no_grad():
+            logps = net(torch.tensor([ids]))[0].log_softmax(dim=-1)
+        check_logprobs(result.prompt_logprobs[1:], logps, ids[1:], 0)
+
+
+@pytest.mark.parametrize("by", ["sum", "mean"])
+def test_best_of_returns_the_likeliest(net, by):
+    params = SamplingParams(max_new_tokens=15, stop_token_ids=frozenset(range(12)), n=8, seed=3)
+    samples = generate(net, None, [prompt(4)], params)[0].completions
+    length = {"sum": lambda ids: 1, "mean": len}[by]
+    ranked = sorted(samples, key=lambda c: -c.cumulative_logprob / length(c.ids))
+    best = generate(net, None, [prompt(4)], dataclasses.replace(params, n=3, best_of=8, best_of_by=by), batch_size=3)
+    assert [c.ids for c in best[0].completions] == [c.ids for c in ranked[:3]] != [c.ids for c in samples[:3]]
+
+
+# ---- beam search ----------------------------------------------------------------------------------------------------
+
+
+def test_beams_in_batches_and_beside_samples_equal_transformers(net):
+    hf = as_transformers(net)
+    texts = [prompt(n, seed=n) for n in (9, 1, 20)]
+    beams = SamplingParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
+    params = [beams, SamplingParams(max_new_tokens=5), beams, beams]
+    results = generate(net, None, [texts[0], texts[0], *texts[1:]], params, batch_size=6)
+    for ids, result in zip(texts, [results[0], *results[2:]], strict=True):
+        want = hf.generate(
+            torch.tensor([ids]), do_sample=False, max_new_tokens=12, num_beams=3, num_return_sequences=2,
+            eos_token_id=[4, 9, 33], pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        )  # fmt: skip
+        for done, row, score in zip(result.completions, want.sequences, want.sequences_scores, strict=True):
+            assert done.ids == row[len(ids) : len(ids) + len(done.ids)].tolist()
+            assert done.cumulative_logprob / len(done.ids) == pytest.approx(score.item(), abs=1e-4)
+            assert done.finish_reason == ("stop" if done.ids[-1] in (4, 9, 33) else "length")
+    with pytest.raises(UserError, match="num_beams=3 cannot stream"):
+        stream(net, None, texts, beams)
+
+
+# ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_reads_only_what_is_new(monkeypatch):
+    net = random_model(tiny_config())
+    read = []
+    whole = engine.Engine.read_piece
+
+    def watched(self: engine.Engine, group: list, begin: int, end: int) -> None:
+        read.append((begin, end))
+        whole(self, group, begin, end)
+
+    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    params = SamplingParams(max_new_tokens=6, temperature=0)
+    session, text = Session(net, None), prompt(9)
+    answer = [token.id for token in session.stream(text, params)]
+    assert answer == greedy_without_cache(net, text, 6)
+    longer = text + answer + prompt(5, seed=8)
+    answer = [token.id for token in session.stream(longer, params)]
+    assert answer == greedy_without_cache(net, longer, 6)
+    tokens = session.stream(longer + answer, params)  # broken off: what was read stays good
+    begun = [next(tokens).id for _ in range(3)]
+    tokens.close()
+    assert begun == greedy_without_cache(net, longer + answer, 3)
+    edited = longer[:12] + [90] + longer[13:30]
+    assert [token.id for token in session.stream(edited, params)] == greedy_without_cache(net, edited, 6)
+    again = [token.id for token in session.stream(edited, params)]
+    assert again == greedy_without_cache(net, edited, 6)
+    # The last token of an answer has not been fed; of an equal prompt the last token is read for its logits.
+    assert read == [(0, 9), (14, 20), (25, 26), (12, 20), (19, 20)]
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], ["no prompt"]),
+        ([[1], []], ["prompt 1", "no tokens", "<|endoftext|>"]),
+        ([[1] * 65], ["prompt 0", "65 tokens", "64"]),
+        ([[1], [2, 97]], ["prompt 1", "token id 97", "vocab_size=97"]),
+        ([[-1, 5]], ["prompt 0", "token id -1"]),
+    ],
+)
+def test_impossible_prompts_are_one_line(net, prompts, words):
+    with pytest.raises(UserError) as caught:
+        generate(net, None, prompts, SamplingParams())
+    text = str(caught.value)
+    assert text.startswith("sample: ") and "\n" not in text
+    assert all(word in text for word in words), text
+    if prompts:
+        with pytest.raises(UserError):
+            list(completed(net, None, iter(prompts), SamplingParams(max_new_tokens=2), 2))
+
+
+def test_impossible_calls_are_one_line(net, monkeypatch):
+    with pytest.raises(UserError, match="2 prompts with 1 sets"):
+        generate(net, None, [[1], [2]], [SamplingParams()])
+    with pytest.raises(UserError, match="batch_size must be at least 1"):
+        completed(net, None, [[1]], SamplingParams(), 0)
+    with pytest.raises(UserError, match="best_of=3 cannot stream n=1"):
+        stream(net, None, [[1]], SamplingParams(best_of=3))
+    broken = random_model(tiny_config())
+    with torch.no_grad():
+        broken.norm.weight.fill_(float("nan"))
+    for params in (SamplingParams(), SamplingParams(temperature=0.0, num_beams=2)):
+        with pytest.raises(UserError, match="not finite"):
+            generate(broken, None, [[1]], params)
+    for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
+        with pytest.raises(UserError, match="must be a list of token ids"):
+            generate(net, None, [prompt], SamplingParams())
+    with pytest.raises(UserError, match="batch_size must be 0"):
+        generate(net, None, [[1]], SamplingParams(), batch_size=-1)
+    with pytest.raises(UserError, match="more prompts than sets of parameters"):
+        list(completed(net, None, [[1], [2], [3]], [SamplingParams(max_new_tokens=1)] * 2, 2))
+    assert len(list(completed(net, None, [[1], [2]], [SamplingParams(max_new_tokens=1)] * 2, 2))) == 2
+    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
+    engine.compiled_step.cache_clear()
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        generate(net, None, [[1]], SamplingParams(), compile=True)
+
+
+def test_what_may_be_sampled(tokenizer):
+    banned = set(engine.never_sampled(tokenizer, tokenizer.vocab_size + 3))
+    assert tokenizer.pad_id in banned and tokenizer.im_start_id in banned
+    assert set(range(tokenizer.vocab_size, tokenizer.vocab_size + 3)) <= banned
+    assert {i for name, i in tokenizer.special_tokens.items() if "reserved" in name} <= banned
+    assert not banned & tokenizer.stop_ids
+    assert not banned & set(tokenizer.encode("".join(CORPUS)))
+    assert len(banned) + len(tokenizer.stop_ids) + sum(tokenizer.token_byte_lengths() > 0) == tokenizer.vocab_size + 3
+
+
+def test_where_a_prompt_begins(tokenizer):
+    assert engine.begin_prompt(tokenizer, "") == [tokenizer.eot_id]
+    assert engine.begin_prompt(tokenizer, "猫") == tokenizer.encode("猫")
+    text = "<|endoftext|><|im_end|>"
+    assert not tokenizer.stop_ids & set(engine.begin_prompt(tokenizer, text))
+    llama = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2)
+    assert engine.begin_prompt(llama, "") == [1] and engine.begin_prompt(llama, "ab") == [1, 7, 7]
+    neither = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=-1, eot_id=-1)
+    assert engine.begin_prompt(neither, "ab") == [7, 7]
+    with pytest.raises(UserError, match="--prompt=TEXT"):
+        engine.begin_prompt(neither, "")

@@ -1,0 +1,195 @@
+"""decontaminate.py: against sets of tuples, and in every layout that evaluation files have."""
+
+import csv
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import regex
+
+from groundup.errors import UserError
+from groundup.text import dedup
+from groundup.text.decontaminate import Evals
+
+SINGLE = r"[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]"
+UNIT = regex.compile(rf"(?=[\p{{L}}\p{{M}}\p{{N}}]){SINGLE}|(?:(?!{SINGLE})[\p{{L}}\p{{M}}\p{{N}}])+")
+EDGE_TEXTS = ["", " \n!?。", "a", "甲", "a b c d e", "甲乙丙丁戊", "同" * 50]
+WORDS = [f"w{i}" for i in range(3000)]
+HAN = [chr(0x4E00 + i) for i in range(3000)]
+
+
+def english(rng: random.Random, n: int) -> str:
+    return " ".join(rng.choices(WORDS, k=n))
+
+
+def chinese(rng: random.Random, n: int) -> str:
+    return "".join(rng.choices(HAN, k=n))
+
+
+QUESTION = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+CHINESE_QUESTION = "下列关于光合作用的说法中哪一项是正确的"  # 19 units
+
+
+def write_rows(path: Path, rows: list[list[str]]) -> str:
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows(rows)
+    return str(path)
+
+
+@pytest.fixture
+def cmmlu(tmp_path: Path) -> str:
+    rows = [["", "Question", "A", "B", "C", "D", "Answer"]]
+    rows += [["0", CHINESE_QUESTION, "只在夜间进行", "需要光", "不需要水", "没有产物", "B"]]
+    rows += [["1", QUESTION, "red, green", 'a "blue" one', "none\nof these", "all", "A"]]
+    rows += [["2", "水的沸点", "一百度", "零度", "", "", "A"]]  # 9 units
+    rows += [["3", "谁？", "甲", "乙", "丙", "丁", "A"]]  # 5 units
+    return write_rows(tmp_path / "cmmlu.csv", rows)
+
+
+def unit_strings(text: str) -> list[str]:
+    return UNIT.findall(text.lower())
+
+
+def first_match(evals: Evals, text: str) -> int:
+    (place,) = evals.matches(dedup.units([text])).tolist()
+    return place
+
+
+def test_a_run_of_13_units_is_found_and_one_of_12_is_not(cmmlu: str) -> None:
+    evals = Evals.from_files([cmmlu])
+    words = QUESTION.split()
+    assert first_match(evals, "before it " + " ".join(words[1:14]) + " after") == 2
+    assert first_match(evals, "before it " + " ".join(words[1:13]) + " after") == -1
+    assert first_match(evals, "前文。" + CHINESE_QUESTION[3:16] + "后文") == 2
+    assert first_match(evals, "前文。" + CHINESE_QUESTION[3:15] + "后文") == -1
+    # its choices belong to it
+    assert first_match(evals, "thirteen fourteen fifteen red, green a blue one none of these all more") == -1
+    assert first_match(evals, "twelve thirteen fourteen fifteen red, green a blue one none of these all more") == 0
+
+
+def test_layout_case_and_width_do_not_hide_a_match(cmmlu: str) -> None:
+    evals = Evals.from_files([cmmlu])
+    assert first_match(evals, QUESTION.upper().replace(" ", " \n\n- ")) == 0
+    wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else "\u3000" for c in QUESTION)
+    assert wide[:3] == "ｏｎｅ" and first_match(evals, wide) == 0
+    assert first_match(evals, "\n".join(CHINESE_QUESTION)) == 0
+
+
+def test_short_items_are_matched_whole_or_listed(cmmlu: str) -> None:
+    evals = Evals.from_files([cmmlu])
+    assert evals.n_items == 4 and len(evals.unprotected) == 1
+    assert evals.unprotected[0].startswith(f"{cmmlu}:") and "谁" in evals.unprotected[0]
+    assert first_match(evals, "常识：水的沸点，一百度，零度。") == 2
+    assert first_match(evals, "常识：水的沸点，一百度，零。") == -1
+
+
+def test_matches_equal_sets_of_tuples(cmmlu: str, tmp_path: Path) -> None:
+    rng = random.Random(4)
+    questions = [english(rng, rng.randrange(3, 40)) if rng.random() < 0.5 else chinese(rng, rng.randrange(3, 40))
+                 for _ in range(200)]  # fmt: skip
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": q}, ensure_ascii=False) for q in questions), encoding="utf-8")
+    runs: set[tuple] = set()
+    for question in questions:
+        strings = unit_strings(question)
+        length = min(13, len(strings))
+        if length >= 8:
+            runs |= {tuple(strings[i : i + length]) for i in range(len(strings) - length + 1)}
+    texts = [*EDGE_TEXTS, chinese(rng, 70_000) + "。" + next(q for q in questions if " " not in q and len(q) > 15)]
+    for _ in range(400):
+        question = rng.choice(questions)
+        begin = rng.randrange(len(question))
+        texts.append(english(rng, 3) + " " + question[begin:] + " " + chinese(rng, 3))
+    texts += [q for q in questions for q in (q[: len(q) // 2], q[len(q) // 2 :])]  # matches across texts do not count
+    expected = []
+    for text in texts:
+        strings = unit_strings(text)
+        hit = (i for i in range(len(strings)) if any(tuple(strings[i : i + n]) in runs for n in range(8, 14)))
+        expected.append(next(hit, -1))
+    assert 20 < sum(place >= 0 for place in expected) < len(expected) - 100
+    evals = Evals.from_files([str(path)])
+    assert evals.matches(dedup.units(texts)).tolist() == expected
+    assert evals.matches(dedup.units([])).tolist() == []
+    evals.save(str(tmp_path / "evals.npz"))
+    loaded = Evals.load(str(tmp_path / "evals.npz"))
+    assert loaded.matches(dedup.units(texts)).tolist() == expected
+    assert (loaded.n, loaded.n_items, loaded.unprotected) == (13, 200, evals.unprotected) and evals.unprotected
+
+
+def test_cut_removes_the_run_and_200_characters_on_each_side(cmmlu: str) -> None:
+    evals = Evals.from_files([cmmlu])
+    left, middle, right = "L" * 500, "M" * 900, "R" * 500
+    text = f"{left} {QUESTION} {middle} {CHINESE_QUESTION} {right}"
+    assert evals.cut(text) == "\n".join(["L" * 301, "M" * 502, "R" * 301])
+    assert first_match(evals, evals.cut(text)) == -1
+    assert evals.cut(f"{left} \n{QUESTION}") == "L" * 302
+    assert evals.cut(QUESTION) == ""
+    around = QUESTION.replace(" eight", "-" * 200 + CHINESE_QUESTION + "-" * 200 + "eight")
+    assert first_match(evals, QUESTION.replace(" ", "\n")) == 0 and evals.cut(around) == ""  # joined to an item again
+    clean = "  nothing here \n\n to cut "
+    assert evals.cut(clean) == clean
+
+
+def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
+    row = [QUESTION, "red", "green", "2", "2", "C"]
+    mmlu = write_rows(tmp_path / "mmlu.csv", [row, [CHINESE_QUESTION, "1", "1", "1", "2", "A"]])
+    ceval = write_rows(tmp_path / "ceval.csv", [["id", "question", "A", "B", "C", "D", "answer", "explanation"],
+                                                ["0", CHINESE_QUESTION, "a", "b", "c", "d", "A", ""]])  # fmt: skip
+    rows = [
+        {"question": "short one", "choices": QUESTION.split(), "answer": 3},
+        {"question": "short one", "choices": {"text": QUESTION.split(), "label": ["A"] * 15}},
+        {"Question": "short one", "A": QUESTION[:27], "B": QUESTION[27:]},
+        {"prompt": QUESTION},
+        {"text": QUESTION},
+        {"instruction": "short one", "input": QUESTION, "output": "x"},
+    ]
+    for name, read in (("mmlu", mmlu), ("ceval", ceval)):
+        evals = Evals.from_files([read])
+        assert evals.n_items == {"mmlu": 2, "ceval": 1}[name] and first_match(evals, CHINESE_QUESTION) == 0
+        assert (first_match(evals, QUESTION) == 0) == (name == "mmlu")
+    for i, item in enumerate(rows):
+        path = tmp_path / f"{i}.jsonl.gz"
+        path.write_bytes(gzip.compress(json.dumps(item).encode() + b"\n"))
+        assert first_match(Evals.from_files([str(path)]), " ".join(QUESTION.split()[2:])) == 0, item
+    gb = tmp_path / "gb.csv"
+    gb.write_bytes(Path(ceval).read_text(encoding="utf-8").encode("gb18030"))
+    both = Evals.from_files([str(gb), mmlu])
+    assert both.n_items == 3 and first_match(both, CHINESE_QUESTION) == 0
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.csv", "id,label\n1,2\n", "no question"),
+        ("a.csv", "question,A\nwhat,1,2\n", "a.csv:2: 3 fields"),
+        ("a.csv", b"question,A\n\xff\xff,1\n", "decode"),
+        ("a.csv", 'question,A\n"what,1\n', "mend"),
+        ("a.jsonl", '{"question": "x"}\n{"question"', "a.jsonl:2: bad_json"),
+        ("a.jsonl", '{"answer": "x"}\n', "a.jsonl:1: no question"),
+        ("a.jsonl", "[1]\n[2]\n", "not an evaluation file"),
+        ("a.txt", "words", "jsonl"),
+        ("a.csv", "", "no items"),
+        ("a.csv", "question,A\n", "no items"),
+        ("a.jsonl", "", "no items"),
+        ("a.csv.gz", gzip.compress(b"question,A\nwhat,1\n", mtime=0)[:-9], "truncated"),
+    ],
+)
+def test_what_is_no_evaluation_file_is_an_error_of_one_line(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=message) as error:
+        Evals.from_files([str(path)])
+    assert "\n" not in str(error.value) and name in str(error.value)
+
+
+def test_missing_file_and_too_short_runs_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        Evals.from_files([str(tmp_path / "nowhere.csv")])
+    with pytest.raises(UserError, match="at least 8"):
+        Evals.from_files([], n=5)
+    empty = Evals.from_files([])
+    assert empty.n_items == 0 and first_match(empty, QUESTION) == -1

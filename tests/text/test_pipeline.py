@@ -1,0 +1,789 @@
+"""The pipeline of prepare.py on texts with planted faults, against what was planted and against brute force."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planted import UNIT, Planted, jaccard, plant, score
+
+import prepare
+from configurator import is_key
+from groundup.demo import python_docs as corpora
+from groundup.errors import UserError
+from groundup.text import pipeline
+from groundup.tokens import chat_files
+from groundup.tokens.token_files import TokenData
+from tokenizer import Tokenizer, train
+
+ROOT = Path(__file__).parents[2]
+KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+
+
+def run(out_dir: Path, **settings) -> int:
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    return prepare.main(KEYS | {"workers": 1, "out_dir": str(out_dir)} | plain)
+
+
+def manifest_of(out_dir: Path) -> dict:
+    return json.loads((out_dir / "manifest.json").read_text("utf-8"))
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def texts_of(out_dir: Path, split: str = "train", source: str | None = None) -> list[str]:
+    """Documents of a prepared directory in the order of its files."""
+    part, tokenizer, found = TokenData(out_dir, split, source), Tokenizer.load(out_dir), []
+    for shard, offsets in zip(part.shards, part.offsets, strict=True):
+        for begin, end in zip(offsets, offsets[1:], strict=False):
+            found.append(tokenizer.decode(shard[begin + 1 : end].tolist()))
+    return found
+
+
+def pieces(n: int) -> list[str]:
+    """n different texts of 200 to 900 characters, English and Chinese."""
+    reference = "\n".join(corpora.debug_texts()[:-8])
+    english = [reference[i : i + 700] for i in range(0, len(reference), 700)]
+    chinese = [text for text in corpora.chinese_sample() if len(text) > 100]
+    found = [text for pair in zip(english, chinese, strict=False) for text in pair] + english[len(chinese) :]
+    return [text for text in dict.fromkeys(found) if len(UNIT.findall(text)) > 30][:n]
+
+
+@pytest.fixture(scope="module")
+def tok(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    train(pieces(60), 512).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    return plant(pieces(400))
+
+
+@pytest.fixture(scope="module")
+def planted_files(planted, tmp_path_factory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("planted")
+    (path / "corpus.jsonl").write_bytes(b"\n".join(planted.lines) + b"\n")
+    write_rows(path / "questions.jsonl", planted.questions)
+    return {"input": str(path / "corpus.jsonl"), "decontaminate": str(path / "questions.jsonl")}
+
+
+# ---- what was planted is found ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(planted_files, tok, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    assert run(out, tokenizer_dir=tok, **planted_files) == 0
+    return out
+
+
+def test_planted_faults_are_found_and_nothing_else(planted, prepared):
+    found = score(planted, prepared)
+    assert set(found["exact"]) == {"exact_duplicate"}
+    assert set(found["truncated"]) == {"bad_json"} and set(found["encoding"]) == {"bad_encoding"}
+    assert set(found["contaminated"]) == {"contaminated"}
+    assert set(found["original"]) == {"kept"}
+    assert set(found.get("near J>=0.9", {"near_duplicate": 0})) == {"near_duplicate"}
+    assert set(found["near J<0.8"]) <= {"kept", "near_duplicate"} and "kept" in found["near J<0.8"]
+    assert sum(n for counts in found.values() for n in counts.values()) == len(planted.lines)
+
+
+def test_totals_are_those_of_the_lines_and_add_up(planted, prepared):
+    info = manifest_of(prepared)["info"]
+    documents, n_bytes = info["documents"], info["bytes"]
+    assert documents["read"] == len(planted.lines) == documents["kept"] + sum(documents["dropped"].values())
+    readable = [json.loads(line)["text"] for line, label in zip(planted.lines, planted.labels, strict=True)
+                if label not in ("truncated", "encoding")]  # fmt: skip
+    assert n_bytes["read"] == sum(len(text.encode()) for text in readable)
+    assert n_bytes["read"] == n_bytes["kept"] + n_bytes["cleaned"] + n_bytes["cut"] + sum(n_bytes["dropped"].values())
+    splits = manifest_of(prepared)["splits"]
+    assert sum(split["documents"] for split in splits.values()) == documents["kept"]
+    assert sum(split["bytes"] for split in splits.values()) == n_bytes["kept"]
+
+
+def test_dropped_copies_name_a_document_that_was_kept(planted, prepared):
+    offsets = np.cumsum([0] + [len(line) + 1 for line in planted.lines]).tolist()
+    rows = [row.split("\t") for row in (prepared / "dropped.tsv").read_text("utf-8").splitlines()[1:]]
+    dropped = {offsets.index(int(row[1])) for row in rows}
+    copies = [row for row in rows if row[2] in ("exact_duplicate", "near_duplicate")]
+    assert len(copies) > 20
+    for row in copies:
+        i, j = offsets.index(int(row[1])), offsets.index(int(row[4]))
+        texts = [json.loads(planted.lines[k])["text"] for k in (i, j)]
+        assert j < i
+        if row[2] == "exact_duplicate":
+            assert "".join(texts[0].lower().split()) == "".join(texts[1].lower().split())
+        else:
+            assert j not in dropped
+            assert abs(jaccard(*texts) - float(row[5])) < 0.15  # of 128 numbers: a standard deviation of 0.035
+
+
+def test_report_shows_samples_of_every_reason(prepared):
+    report = (prepared / "report.md").read_text("utf-8")
+    for reason in ("kept", "exact_duplicate", "near_duplicate", "contaminated"):
+        section = report.partition(f"## {reason}\n")[2].partition("\n## ")[0]
+        assert section.count("\n  > ") == 20 or reason == "near_duplicate" or "contaminated"
+        assert section.count("\n  > ") > 0, reason
+
+
+def content(out_dir: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out_dir)): path.read_bytes() for path in out_dir.rglob("*")
+            if path.is_file() and path.name != "config.py"}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
+    code = f"""
+import sys, pipeline, prepare
+if __name__ == "__main__":
+    sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers}
+             | planted_files}))
+"""
+    (tmp_path / "go.py").write_text(code.replace("import sys, pipeline, prepare",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pipeline, prepare; "
+        "pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11"), "utf-8")  # fmt: skip
+    subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
+    assert content(tmp_path / "out") == content(prepared)
+
+
+def test_the_engine_of_datasketch_gives_the_same_bytes(planted_files, prepared, tok, tmp_path):
+    run(tmp_path / "out", tokenizer_dir=tok, near_engine="datasketch", **planted_files)
+    other, mine = content(tmp_path / "out"), content(prepared)
+    del other["manifest.json"], mine["manifest.json"]  # the one says which engine
+    assert other == mine
+
+
+def test_contaminated_places_can_be_cut_out(tmp_path, tok):
+    question = {"question": "Which of these rivers flows north through eleven countries into the sea?",
+                "choices": ["The Nile", "The Rhine", "The Volga", "The Po"]}  # fmt: skip
+    asked = question["question"] + " " + " ".join(question["choices"])
+    around = ["A text about rivers. " + "Water runs down, as it always did, and nobody asks it why it does. " * 9,
+              "Another begins here. " + "Boats go up and down all day with fish, salt, people, with mail. " * 9]
+    documents = [around[0] + asked.upper() + around[1], *around]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
+    questions = write_rows(tmp_path / "q.jsonl", [question])
+    settings = {"input": path, "tokenizer_dir": tok, "decontaminate": questions, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "dropped", **settings)
+    assert texts_of(tmp_path / "dropped") == around
+    run(tmp_path / "cut", decontaminate_action="cut", **settings)
+    kept = texts_of(tmp_path / "cut")
+    assert kept[1:] == around and "rivers" in kept[0] and "NILE" not in kept[0] and "mail" in kept[0]
+    info = manifest_of(tmp_path / "cut")["info"]
+    assert info["bytes"]["cut"] > len(asked) and info["documents"]["mended"] == {"contamination_cut": 1}
+
+
+# ---- settings --------------------------------------------------------------------------------
+
+
+def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
+    articles = [{"title": f"标题{i}", "content": t, "uniqueKey": "x"} for i, t in enumerate(pieces(20))]
+    write_rows(tmp_path / "wudao.json", articles)
+    write_rows(tmp_path / "qa.jsonl", [{"ask": t[:90], "answer": t[90:], "n": 1} for t in pieces(60)[20:]])
+    lines = "第一行，有几个字，够不够长呢？我想够了。\n二\n第三行也有几个字，比第二行长多了吧？\n"
+    (tmp_path / "lines.txt").write_text(lines, "utf-8")
+    spec = (f"wiki: {tmp_path}/wudao.json, weight=0.5, text_key=content; qa: {tmp_path}/qa.jsonl, weight=0.3, "
+            f'text_key=ask + "::" + answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
+    run(tmp_path / "out", input=spec, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
+    both = {s: texts_of(tmp_path / "out", "train", s) + texts_of(tmp_path / "out", "val", s)
+            for s in ("wiki", "qa", "zh")}  # fmt: skip
+    assert sorted(both["wiki"]) == sorted(pieces(20))
+    assert sorted(both["qa"]) == sorted(t[:90] + "::" + t[90:] for t in pieces(60)[20:])
+    assert len(both["zh"]) == 2
+    sources = manifest_of(tmp_path / "out")["sources"]
+    assert {name: entry["weight"] for name, entry in sources.items()} == {"wiki": 0.5, "qa": 0.3, "zh": 0.2}
+    assert (tmp_path / "out" / "qa" / "train_00000.npy").exists()
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+    assert run(tmp_path / "out", input=spec.replace("min_chars=5", "min_chars=1"), tokenizer_dir=tok, near=0.0) == 0
+    assert len(texts_of(tmp_path / "out", "train", "zh") + texts_of(tmp_path / "out", "val", "zh")) == 3
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("a: x.txt; y.txt", "'y.txt' is not of the form 'name: files, key=value, ...'"),
+        ("a: x.txt; a: y.txt", "two sources have the same name"),
+        ("a: x.txt, weight=1; b: y.txt", "give a weight to every source, or to none"),
+        ("a: x.txt, weight=much", "weight=much of source a is not a number"),
+        ("a: x.txt, quality=fine", "quality must be one of curated, web, got 'fine'"),
+        ("a: weight=1", "source a names no files"),
+    ],
+)
+def test_malformed_sources_are_one_line(spec, said):
+    with pytest.raises(UserError) as caught:
+        prepare.check_config(KEYS | {"input": spec, "out_dir": "x"})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rules_hook_and_word_list_drop_and_are_counted(tmp_path, tok):
+    (tmp_path / "rules.py").write_text("def keep(text):\n    return 'parachute' not in text\n", "utf-8")
+    (tmp_path / "words.txt").write_text("坏词\nnasty\n", "utf-8")
+    documents = [*pieces(30), "A parachute opens, and the one below it is glad of that."]
+    documents += ["坏词坏词坏词，说了三遍，一行之内。真的。"]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents] + [{"text": "short"}])
+    settings = {"keep": f"{tmp_path}/rules.py:keep", "words": f"{tmp_path}/words.txt", "tokenizer_dir": tok}
+    run(tmp_path / "out", input=path, **settings)
+    dropped = {"min_length": 1, "listed_words": 1, "keep": 1}
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == dropped
+    (tmp_path / "rules.py").write_text("def keep(text):\n    return True\n", "utf-8")
+    run(tmp_path / "out", input=path, **settings)  # what a setting's file holds counts, too
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"min_length": 1, "listed_words": 1}
+    run(tmp_path / "out", input=path, rules_off="min_length,listed_words", **settings)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {}
+
+
+def test_scores_filter_by_value_and_by_share(tmp_path, tok):
+    rows = [{"text": t, "bpb": i / 100, "ifd": 1 - i / 100} for i, t in enumerate(pieces(100))]
+    path = write_rows(tmp_path / "x.jsonl", [*rows, {"text": "without any number, though long enough"}])
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", score="bpb=0.2..0.5,ifd=..0.7", **common)
+    assert texts_of(tmp_path / "out") == [row["text"] for row in rows if 0.2 <= row["bpb"] <= 0.5 and row["ifd"] <= 0.7]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"]["score"] == 101 - 21
+    run(tmp_path / "out", score="bpb=10%..90%", **common)
+    low, high = np.percentile([row["bpb"] for row in rows], [10, 90])
+    kept = {row["text"] for row in rows if low <= row["bpb"] <= high}
+    assert set(texts_of(tmp_path / "out")) == kept
+    for wrong in ("bpb", "bpb=1", "bpb=a..b"):
+        with pytest.raises(UserError, match="is not key=least..most"):
+            run(tmp_path / "no", score=wrong, **common)
+
+
+@pytest.mark.parametrize("order", ["hash", "length", "unigram", "bigram", "trigram", "score"])
+def test_documents_can_be_ordered_by_difficulty(tmp_path, tok, order):
+    rng = random.Random(0)
+    rows = [{"text": t[: rng.randint(60, 200)], "loss": rng.random()} for t in pieces(80)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "exact": False, "score": "loss=.."}
+    run(tmp_path / "out", order=order, **common)
+    found = texts_of(tmp_path / "out")
+    tokenizer = Tokenizer.load(tok)
+    ids = [tokenizer.encode(text) for text in found]
+    if order == "hash":
+        digests = [hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest() for t in found]
+        keys = [float(int.from_bytes(digest, "little")) for digest in digests]
+    elif order == "length":
+        keys = [len(i) for i in ids]
+    elif order == "score":
+        loss = {row["text"]: row["loss"] for row in rows}
+        keys = [loss[text] for text in found]
+    else:
+        counts = Counter(token for i in ids for token in i)
+        total = sum(counts.values())
+        keys = []
+        for i in ids:  # by the counts in the other documents
+            others, size = counts - Counter(i), total - len(i) + len(counts) + 1
+            keys.append(-np.mean([np.log2((others[token] + 1) / size) for token in i]))
+    assert len(found) > 60
+    if order in ("bigram", "trigram"):  # not what unigrams say, but not far from it
+        assert np.corrcoef(np.arange(len(keys)), keys)[0, 1] > 0.2
+    else:
+        steps = np.diff(keys)
+        assert (steps >= -1e-9).all()
+
+
+def test_folds_cover_every_document_once(tmp_path, tok):
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(120)])
+    vals = []
+    for i in (1, 2, 3):
+        run(tmp_path / str(i), input=path, tokenizer_dir=tok, fold=f"{i}/3")
+        val = texts_of(tmp_path / str(i), "val")
+        assert sorted(val + texts_of(tmp_path / str(i))) == sorted(pieces(120))
+        vals += val
+    assert sorted(vals) == sorted(pieces(120))
+    for wrong in ("0/3", "4/3", "1/1", "half"):
+        with pytest.raises(UserError, match="fold"):
+            run(tmp_path / "no", input=path, tokenizer_dir=tok, fold=wrong)
+
+
+def test_huge_documents_are_cut_at_paragraphs(tmp_path, tok, monkeypatch):
+    monkeypatch.setattr(pipeline, "HUGE_CHARS", 1000)
+    paragraphs = [t.replace("\n\n", "\n") for t in pieces(12)]
+    documents = ["\n\n".join(paragraphs), "x" * 2500, paragraphs[0]]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0, exact=False, val_fraction=0.0)
+    found = texts_of(tmp_path / "out")
+    info = manifest_of(tmp_path / "out")["info"]["documents"]
+    assert info["mended"]["split_huge"] == len(found) - 3 and info["read"] == info["kept"] == len(found)
+    assert max(map(len, found)) <= 1000 and "".join(found) == "\n\n".join(paragraphs) + "x" * 2500 + paragraphs[0]
+    assert all(text.endswith("\n\n") for text in found[:-5])
+
+
+def test_too_many_bad_records_are_told_by_the_exit_status(tmp_path, tok):
+    path = tmp_path / "x.jsonl"
+    write_rows(path, [{"text": t} for t in pieces(8)] + [{"no": 1}, {"no": 2}])
+    assert run(tmp_path / "a", input=path, tokenizer_dir=tok) == 0
+    assert run(tmp_path / "b", input=path, tokenizer_dir=tok, max_bad_fraction=0.1) == 1
+    assert run(tmp_path / "c", input=path, tokenizer_dir=tok, max_bad_fraction=0.2) == 0
+
+
+# ---- conversations and pairs -----------------------------------------------------------------
+
+
+def test_conversations_are_filtered_by_question_and_answer(tmp_path):
+    def talk(question: str, answer: str) -> dict:
+        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
+    answers = pieces(40)
+    rows = [talk(f"第{i}个问题是什么？请说说看。", answer) for i, answer in enumerate(answers)]
+    rows += [talk("第3个问题是什么？请说说看。", answers[3]), talk("Hi?", answers[5][::-1])]
+    rows += [talk("这个问题没有回答，怎么办呢？", "")]
+    rows += [talk("第7个问题是什么？请说说看。", answers[7] + "。"), {"messages": "none"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2)
+    manifest = manifest_of(tmp_path / "out")
+    dropped = {"bad_field": 1, "exact_duplicate": 1, "question_length": 1, "empty_answer": 1, "near_duplicate": 1}
+    assert manifest["info"]["documents"]["dropped"] == dropped
+    found = [json.loads(line) for split in ("train", "val") for line in
+             (tmp_path / "out" / f"{split}.jsonl").read_text("utf-8").splitlines()]  # fmt: skip
+    questions = [{"role": "user", "content": f"第{i}个问题是什么？请说说看。"} for i in range(len(answers))]
+    expected = [{"messages": [q, {"role": "assistant", "content": a}]} for q, a in zip(questions, answers, strict=True)]
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    assert {split: entry["rows"] for split, entry in manifest["splits"].items()}["val"] > 0
+    assert run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2) == 0
+    assert run(tmp_path / "again", input=tmp_path / "out" / "train.jsonl", kind="chat") == 0  # its own output
+
+
+def test_pairs_without_two_different_answers_are_dropped(tmp_path):
+    texts = pieces(23)
+    rows = [{"prompt": f"Question {i}: {t[:40]}", "chosen": t, "rejected": t[::-1]}
+            for i, t in enumerate(texts[:20])]  # fmt: skip
+    rows += [{"prompt": "Equal answers?", "chosen": texts[20], "rejected": texts[20]}]
+    rows += [{"prompt": "One is empty?", "chosen": texts[21], "rejected": " "}]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"bad_field": 2}
+    errors = (tmp_path / "out" / "errors.tsv").read_text("utf-8")
+    assert "chosen and rejected are the same" in errors and "empty answer" in errors
+    found = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()]
+    assert [row["chosen"] for row in found] == texts[:20]
+    assert found[0]["prompt"] == [{"role": "user", "content": f"Question 0: {texts[0][:40]}"}]
+
+
+def rows_in(out_dir: Path) -> dict[str, list[dict]]:
+    """{split: rows} of a prepared directory of conversations or pairs."""
+    splits = manifest_of(out_dir)["splits"]
+    return {split: [json.loads(line) for line in (out_dir / entry["file"]).read_text("utf-8").splitlines()]
+            for split, entry in splits.items()}  # fmt: skip
+
+
+def place(text: str, key: bytes) -> float:
+    """Where in [0, 1) the hash of a text falls, as the comments of pipeline.py have it."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), key=key, digest_size=8).digest(), "little") / 2**64
+
+
+def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
+    """By the first question alone: all that was said after it stays together, whatever the system message."""
+    rows, prompts = [], {}
+    for k in range(300):
+        asked = [("user", f"第{k}个问题？")] + [("assistant", "好"), ("user", f"and {k}?")] * (k % 3 == 0)
+        asked = [("system", f"be {k}")] * (k % 5 == 0) + asked
+        for answer in range(1 + (k % 4 == 0)):
+            turns = [*asked, ("assistant", f"answer {answer} of {k}")]
+            rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+            prompts[str(rows[-1])] = f"第{k}个问题？"
+    rows += [{"messages": [{"role": "assistant", "content": f"I am number {k}."}]} for k in range(40)]  # nothing asked
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    settings = {"kind": "chat", "min_chars": 1, "near": 0.0, "val_fraction": 0.2, "tokenizer_dir": tok}
+    run(tmp_path / "out", input=path, hold_out=0.25, **settings)
+    found = rows_in(tmp_path / "out")
+    held_out = [row for row in rows if str(row) in prompts and place(prompts[str(row)], b"hold-out-v1") < 0.25]
+    assert found.pop("held_out") == held_out and 50 < len(held_out) < 150
+    texts = {str(row): "\n".join(m["content"] for m in row["messages"] if m["role"] != "system") for row in rows}
+    for split, least, most in (("train", 0.2, 1), ("val", 0, 0.2)):
+        own = [row for row in rows if row not in held_out and least <= place(texts[str(row)], b"split-v1") < most]
+        assert found.pop(split) == own
+    assert not found
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
+    assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
+    assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
+    learnt = chat_files.read_source(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
+    assert learnt.train.n + learnt.val.n == len(rows) - len(held_out)
+    assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0
+    assert "is up to date" in capsys.readouterr().out
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+    assert "held_out" in capsys.readouterr().out
+    with open(tmp_path / "out" / "held_out.jsonl", "r+", encoding="utf-8") as f:
+        f.write("[")
+    with pytest.raises(ValueError, match=r"held_out\.jsonl"):
+        prepare.main(KEYS | {"verify": str(tmp_path / "out")})
+    run(tmp_path / "out", input=path, **settings)
+    assert "is made anew: hold_out" in capsys.readouterr().out and "held_out" not in rows_in(tmp_path / "out")
+
+
+def test_more_conversations_and_other_splits_do_not_move_what_is_held_out(tmp_path):
+    def held_out(rows: list, **settings) -> list:
+        path = write_rows(tmp_path / "x.jsonl", rows)
+        run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.3, **settings)
+        return rows_in(tmp_path / "out")["held_out"]
+
+    rows = [{"messages": [{"role": "user", "content": f"q {k}"}, {"role": "assistant", "content": "a"}]}
+            for k in range(200)]  # fmt: skip
+    few = held_out(rows[100:], val_fraction=0.0)
+    many = held_out(rows, fold="2/3")
+    assert [row for row in many if row in rows[100:]] == few and 15 < len(few) < 45
+    assert len(rows_in(tmp_path / "out")["val"]) > 20  # of another hash: the fold has its share of the rest
+
+
+def test_no_first_question_that_is_held_out_is_learnt(tmp_path):
+    """Tuning learns each answer of a conversation, so a longer one goes with its first question, however it is set."""
+    rows = []
+    for k in range(200):
+        asked = [{"role": "user", "content": f"第{k}个问题？"}, {"role": "assistant", "content": f"answer {k}"}]
+        more = [{"role": "user", "content": f"and {k}?"}, {"role": "assistant", "content": f"more {k}"}]
+        spaced = [asked[0] | {"content": asked[0]["content"] + " \n"}, asked[1]]
+        rows += [asked, asked + more, [{"role": "system", "content": "brief"}, *asked], spaced]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": row} for row in rows])
+    run(tmp_path / "out", input=path, kind="chat", min_chars=1, near=0.0, hold_out=0.25, val_fraction=0.1, exact=False)
+    found = rows_in(tmp_path / "out")
+    asked = {split: {next(m["content"] for m in row["messages"] if m["role"] == "user").strip() for row in own}
+             for split, own in found.items()}  # fmt: skip
+    assert sum(map(len, found.values())) == 800 and 30 < len(asked["held_out"]) < 70
+    assert len(found["held_out"]) == 4 * len(asked["held_out"])
+    assert not asked["held_out"] & (asked["train"] | asked["val"])
+
+
+def test_too_few_conversations_to_hold_out_are_told(tmp_path, capsys):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write_rows(tmp_path / "x.jsonl", [{"messages": talk}])
+    share = place("q", b"hold-out-v1")
+    settings = {"input": path, "kind": "chat", "min_chars": 1, "val_fraction": 0.0}
+    run(tmp_path / "out", hold_out=share * 0.99, **settings)
+    assert "takes none of so few conversations" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no document is left for train; lower val_fraction or hold_out"):
+        run(tmp_path / "other", hold_out=share * 1.01, **settings)
+
+
+def test_pairs_keep_their_numbers_and_their_prompts_together(tmp_path):
+    numbers = [{"margin": 0.5, "difficulty": "3"}, {"score": 7, "margin": None}, {"margin": float("inf"), "extra": 1},
+               {"made_by": "model 12", "margin": True}]  # fmt: skip
+    kept = [{"margin": 0.5, "difficulty": 3.0}, {"score": 7.0}, {}, {"made_by": "model 12"}]
+    rows, expected = [], []
+    for k in range(120):
+        pair = {"chosen": f"好 {k}", "rejected": f"bad {k}"}
+        prompt = [{"role": "system", "content": f"s{k}"}, {"role": "user", "content": f"Question {k // 3}？"}]
+        rows.append({"prompt": prompt} | pair | numbers[k % 4])
+        expected.append({"prompt": prompt} | pair | kept[k % 4])
+    rows.append(rows[0] | {"margin": 0.75})  # the same pair, if not the same row
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.2, test_fraction=0.1)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
+    found = rows_in(tmp_path / "out")
+    for split, least, most in (("test", 0, 0.1), ("val", 0.1, 0.3), ("train", 0.3, 1)):
+        own = [row for row in expected if least <= place(row["prompt"][1]["content"], b"split-v1") < most]
+        assert found[split] == own and 3 <= len(own)
+    again = tmp_path / "out" / "train.jsonl"
+    run(tmp_path / "again", input=again, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    assert rows_in(tmp_path / "again")["train"] == found["train"]  # its own output
+
+
+def test_pairs_of_one_prompt_are_learnt(tmp_path):
+    rows = [{"prompt": "The only one?", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(5)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.5)
+    assert {split: len(own) for split, own in rows_in(tmp_path / "out").items()} == {"train": 5}
+
+
+def test_no_prompt_of_two_sources_is_in_two_splits(tmp_path):
+    """Also where one has so few that val would take the next one of it, or one is all that it has."""
+    def rows(numbers: range, side: str) -> list[dict]:
+        return [{"prompt": f"Question {k}?", "chosen": "good", "rejected": f"{side} {k}"} for k in numbers]
+
+    for n in range(2, 12):
+        first = write_rows(tmp_path / "a.jsonl", rows(range(n), "bad"))
+        second = write_rows(tmp_path / "b.jsonl", rows(range(1, n, 2), "worse"))
+        settings = {"kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.02}
+        run(tmp_path / "out", input=f"a: {first}; b: {second}", **settings)
+        found = rows_in(tmp_path / "out")
+        train, val = ({row["prompt"][0]["content"] for row in found.get(split, [])} for split in ("train", "val"))
+        assert not train & val and len(train | val) == n and len(val) == 1
+
+
+def test_only_pairs_to_listed_questions_are_kept(tmp_path):
+    """By the first question, as hold_out has it; the others are counted, and the file is part of what is compared."""
+    listed = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": f"问题 {k}？ "},
+                            {"role": "assistant", "content": "其他"}]} for k in range(0, 40, 4)]  # fmt: skip
+    questions = write_rows(tmp_path / "held_out.jsonl", listed)
+    asked = [[{"role": "user", "content": f"问题 {k}？"}] for k in range(40)]
+    asked[4] += [{"role": "assistant", "content": "好"}, {"role": "user", "content": "然后呢？"}]
+    rows = [{"prompt": prompt, "chosen": f"好 {k}", "rejected": f"坏 {k}"} for k, prompt in enumerate(asked)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    settings = {"input": path, "kind": "preference", "min_chars": 1, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", prompts_from=questions, **settings)
+    assert rows_in(tmp_path / "out")["train"] == rows[::4]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"other_prompt": 30}
+    write_rows(questions, listed[1:])
+    run(tmp_path / "out", prompts_from=questions, **settings)
+    assert rows_in(tmp_path / "out")["train"] == rows[4::4]
+    write_rows(questions, [*listed, {"text": "no conversation"}])
+    with pytest.raises(UserError, match=r"prompts_from: .*held_out.jsonl:11: unknown shape: .*; give conversations"):
+        run(tmp_path / "out", prompts_from=questions, **settings)
+
+
+def test_pairs_with_an_answer_that_was_cut_off_are_dropped(tmp_path):
+    pair = {"chosen": "好的回答", "rejected": "bad answer"}
+    marks = [
+        {"finish_reason": "length"}, {"chosen_finish_reason": "length"}, {"rejected_finish_reason": "length"},
+        {"completions": [{"text": "bad answer", "finish_reason": "length"}]},
+    ]  # fmt: skip
+    whole = [{"finish_reason": "stop"}, {"completions": [{"text": "another", "finish_reason": "length"}]}, {}]
+    rows = [{"prompt": f"Question {k}?"} | pair | mark for k, mark in enumerate(marks + whole)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="preference", min_chars=1, near=0.0, val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"unfinished_answer": 4}
+    kept = [row["prompt"][0]["content"] for row in rows_in(tmp_path / "out")["train"]]
+    assert kept == ["Question 4?", "Question 5?", "Question 6?"]
+
+
+# ---- show ------------------------------------------------------------------------------------
+
+
+def shown(capsys, **settings) -> str:
+    prepare.main(KEYS | settings)
+    return capsys.readouterr().out
+
+
+def test_show_tells_format_tokens_and_what_is_dropped(tmp_path, tok, capsys):
+    rows = [{"text": pieces(3)[0]}, {"text": pieces(3)[0].upper()}, {"text": "short"}, {"txt": "unknown"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    out = shown(capsys, input=str(path), show=9, tokenizer_dir=tok)
+    assert "JSON objects, one per line" in out and "4 rows: 1 would be kept, 3 not" in out
+    assert f"exact_duplicate: as {path}:1" in out and "DROPPED: min_length" in out
+    assert "NOT UNDERSTOOD: " in out and "txt" in out.partition("NOT UNDERSTOOD")[2]
+    tokenizer = Tokenizer.load(tok)
+    assert len(tokenizer.encode(rows[0]["text"])) > 100
+    first = out.partition("   kept\n   ")[2].splitlines()[0]
+    names = [tokenizer.decode([i]) for i in tokenizer.encode(rows[0]["text"])[:20]]
+    assert first.startswith("|".join(repr(name)[1:-1] for name in names))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
+    talk = [("system", "be kind"), ("user", "你好吗？这是一个问题。"), ("assistant", "很好，谢谢你这样问我。")]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in talk]}]
+    out = shown(capsys, input=str(write_rows(tmp_path / "x.jsonl", rows)), show=1, kind="chat", tokenizer_dir=tok)
+    marked = out.partition("[[")[2].partition("]]")[0]
+    tokenizer = Tokenizer.load(tok)
+    ids, mask = tokenizer.render(rows[0]["messages"])
+    assert marked.endswith("<|im_end|>") and out.count("[[") == 2  # the line that explains the marks has them, too
+    assert f"({sum(mask)} of " in out
+    learnt = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    plain = "".join(c for c in marked if c not in "|~0123456789")
+    assert plain == learnt.replace("|", "")
+    out = shown(capsys, input=str(tmp_path / "x.jsonl"), show=1, tokenizer_dir=tok)
+    assert "NOT UNDERSTOOD" in out and "chat" in out  # as a text it is nothing
+
+
+def test_show_looks_into_a_prepared_directory(prepared, capsys):
+    out = shown(capsys, input=str(prepared), show=2)
+    assert "2,0" not in out and "prepared, " in out and out.count("-- document") == 2 and "<|endoftext|>|" in out
+
+
+# ---- runs that follow runs ---------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_in(monkeypatch: pytest.MonkeyPatch, module, name: str, out_dir: Path, at: int = 1, **settings) -> None:
+    """A run that ends, as by a kill, when it calls a function for the `at`-th time; what it has written stays."""
+    real, calls = getattr(module, name), []
+
+    def dies(*args, **options):
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, dies)
+        with pytest.raises(Killed):
+            run(out_dir, **settings)
+
+
+def test_what_another_run_rewrote_is_not_taken_for_done(tmp_path, tok, monkeypatch):
+    """Killed, then run with other settings and killed in the middle of a unit, then as at first."""
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(60)])
+    first = {"input": path, "tokenizer_dir": tok, "near": 0.0}
+    run(tmp_path / "straight", **first)
+    killed_in(monkeypatch, prepare, "select", tmp_path / "out", **first)
+    killed_in(monkeypatch, pipeline.dedup, "exact_key", tmp_path / "out", at=9, **first | {"rules_on": "stop_words"})
+    run(tmp_path / "out", **first)
+    assert content(tmp_path / "out") == content(tmp_path / "straight")
+    (tmp_path / "small").mkdir()
+    train(pieces(60), 400).save(tmp_path / "small")
+    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "again", **first)
+    other = first | {"tokenizer_dir": tmp_path / "small"}
+    killed_in(monkeypatch, pipeline.np, "array", tmp_path / "again", at=3, **other)
+    run(tmp_path / "again", **first)
+    assert content(tmp_path / "again") == content(tmp_path / "straight")
+
+
+def test_a_tokenizer_is_not_kept_for_text_in_other_case(tmp_path, monkeypatch):
+    path, settings = tmp_path / "x.jsonl", {"vocab_size": 512, "near": 0.0}
+    write_rows(path, [{"text": t} for t in pieces(60)])
+    killed_in(monkeypatch, prepare, "write_splits", tmp_path / "out", input=path, **settings)
+    write_rows(path, [{"text": t.upper()} for t in pieces(60)])
+    run(tmp_path / "out", input=path, **settings)
+    run(tmp_path / "straight", input=path, **settings)
+    assert content(tmp_path / "out") == content(tmp_path / "straight")
+
+
+def test_two_runs_in_one_process_do_not_share_tokenizer_or_questions(tmp_path, tok):
+    (tmp_path / "small").mkdir()
+    train(pieces(60), 400).save(tmp_path / "small")
+    path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(20)])
+    for name, directory in (("a", tok), ("b", str(tmp_path / "small"))):
+        run(tmp_path / name, input=path, tokenizer_dir=directory, near=0.0, val_fraction=0.0)
+        assert texts_of(tmp_path / name) == pieces(20)
+    for k in (3, 8):
+        questions = write_rows(tmp_path / f"q{k}.jsonl", [{"question": pieces(20)[k][:150]}])
+        settings = {"near": 0.0, "val_fraction": 0.0, "decontaminate": questions}
+        run(tmp_path / f"c{k}", input=path, tokenizer_dir=tok, **settings)
+        assert texts_of(tmp_path / f"c{k}") == [t for i, t in enumerate(pieces(20)) if i != k]
+
+
+def test_a_copy_of_something_dropped_is_kept(tmp_path, tok):
+    good = pieces(6)
+    rows = [{"text": good[0], "bpb": 9.0}, *({"text": t, "bpb": 0.5} for t in good)]
+    common = {"input": write_rows(tmp_path / "x.jsonl", rows), "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", score="bpb=0..1", **common)
+    assert texts_of(tmp_path / "out") == good
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"score": 1}
+
+
+def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys):
+    a, b = (write_rows(tmp_path / f"{name}.jsonl", [{"text": t} for t in ts])
+            for name, ts in (("a", pieces(40)[:20]), ("b", pieces(40)[20:])))  # fmt: skip
+    settings = {"tokenizer_dir": tok, "near": 0.0}
+    run(tmp_path / "out", input=f"a: {a}; b: {a}, {b}; c: {b}", **settings)
+    out = capsys.readouterr().out
+    assert "source c has no files of its own" in out and f"{a} is in an earlier source already" in out
+    assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 20
+    run(tmp_path / "out", input=f"a: {a}, {b}; b: {b}", **settings)  # moved: not up to date
+    assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 40
+
+
+def test_the_only_document_of_a_source_is_learnt(tmp_path, tok):
+    many = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(30)])
+    (tmp_path / "book.txt").write_text(pieces(31)[30], "utf-8")
+    run(tmp_path / "out", input=f"web: {many}; book: {tmp_path}/book.txt", tokenizer_dir=tok, val_fraction=0.5)
+    assert texts_of(tmp_path / "out", "train", "book") == [pieces(31)[30]]
+
+
+def test_conversations_are_cleaned_like_texts(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Tell\u200b me about\r\ncafe\u0301s, please."},
+                         {"role": "assistant", "content": "\ufeffThey serve coffee,\x00 mostly in the morning."}]}
+    path = write_rows(tmp_path / "x.jsonl", [talk] * 2)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, exact=False, near=0.0)
+    row = json.loads((tmp_path / "out" / "train.jsonl").read_text("utf-8").splitlines()[0])
+    expected = ["Tell me about\ncaf\u00e9s, please.", "They serve coffee, mostly in the morning."]
+    assert [message["content"] for message in row["messages"]] == expected
+    info = manifest_of(tmp_path / "out")["info"]["bytes"]
+    removed = sum(len(m["content"].encode()) for m in talk["messages"]) - sum(len(text.encode()) for text in expected)
+    assert info["cleaned"] == 2 * removed
+    assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
+
+
+def test_pairs_that_differ_in_the_rejected_answer_are_no_copies(tmp_path):
+    rows = [{"prompt": "Which of these two is better?", "chosen": pieces(1)[0], "rejected": t} for t in pieces(4)[1:]]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows + rows[:1]), kind="preference", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"exact_duplicate": 1}
+
+
+def test_unlike_rejected_answers_to_one_prompt_are_no_copies(tmp_path):
+    """However long the prompt and the chosen answer are; near copies of whole pairs are, in every part of them."""
+    texts = [text[:240] for text in pieces(60)]
+    rows, copies = [], []
+    for k in range(0, 60, 6):
+        prompt, chosen = f"Question {k}: {texts[k] * 3}", texts[k + 1] * 3
+        rows += [{"prompt": prompt, "chosen": chosen, "rejected": text} for text in texts[k + 2 : k + 6]]
+        like = {"prompt": prompt + " Please.", "chosen": "Yes. " + chosen, "rejected": rows[-1]["rejected"] + " 好"}
+        copies.append(like)
+        shorter = rows[-1] | {"rejected": rows[-1]["rejected"][:100]}  # less than half of it is the same
+        rows.append(shorter)
+        rows.append({"prompt": texts[k + 2], "chosen": texts[k + 1], "rejected": texts[2]})  # so often said, and wrong
+    path = write_rows(tmp_path / "x.jsonl", rows + copies)
+    run(tmp_path / "out", input=path, kind="preference", val_fraction=0.0)
+    kept = [(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in rows_in(tmp_path / "out")["train"]]
+    assert kept == [(row["prompt"], row["chosen"], row["rejected"]) for row in rows]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": len(copies)}
+
+
+def test_pairs_without_words_are_no_copies(tmp_path):
+    pair = {"prompt": "How was the film that we saw?", "chosen": "It was good."}
+    rows = [pair | {"rejected": mark} for mark in ("!?", "...")]
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="preference", val_fraction=0.0)
+    assert len(rows_in(tmp_path / "out")["train"]) == 2
+
+
+def test_numbers_of_csv_count_as_scores(tmp_path, tok):
+    lines = ["text,bpb"] + [f'"{t.replace(chr(34), "")}",{i / 10}' for i, t in enumerate(pieces(10))]
+    (tmp_path / "x.csv").write_text("\n".join(lines), "utf-8")
+    settings = {"tokenizer_dir": tok, "near": 0.0, "score": "bpb=0.3..0.55", "val_fraction": 0.0}
+    run(tmp_path / "out", input=tmp_path / "x.csv", **settings)
+    assert len(texts_of(tmp_path / "out")) == 3
+
+
+def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", 0)
+    monkeypatch.setattr(prepare.Tokens, "OPEN", 8)
+    (tmp_path / "in").mkdir()
+    for i, text in enumerate(pieces(90)):
+        (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 60, hard))
+    try:
+        run(tmp_path / "out", input=tmp_path / "in", tokenizer_dir=tok, near=0.0, order="length")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "val")) == 90
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"kind": "chat", "text_key": "a"}, "text_key=a has no effect with kind=chat"),
+        ({"kind": "preference", "order": "length"}, "order=length has no effect"),
+        ({"hold_out": 0.25}, "hold_out=0.25 has no effect with kind=text"),
+        ({"kind": "preference", "hold_out": 0.25}, "hold_out=0.25 has no effect with kind=preference"),
+        ({"kind": "chat", "prompts_from": "x"}, "prompts_from=x has no effect with kind=chat"),
+        ({"kind": "chat", "hold_out": 1.0}, "hold_out must be from 0 to below 1, got 1.0"),
+        ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
+        ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
+        ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),
+        ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a must be 0 or more"),
+        ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a must be 0 or more"),
+        ({"score": "bpb=5%..950%"}, "per cent are from 0 to 100"),
+        ({"score": "bpb=3..1"}, "the least comes first"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(settings, said):
+    with pytest.raises(ValueError) as caught:
+        prepare.check_config(KEYS | {"input": "x", "out_dir": "x"} | settings)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and isinstance(caught.value, UserError)
+
+
+def test_c4_drops_lines_and_pages_on_request(tmp_path, tok):
+    body = " ".join(f"This is sentence number {i} of a page about gardens and the people in them." for i in range(8))
+    page = f"Please enable javascript to go on reading.\n{body}\nWe use a cookie policy that you accept."
+    chinese = corpora.chinese_sample()[3]
+    rows = [{"text": page}, {"text": pieces(1)[0] + " lorem ipsum"}, {"text": chinese}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
+    run(tmp_path / "out", rules_on="c4", **common)
+    info = manifest_of(tmp_path / "out")["info"]
+    assert info["documents"]["dropped"] == {"c4_lorem_ipsum": 1}
+    assert texts_of(tmp_path / "out") == [body, chinese] and info["bytes"]["cleaned"] >= len(page) - len(body)

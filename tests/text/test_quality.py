@@ -1,0 +1,453 @@
+"""filters.py: cleaning against its promises, every rule on either side of its limit, measures against brute force."""
+
+import glob
+import math
+import os
+import pickle
+import random
+import re
+import sysconfig
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groundup.errors import UserError
+from groundup.text import quality
+from groundup.text.quality import CURATED, RULE_NAMES, RULES, WEB, Cleaning, Rules, Text, WordList, clean
+
+PUNCTUATION = Cleaning(punctuation=True)
+ENGLISH = (
+    "It was the best of times, it was the worst of times; we had everything before us (so they said), and nothing.\n\n"
+    '    "Indented," he wrote -- 3.14, a/b, x:y, http://example.org/?a=b,c...\n\tTabbed line, and so on!!\n'
+)
+
+# ---- cleaning -----------------------------------------------------------------------------------------
+
+EMOJI = "\U0001f469\u200d\U0001f4bb and \u2764\ufe0f\u200d\U0001f525"
+CLEANED = {
+    "one\r\ntwo\rthree\n": "one\ntwo\nthree",
+    "\ufeff文\u200b字\u2060": "文字",
+    "文\u200d字\u200c": "文字",
+    EMOJI: EMOJI,
+    "می\u200cخواهم": "می\u200cخواهم",
+    "क्\u200dष": "क्\u200dष",
+    "a\u200c\u200cb": "ab",
+    "bell\x07 nul\0 tab\t\x1b[0m": "bell nul tab\t[0m",
+    "cafe\u0301 １２３ ﬁ": "caf\u00e9 １２３ ﬁ",
+    "one  \ntwo\t\u3000\n": "one\ntwo",
+    "one\n\n\n\n\ntwo\n \n\t\n\nthree": "one\n\ntwo\n\nthree",
+    "a" + " " * 256 + "b": "a" + " " * 256 + "b",
+    "a" + " " * 257 + "b": "a" + " " * 256 + "b",
+    "a" + "\u3000 " * 5000 + "b": "a" + "\u3000 " * 128 + "b",
+    "\n\n  text \n": "text",
+    "": "",
+    " \n ": "",
+    "\ud83d half": "\ud83d half",
+}
+
+
+@pytest.mark.parametrize("text", CLEANED)
+def test_clean(text: str) -> None:
+    assert clean(text, WEB) == CLEANED[text]
+
+
+def test_each_step_is_a_switch() -> None:
+    text = "\x07a \u200b\n\n\n\ne\u0301" + " " * 300 + ". "
+    off = {field: False for field in Cleaning.__dataclass_fields__}
+    assert clean(text, Cleaning(**off)) == text
+    assert clean(text, Cleaning(**off | {"controls": True})) == text[1:]
+    assert clean(text, Cleaning(**off | {"zero_width": True})) == text.replace("\u200b", "")
+    assert clean(text, Cleaning(**off | {"nfc": True})) == unicodedata.normalize("NFC", text)
+    assert clean(text, Cleaning(**off | {"trailing_blanks": True})) == text[:-1]
+    assert clean(text, Cleaning(**off | {"blank_lines": True})) == text.replace("\n\n\n\n", "\n\n")
+    assert clean(text, Cleaning(**off | {"white_space_runs": True})) == text.replace(" " * 300, " " * 256)
+    assert clean(text, Cleaning(**off | {"strip": True})) == text[:-1]
+    assert clean("好,好", Cleaning(**off | {"punctuation": True})) == "好，好"
+
+
+def test_chinese_punctuation() -> None:
+    text = "他说:好,真好!真的?(是的);在3.14页.见a,b(图)里(外)中。。。完！！！……没有——了，，a,,b"
+    full = "他说：好，真好！真的?(是的);在3.14页。见a,b(图）里（外）中。完！……没有——了，a,,b"
+    assert clean(text, PUNCTUATION) == full
+    english = "He said: a,b! 好,好 " + "word " * 20
+    assert clean(english, PUNCTUATION) == english.strip()  # less than 0.3 Chinese
+    assert clean("好,好 abcdefgh", PUNCTUATION) == "好,好 abcdefgh"  # 2 of 10 letters
+    assert clean("好,好好 abcdefg", PUNCTUATION) == "好，好好 abcdefg"  # 3 of 10
+    assert clean("好,好", WEB) == "好,好"
+
+
+PIECES = st.sampled_from(
+    list(" \t\n\r\x00\x0b\x1f\u200b\u200c\u200d\ufeff\u2060\u3000\xa0ae\u0301,.!。，(好文\u2028\ufe0f\U0001f469")
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(max_size=60), st.text(PIECES, max_size=60)), st.integers(1, 400), st.booleans())
+def test_to_clean_again_changes_nothing(text: str, times: int, punctuation: bool) -> None:
+    text = text + text[-3:] * times + text
+    for steps in (CURATED, WEB, PUNCTUATION):
+        once = clean(text, steps)
+        assert clean(once, steps) == once
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from(" \t\n\xa0\u3000\u2028x"), max_size=40), st.integers(0, 600))
+def test_white_space_against_a_plain_way(text: str, run: int) -> None:
+    text = f"a{text}{' ' * run}{text}b"
+    lines = [line.rstrip(" \t\xa0\u3000") for line in text.split("\n")]
+    plain = re.sub("\n\n+", "\n\n", "\n".join(lines))
+    plain = re.sub(r"\s+", lambda white: white[0][:256], plain).strip()
+    assert clean(text, WEB) == plain
+
+
+def test_code_and_english_stay_as_they_are() -> None:
+    assert clean(ENGLISH, CURATED) == ENGLISH
+    n = 0
+    for path in sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py")))[:150]:
+        source = Path(path).read_bytes().decode("utf-8", "replace").replace("\x0c", "")  # some have form feeds
+        assert clean(source, CURATED) == unicodedata.normalize("NFC", source), path
+        lines = [line.rstrip() for line in source.split("\n")]
+        assert clean(source, WEB) == re.sub("\n{3,}", "\n\n", "\n".join(lines)).strip(), path
+        n += 1
+    assert n > 50
+
+
+# ---- rules --------------------------------------------------------------------------------------------
+
+
+def english(n_words: int, per_line: int = 12, seed: int = 0) -> list[str]:
+    """Lines of words that pass every rule: different, of 4 to 8 letters, a stop word here and there."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(4, 8))) for _ in range(n_words)]
+    words[1::10] = rng.choices(["the", "of", "and", "to"], k=len(words[1::10]))
+    return [" ".join(words[i : i + per_line])[:-1] + "." for i in range(0, n_words, per_line)]
+
+
+def chinese(n: int, per_line: int = 40, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    characters = [chr(rng.randrange(0x4E00, 0x9FA5)) for _ in range(n)]
+    characters[1::20] = rng.choices("的在是和", k=len(characters[1::20]))
+    return ["".join(characters[i : i + per_line - 1]) + "。" for i in range(0, n, per_line - 1)]
+
+
+def only(name: str, **more: str | int) -> Rules:
+    """The rules of a setting with one rule on."""
+    return Rules("web", on=name, off=",".join(rule for rule in RULE_NAMES if rule != name), **more)
+
+
+def test_good_texts_pass_all_rules() -> None:
+    assert Rules("web", on="c4").check("\n".join(english(600))) == ("", "")
+    assert Rules("web").check("\n".join(chinese(800))) == ("", "")
+
+
+def padded(n_bad: int, n_good: int, bad: str, good: str, joint: str) -> str:
+    return joint.join([bad] * n_bad + [good] * n_good)
+
+
+def numbered(n: int, text: str) -> list[str]:
+    """n different lines."""
+    return [
+        f"{text}{chr(0x4E00 + i)}" if quality.language(text) == "zh" else f"{text} {'abcdefghij'[i % 10]}{i}"
+        for i in range(n)
+    ]
+
+
+HUNDRED = "".join(map(chr, range(0x4E00, 0x4E00 + 100))) * 3
+
+# name, language: a text that passes, a text that is dropped, both next to the limit
+EDGES: dict[tuple[str, str], tuple[str, str]] = {
+    ("replacement_characters", "en"): ("\ufffd" + "a" * 999, "\ufffd" + "a" * 998),
+    ("replacement_characters", "zh"): ("\ufffd" + "好" * 999, "\ufffd" + "好" * 998),
+    ("min_length", "en"): ("word " * 50, "word " * 49),
+    ("min_length", "zh"): ("好" * 200, "好" * 199),
+    ("max_length", "en"): ("a " * 100_000, "a " * 100_001),
+    ("max_length", "zh"): ("好" * 200_000, "好" * 200_001),
+    ("han_share", "zh"): ("好" * 30 + "。" * 70, "好" * 29 + "。" * 71),
+    ("mean_line_length", "zh"): ("好" * 9 + "\n\n" + "好" * 11, "好" * 9 + "\n" + "好" * 10),
+    ("short_words", "en"): ("aaa " * 9 + "bbb", "aaa " * 9 + "bb"),
+    ("long_words", "en"): (("a" * 10 + " ") * 10, ("a" * 10 + " ") * 9 + "a" * 11),
+    ("hash_signs", "en"): ("# " + "word " * 9, "#" + " word" * 9 + "#"),
+    ("hash_signs", "zh"): ("#" + "好" * 19, "#" + "好" * 18),
+    ("ellipses", "en"): ("word... " + "word " * 9, "word... word… " + "word " * 9),
+    ("ellipses", "zh"): ("…" + "好" * 19, "…" + "好" * 18),
+    ("bullet_lines", "en"): (padded(9, 1, "- point", "line", "\n"), padded(10, 1, "• point", "line", "\n\n")),
+    ("bullet_lines", "zh"): (padded(9, 1, "·要点", "一行", "\n"), padded(10, 1, "●要点", "一行", "\n")),
+    ("ellipsis_lines", "en"): (padded(3, 7, "so ...", "line", "\n"), padded(4, 7, "so…", "line", "\n")),
+    ("ellipsis_lines", "zh"): (padded(3, 7, "好……", "一行", "\n"), padded(4, 7, "好...", "一行", "\n")),
+    ("letters", "en"): (padded(2, 8, "12", "it's", " "), padded(3, 8, "--", "a1", " ")),
+    ("letters", "zh"): ("好" * 50 + "ab" * 5 + "1" * 40, "好" * 50 + "ab" * 5 + "。" * 41),
+    ("stop_words", "en"): ("xx The yy of zz", "the the THE, ofx"),
+    ("stop_words", "zh"): ("我的好天在", "我的好天的"),
+    ("terminal_punctuation", "en"): (padded(12, 88, "Yes.", "no", "\n"), padded(11, 89, "Yes!", "no", "\n")),
+    ("terminal_punctuation", "zh"): (padded(107, 893, "好。", "好", "\n"), padded(105, 895, "好？", "好", "\n")),
+    ("short_lines", "en"): (padded(67, 33, "a" * 30, "b" * 31, "\n"), padded(68, 32, "a" * 30, "b" * 31, "\n")),
+    ("line_ends", "en"): ("w " * 10 + "\n" * 3, "w " * 10 + "\n" * 4),
+    ("line_ends", "zh"): ("好" * 1000 + "\n" * 89, "好" * 1000 + "\n" * 90),
+    ("duplicate_lines", "en"): (
+        "\n".join(["same"] * 31 + numbered(69, "line")), "\n".join(["same"] * 32 + numbered(68, "line"))
+    ),
+    ("duplicate_lines", "zh"): (
+        "\n".join(["好同"] * 288 + numbered(712, "好行")), "\n".join(["好同"] * 289 + numbered(711, "好行"))
+    ),
+    ("duplicate_line_characters", "en"): (
+        "\n".join(["a" * 20] * 2 + ["b" * 60]), "\n".join(["a" * 21] * 2 + ["b" * 58])
+    ),
+    ("any_duplicate_lines", "en"): ("\n".join(["a"] * 2 + ["b" * 98]), "\n".join(["aa"] * 2 + ["b" * 96])),
+    ("any_duplicate_lines", "zh"): ("\n".join(["好"] * 2 + ["文" * 8]), "\n".join(["好好"] * 2 + ["文" * 15])),
+    ("duplicate_paragraphs", "en"): (
+        "\n\n".join(["same"] * 31 + numbered(69, "part")), "\n\n".join(["same"] * 32 + numbered(68, "part"))
+    ),
+    ("duplicate_paragraphs", "zh"): (
+        "\n\n".join(["好同"] * 31 + numbered(69, "好段")), "\n\n\n".join(["好同"] * 32 + numbered(68, "好段"))
+    ),
+    ("duplicate_paragraph_characters", "en"): (
+        "\n\n".join(["a" * 20] * 2 + ["b" * 60]), "\n\n".join(["a" * 21] * 2 + ["b" * 58])
+    ),
+    ("duplicate_paragraph_characters", "zh"): (
+        "\n\n".join(["好" * 20] * 2 + ["文" * 60]), "\n\n".join(["好" * 21] * 2 + ["文" * 58])
+    ),
+    ("repeated_13_characters", "zh"): (HUNDRED[:212], HUNDRED[:213]),  # 100 of 200 and 101 of 201
+    ("c4_lorem_ipsum", "en"): ("lorem, ipsum", "Lorem Ipsum"),
+    ("c4_curly_brackets", "en"): ("f(x)", "f{x"),
+    ("c4_sentences", "en"): ("One two three. " * 5, "One two three. " * 4 + "\nUses cookies, you know. So."),
+}  # fmt: skip
+
+
+def gram_edges() -> dict[tuple[str, str], tuple[str, str]]:
+    """Units of one character. Of 1000, the most frequent n-gram makes k n, and a copy of m units covers m."""
+    edges = {}
+    han = [chr(0x4E00 + i) for i in range(3000)]
+    for rule in RULES:
+        if rule.measure not in ("top_grams", "duplicate_grams"):
+            continue
+        for language, limit in (("en", rule.en), ("zh", rule.zh)):
+            n, joint = (rule.n, " ") if language == "en" else (2 * rule.n, "")
+            texts = []
+            for more in (0, 1):
+                other = iter(han[100:]) if language == "zh" else iter([chr(0x10A0 + i) for i in range(2000)])
+                gram = [next(other) for _ in range(n)]
+                if rule.measure == "top_grams":
+                    times = int(limit * 1000 / n + 1e-9) + more
+                    units = [unit for _ in range(times) for unit in (*gram, next(other))][:1000]
+                    assert times * (n + 1) <= 1000
+                else:
+                    size = int(limit * 1000 + 1e-9) + more
+                    copy = [next(other) for _ in range(size)]
+                    units = copy + [next(other)] + copy
+                texts.append(joint.join(units + [next(other) for _ in range(1000 - len(units))]))
+            edges[rule.name, language] = (texts[0], texts[1])
+    return edges
+
+
+EDGES |= gram_edges()
+
+
+def test_every_rule_has_its_edges() -> None:
+    expected = {(rule.name, "en") for rule in RULES if rule.en is not None}
+    expected |= {(rule.name, "zh") for rule in RULES if rule.zh is not None}
+    assert set(EDGES) == {(name, language) for name, language in expected if name != "listed_words"}
+
+
+@pytest.mark.parametrize(("name", "language"), sorted(EDGES))
+def test_both_sides_of_each_limit(name: str, language: str) -> None:
+    kept, dropped = EDGES[name, language]
+    assert quality.language(kept) == quality.language(dropped) == language
+    rules = only(name)
+    assert rules.check(kept) == ("", "")
+    fired, detail = rules.check(dropped)
+    rule = next(rule for rule in RULES if rule.name == name)
+    assert fired == name and detail.endswith(f" {rule.sign} {getattr(rule, language):g}"), detail
+
+
+def test_language() -> None:
+    assert quality.language("") == quality.language("123 ...") == quality.language("русский текст") == "en"
+    assert quality.language("好好好 abcdefg") == "zh"
+    assert quality.language("好好好 abcdefgh") == "en"
+    assert quality.language("中文，夹一个 word") == "zh"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "好", "。", "...", "\n\n\n", " ", "。，！" * 50, "#", "\ufffd", "\ud800", "\0", "1", "-\n-\n-"]
+)
+def test_degenerate_texts(text: str) -> None:
+    for off in ("", "min_length", "min_length,letters,stop_words,han_share,mean_line_length"):
+        name, detail = Rules("web", on="c4", off=off).check(text)
+        assert "nan" not in detail and "inf" not in detail and name in RULE_NAMES
+    measured = Text(text)
+    for rule in RULES:
+        measure = getattr(measured, rule.measure or rule.name)
+        assert math.isfinite(measure(rule.n) if rule.n else measure()), rule.name
+    assert Rules("curated").check(text)[0] == (
+        "replacement_characters" if text == "\ufffd" else "min_length" if len(text.strip()) < 15 else ""
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(max_size=80), st.text(PIECES, max_size=80)), st.integers(1, 60))
+def test_no_text_raises(text: str, times: int) -> None:
+    for off in ("", "min_length,letters,stop_words,han_share,mean_line_length,replacement_characters"):
+        name, detail = Rules("web", off=off, on="c4").check(text * times)
+        assert bool(name) == bool(detail) and "nan" not in detail
+
+
+def test_curated_rules_are_few() -> None:
+    rules = Rules("curated")
+    assert rules.check("x" * 15) == ("", "") and rules.check("x" * 14) == ("min_length", "14 < 15")
+    assert rules.check("  " + "好" * 14 + " \n") == ("min_length", "14 < 15")
+    assert rules.check("book " * 300_000) == ("", "")
+    assert rules.check("- x\n" * 100) == ("", "")
+    assert rules.check("x" * 50 + "\ufffd")[0] == "replacement_characters"
+
+
+def test_lengths_of_your_own() -> None:
+    rules = Rules("web", min_chars=10, max_chars=20, off=",".join(set(RULE_NAMES) - {"min_length", "max_length"}))
+    assert [rules.check("x" * n)[0] for n in (9, 10, 20, 21)] == ["min_length", "", "", "max_length"]
+    assert [rules.check("好" * n)[0] for n in (9, 10, 20, 21)] == ["min_length", "", "", "max_length"]
+    assert Rules("curated", max_chars=20).check("x" * 21) == ("max_length", "21 > 20")
+
+
+def test_order_and_switches() -> None:
+    bad = "{ # - "  # too short, no stop words, no sentence
+    assert Rules("web").check(bad)[0] == "min_length"
+    assert Rules("web", off="min_length").check(bad)[0] == "short_words"
+    assert Rules("curated", off="min_length", on="c4_curly_brackets, stop_words").check(bad)[0] == "stop_words"
+    assert Rules("curated", off="min_length", on="c4").check(bad)[0] == "c4_curly_brackets"
+    fired = [Rules("web", off=",".join(RULE_NAMES[:i])).check(bad)[0] for i in range(len(RULE_NAMES))]
+    places = [RULE_NAMES.index(name) if name else len(RULE_NAMES) for name in fired]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quality": "best"}, "curated or web, got 'best'"),
+        ({"off": "stop_words,shortlines"}, "no rule 'shortlines' in off="),
+        ({"on": "c5"}, "no rule 'c5' in on="),
+        ({"words": "/nowhere/words.txt"}, "cannot read words='/nowhere/words.txt'"),
+        ({"keep": "/nowhere/rules.py:keep"}, "there is no file '/nowhere/rules.py'"),
+        ({"keep": "keep"}, "there is no file 'keep'"),
+    ],
+)
+def test_wrong_settings(settings: dict, said: str) -> None:
+    with pytest.raises((UserError, UserError)) as error:
+        Rules(**settings)
+    assert said in str(error.value) and isinstance(error.value, UserError) and "\n" not in str(error.value)
+
+
+def test_hook(tmp_path: Path) -> None:
+    path = tmp_path / "rules.py"
+    path.write_text("def keep(text):\n    return 1 / len(text) < 0.02\n\nlimit = 3\n", encoding="utf-8")
+    rules = Rules(keep=f"{path}:keep", min_chars=1, off="min_length")
+    rules = pickle.loads(pickle.dumps(rules))
+    assert rules.check("x" * 51) == ("", "")
+    assert rules.check("x" * 50) == ("keep", f"{path}:keep returns False")
+    assert Rules(keep=f"{path}:keep", off="min_length,keep").check("x" * 50) == ("", "")
+    with pytest.raises(
+        UserError, match="rules.py:keep' failed on a text of 0 characters: ZeroDivisionError"
+    ) as error:
+        rules.check("")
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    for wrong in ("limit", "none", ""):
+        with pytest.raises(UserError, match="has no function"):
+            Rules(keep=f"{path}:{wrong}")
+    path.write_text("import nothing_like_this", encoding="utf-8")
+    with pytest.raises(UserError, match="ModuleNotFoundError"):
+        Rules(keep=f"{path}:keep")
+
+
+def count_words(words: list[str], text: str) -> int:
+    """Every occurrence of every word, one after the other."""
+    total, text = 0, text.lower()
+    for word in {word.lower() for word in words}:
+        for i in range(len(text) - len(word) + 1):
+            found = text[i : i + len(word)] == word
+            before, after = text[i - 1 : i] if i else "", text[i + len(word) : i + len(word) + 1]
+            plain = re.compile("[a-z0-9]")
+            glued = (plain.match(word[0]) and plain.match(before)) or (plain.match(word[-1]) and plain.match(after))
+            total += found and not glued
+    return total
+
+
+def test_word_list(tmp_path: Path) -> None:
+    assert WordList(["aa", "赌", "赌博", "博彩"]).count("aa aaa AA 赌博彩 赌赌") == 2 + 3 + 1 + 1
+    rng = random.Random(3)
+    for _ in range(200):
+        words = ["".join(rng.choices("ab好文 ", k=rng.randint(1, 4))).strip() or "x" for _ in range(6)]
+        text = "".join(rng.choices("abAB好文 .", k=40))
+        assert WordList(words).count(text) == count_words(words, text), (words, text)
+    path = tmp_path / "words.txt"
+    path.write_text("\ufeff赌博\n\n bad words \n赌博\n", encoding="utf-8")
+    rules = Rules("curated", words=str(path))
+    lines = ["这里没有这些词，只有别的话。", "这里有赌博，也有别的话而已。"]
+    assert rules.check("\n".join(lines)) == ("", "")
+    assert rules.check("\n".join([*lines, "More Bad Words in here."])) == ("listed_words", "0.6667 > 0.5")
+    assert Rules("curated", words=str(path), off="listed_words").check("赌博" * 20) == ("", "")
+
+
+def test_lines_of_c4() -> None:
+    good = "Three words here"
+    bad = ["Two words", "Enable JavaScript to see", "We use cookies, you know", "word " * 3 + "x" * 1001]
+    assert quality.c4_lines("\n".join([good, *bad, good + "."])) == f"{good}\n{good}."
+    assert quality.c4_lines("\n".join([good, good + " ...", good + '."', good + "!"]), True) == f'{good}."\n{good}!'
+
+
+# ---- n-grams ------------------------------------------------------------------------------------------
+
+
+def brute_grams(units: list[str], n: int) -> tuple[float, float, float]:
+    """Top, covered and repeats as their definitions say."""
+    grams = [tuple(units[i : i + n]) for i in range(len(units) - n + 1)]
+    counts = Counter(grams)
+    if not counts or max(counts.values()) < 2:
+        return 0.0, 0.0, 0.0
+    total = sum(map(len, units))
+    gram, most = counts.most_common(1)[0]  # the first of several
+    top = most * sum(map(len, gram))
+    covered = {i + j for i, gram in enumerate(grams) if gram in grams[:i] for j in range(n)}
+    return top / total, sum(len(units[i]) for i in covered) / total, 1 - len(counts) / len(grams)
+
+
+@pytest.mark.parametrize("n_different", [1, 2, 4, 30])
+def test_grams_against_brute_force(n_different: int) -> None:
+    rng = random.Random(n_different)
+    wanted = (2, 3, 4, 5, 7, 9)
+    for _ in range(60):
+        units = rng.choices(["w" * (1 + i % 5) + str(i) for i in range(n_different)], k=rng.randint(0, 60))
+        if rng.random() < 0.5:
+            units += units[rng.randint(0, 5) :][:20]
+        ids = np.array([int(unit.strip("w")) for unit in units], np.uint64)
+        lengths = np.array(list(map(len, units)), np.int64)
+        found = quality.repeated(ids, lengths, wanted, 0.0)
+        early = quality.repeated(ids, lengths, wanted, 0.3)
+        for n in wanted:
+            top, covered, repeats = brute_grams(units, n)
+            assert found.get(n, quality.NO_GRAMS)[:3] == pytest.approx((top, covered, repeats)), (units, n)
+            if n not in early:  # it may stop only if it can no longer matter
+                assert covered < 0.3 and (top < 0.3 or n > wanted[2])
+            else:
+                assert early[n] == found[n]
+
+
+def test_units_of_n_grams() -> None:
+    words = "one two three one two four".split()
+    assert Text(" ".join(words)).grams[2][:3] == pytest.approx(brute_grams(words, 2))
+    characters = "甲乙丙丁，甲乙丙 丁\n完"
+    assert Text(characters).grams[4][:3] == pytest.approx(brute_grams(list("甲乙丙丁，甲乙丙丁完"), 4))
+
+
+def test_classes_are_those_of_every_character() -> None:
+    """Python's own answers for all 0x110000, and the ranges of Latin and Chinese letters."""
+    letters = [chr(code).isalpha() for code in range(0x110000)]
+    spaces = [chr(code).isspace() for code in range(0x110000)]
+    classes = quality.character_classes()
+    han = np.zeros(0x110000, bool)
+    for begin, end in quality.HAN_RANGES:
+        han[begin:end] = True
+    assert np.array_equal(classes == quality.HAN_CLASS, han)
+    assert np.array_equal(np.isin(classes, (quality.LETTERS, quality.LATIN)), np.array(letters) & ~han)
+    assert np.array_equal(classes == quality.SPACE, np.array(spaces))

@@ -1,0 +1,243 @@
+"""bpe.py against byte pair encoding by its definition, and its patterns against three libraries' engines."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+import tokenizers
+
+from groundup.tokens import bpe as bpe_module
+from groundup.tokens.bpe import PATTERN, PATTERNS, Corpus, count_chunks, train_bpe
+
+ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
+repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
+There are 12 functions, 3 classes and 1024 lines; in 2019 there were 845.  The older ones don't change, the new do.
+"""
+CHINESE = """学而时习之，不亦说乎？有朋自远方来，不亦乐乎？人不知而不愠，不亦君子乎？
+床前明月光，疑是地上霜。举头望明月，低头思故乡。白日依山尽，黄河入海流。欲穷千里目，更上一层楼。
+语言模型学习预测下一个词：先读大量的文本，再读对话。“你好！”他说；我们有3个模型、12层。
+"""
+CODE = """def tokens(self, text: str) -> list[int]:
+    \"\"\"Ids of a text.\"\"\"
+    if not text:
+        return []
+\tids = [self.vocab[word] for word in text.split(" ")]  # 0 <= id < len(self)
+    return ids
+"""
+CORPUS = [ENGLISH, CHINESE, CODE, ENGLISH.upper(), CHINESE.replace("，", ","), CODE.replace("    ", "\t")]
+
+# What texts are made of: whitespace of all kinds, contractions with letters that fold to "s" and "k", combining marks,
+# other scripts, private use, text that looks like special tokens.
+PARTS = [
+    *"aZ19 .,!?_-=/\\'\"<|>(){}\n\r\t\x00\x0b\x0c\x1c\x7f\x85\u00a0\u2028\u3000\u200b\ufeff\ufffd",
+    *("  ", "    ", "\r\n", "\n\n", " \n ", "the ", " model", "don't", "'S", "'\u017f", "\u212a", "e\u0301", "\u00e9"),
+    *("你", "好", "学习", "，", "。", "𠮷", "😀", "👩‍👩‍👧", "हिन्दी", "שלום", "مرحبا", "ไทย", "한국어"),
+    *("١٢", "½", "ⅷ", "\ue000"),
+    *("<|endoftext|>", "<|im_end|>", "<|im_start|>tool\n", "<|im_", "end|>", "<s>", "</s>", "<unk>", "<0x41>"),
+]
+
+
+def random_texts(n: int, seed: int, longest: int = 40) -> list[str]:
+    """Texts of parts, of words of the corpus and of any characters, without surrogates."""
+    rng = random.Random(seed)
+    words = "".join(CORPUS).split(" ")
+
+    def part() -> str:
+        kind = rng.random()
+        if kind < 0.5:
+            return rng.choice(PARTS)
+        if kind < 0.85:
+            return rng.choice(words)
+        return chr(rng.choice((rng.randrange(0xD800), rng.randrange(0xE000, 0x110000), rng.randrange(0x3000, 0xA000))))
+
+    return ["".join(part() for _ in range(rng.randrange(longest))) for _ in range(n)]
+
+
+TEXTS = [*CORPUS, "", " ", "\n", *random_texts(600, seed=1)]
+
+
+# ---- the trainer -----------------------------------------------------------------------------
+
+
+def brute_force(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
+    """Byte pair encoding by its definition: count everything again for every merge."""
+    words = [(list(chunk), count) for chunk, count in counts.items()]
+    merges = []
+    while len(merges) < max_merges:
+        pairs = Counter()
+        for ids, count in words:
+            for pair in zip(ids, ids[1:], strict=False):
+                pairs[pair] += count
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair), default=None)
+        if best is None or pairs[best] < 2:
+            break
+        words = [(replaced(ids, best, 256 + len(merges)), count) for ids, count in words]
+        merges.append(best)
+    return merges
+
+
+def replaced(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
+    out, i = [], 0
+    while i < len(ids):
+        found = tuple(ids[i : i + 2]) == pair
+        out.append(new if found else ids[i])
+        i += 2 if found else 1
+    return out
+
+
+def random_counts(rng: random.Random, alphabet: bytes, n_chunks: int, longest: int) -> dict[bytes, int]:
+    chunks = [bytes(rng.choices(alphabet, k=rng.randint(1, longest))) for _ in range(n_chunks)]
+    return {chunk: rng.randint(1, 5) for chunk in chunks}
+
+
+@pytest.mark.parametrize("alphabet", [b"a", b"ab", b"abc", b"abcdefgh\xe4\xbd\xa0"])
+def test_trainer_is_brute_force(alphabet: bytes):
+    """Small alphabets are full of the hard cases: aaaa, abab, a pair that touches itself, ties."""
+    rng = random.Random(len(alphabet))
+    for _ in range(150):
+        counts = random_counts(rng, alphabet, n_chunks=rng.randint(1, 12), longest=rng.choice((4, 12, 40)))
+        max_merges = rng.choice((1, 5, 60))
+        assert train_bpe(counts, max_merges) == brute_force(counts, max_merges), counts
+
+
+@pytest.mark.parametrize("few", [0, 3, 1 << 30])
+def test_one_place_at_a_time_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch, few: int):
+    """The two ways to merge, by numpy and by plain Python, each alone and both together."""
+    monkeypatch.setattr(bpe_module, "FEW", few)
+    rng = random.Random(few)
+    for _ in range(150):
+        counts = random_counts(rng, rng.choice((b"a", b"ab", b"abc")), n_chunks=12, longest=40)
+        assert train_bpe(counts, 60) == brute_force(counts, 60), counts
+    assert train_bpe(count_chunks(CORPUS), 200) == brute_force(count_chunks(CORPUS), 200)
+
+
+def test_training_goes_on_from_any_tokens():
+    """After 100 merges the chunks hold tokens above 255; the next 100 are those of an uninterrupted training."""
+    counts = count_chunks(CORPUS)
+    whole = train_bpe(counts, 200)
+    ids = [list(chunk) for chunk in counts]
+    for new, pair in enumerate(whole[:100], start=256):
+        ids = [replaced(chunk, pair, new) for chunk in ids]
+    lengths, weights = np.array([len(chunk) for chunk in ids]), np.array(list(counts.values()))
+    corpus = Corpus(np.array([i for chunk in ids for i in chunk]), lengths, weights)
+    assert corpus.train(100, first_id=356) == whole[100:]
+
+
+def test_trainer_is_brute_force_on_text():
+    counts = count_chunks(CORPUS)
+    assert train_bpe(counts, 200) == brute_force(counts, 200)
+
+
+def test_a_smaller_vocabulary_is_a_prefix():
+    counts = count_chunks(CORPUS)
+    whole = train_bpe(counts, 300)
+    assert all(train_bpe(counts, n) == whole[:n] for n in (0, 1, 17, 150))
+
+
+def test_order_of_documents_does_not_matter():
+    counts = count_chunks(CORPUS)
+    assert count_chunks(CORPUS[::-1]) == counts
+    assert train_bpe(dict(reversed(counts.items())), 300) == train_bpe(counts, 300)
+
+
+def test_trainer_stops_when_every_pair_is_rare():
+    assert train_bpe({}, 10) == []
+    assert train_bpe({b"abc": 1, b"d": 9}, 10) == []
+    assert train_bpe({b"ab": 2, b"abc": 1}, 10) == [(97, 98)]  # ab three times, then abc once
+    assert train_bpe({b"aaaaa": 1}, 10) == [(97, 97)]  # aaaa a, as [aa][aa]a: no pair twice
+
+
+def test_hand_worked_example():
+    """Wikipedia's "aaabdaaabac": Z=aa, then a tie of Za and ab (2 each): the smaller pair of ids, then Zab."""
+    a, b = 97, 98
+    assert train_bpe({b"aaabdaaabac": 1}, 10) == [(a, a), (a, b), (256, 257)]
+
+
+def test_chunks_are_the_matches_of_the_pattern():
+    want = Counter(chunk.encode() for text in TEXTS for chunk in regex.findall(PATTERN, text))
+    assert count_chunks(TEXTS) == want
+    chunks = ["don", "'t", " ", " stop", " ", "12", "34", " 你好", "，世界", "!\n\n", " ", " x"]
+    assert count_chunks(["don't  stop 1234 你好，世界!\n\n  x"]) == Counter(chunk.encode() for chunk in chunks)
+
+
+def test_long_chunks_are_counted_in_parts_and_rare_ones_let_go(monkeypatch: pytest.MonkeyPatch, capsys):
+    counts = count_chunks(["=" * 1000 + " " + "甲" * 300])
+    assert counts == {b"=" * 256: 3, b"=" * 232: 1, (" " + "甲" * 255).encode(): 1, ("甲" * 45).encode(): 1}
+    monkeypatch.setattr(bpe_module, "MAX_BYTES", 100)
+    counts = count_chunks([f"word word word x{chr(97 + i)}{chr(97 + j)}" for i in range(9) for j in range(9)])
+    assert sum(map(len, counts)) <= 120 and counts[b" word"] == 2 * 81  # the frequent ones keep their exact counts
+    assert "let go" in capsys.readouterr().out
+
+
+# ---- patterns --------------------------------------------------------------------------------
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+O200K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ALL_PATTERNS = [*PATTERNS.values(), LLAMA3_PATTERN, O200K_PATTERN]
+
+
+@pytest.mark.parametrize("pattern", ALL_PATTERNS)
+def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, pattern: str):
+    """At each place where a text may be cut, the chunks of the parts are the chunks of the whole."""
+    cuts = 0
+    for text in [*TEXTS, *random_texts(2000, seed=5)]:
+        whole = regex.findall(pattern, text)
+        for cut in bpe_module.SAFE_CUT.finditer(text):
+            cuts += 1
+            parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
+            assert parts == whole, (text, cut.start())
+    assert cuts > 3000
+
+
+def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) -> list[bool]:
+    """Whether tiktoken cuts each text into these chunks: all of them are tokens, and so is, later, the whole text."""
+    ranks = {bytes([b]): b for b in range(256)}
+    for chunk in [chunk for cut in chunks for chunk in cut] + texts:
+        ranks.setdefault(chunk.encode(), len(ranks))
+    encoding = tiktoken.Encoding("chunks", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    wanted = [[ranks[chunk.encode()] for chunk in cut] for cut in chunks]
+    return [encoding.encode_ordinary(text) == ids for text, ids in zip(texts, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_two_engines_cut_every_character_alike(name: str):
+    """Rust's and Oniguruma's: the tokenizer and its copy in transformers. And nothing is left out."""
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name]), "isolated")
+    codes = [*range(0x3000), *range(0x3000, 0xD800, 5), *range(0xE000, 0x34000, 5)]
+    characters = [chr(c) for c in codes]
+    for start in range(0, len(characters), 20_000):
+        texts = [f"a{c}甲" for c in characters[start : start + 20_000]]
+        chunks = [[chunk for chunk, _ in split.pre_tokenize_str(text)] for text in texts]
+        assert ["".join(cut) for cut in chunks] == texts
+        assert all(chunks_of_tiktoken(PATTERNS[name], texts, chunks))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("gpt2", ["It", "'s", " 你好", "，", "世界", " 2024", "!"]),
+        ("gpt4", ["It", "'s", " 你好", "，世界", " ", "20", "24", "!"]),
+        ("zh", ["It", "'s", " ", "你好", "，", "世界", " ", "2", "0", "2", "4", "!"]),
+        ("cl100k", ["It", "'s", " 你好", "，世界", " ", "202", "4", "!"]),
+        ("qwen", ["It", "'s", " 你好", "，世界", " ", "2", "0", "2", "4", "!"]),
+    ],
+)
+def test_what_the_patterns_do(name: str, chunks: list[str]):
+    assert regex.findall(PATTERNS[name], "".join(chunks)) == chunks
+
+
+def test_chinese_is_cut_in_fours():
+    text = "学而时习之不亦说乎，GPT模型café有3个"
+    chunks = ["学而时习", "之不亦说", "乎", "，GPT", "模型", "café", "有", "3", "个"]
+    assert regex.findall(PATTERNS["zh"], text) == chunks

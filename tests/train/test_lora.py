@@ -1,0 +1,586 @@
+"""lora.py against peft (logits, merged weights, files in both directions), against counting a model that is built, and
+against hand arithmetic."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_ddp import start_ranks
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import ddp
+from groundup.errors import UserError
+from groundup.generate.engine import generate
+from groundup.generate.sampling import SamplingParams
+from groundup.train import checkpoint, lora
+from groundup.train.lora import LoRAConfig, LoRALinear
+from groundup.train.optim import Optimizer, stays_whole
+from model import ModelConfig, Transformer
+
+V = 40
+SIZES = dict(
+    vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+)  # fmt: skip
+
+
+@torch.no_grad()
+def shake(model: nn.Module, seed: int = 0, of: str = "") -> nn.Module:
+    """Make every parameter whose name contains `of` random: B = 0 would hide almost everything."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if of in name:
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.3, generator=generator)
+    return model
+
+
+def tiny(**changes: object) -> Transformer:
+    cfg = dict(vocab_size=V, block_size=32, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24)
+    return shake(Transformer(ModelConfig(**(cfg | {"tie_embeddings": False} | changes))))
+
+
+def hf_base(directory: Path, kind: str = "llama", **changes: object) -> Path:
+    """A Hugging Face directory with random weights."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**(SIZES | {"head_dim": 6} | changes)))
+    shake(model).save_pretrained(directory)
+    return directory
+
+
+def hf_load(directory: Path, kind: str = "llama") -> nn.Module:
+    return (LlamaForCausalLM if kind == "llama" else Qwen3ForCausalLM).from_pretrained(directory)
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, vocab: int = V) -> torch.Tensor:
+    out = model.eval()(torch.randint(vocab, (2, 16), generator=torch.Generator().manual_seed(7)))
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def error_line(*args: object) -> str:
+    with pytest.raises(UserError) as caught:
+        args[0](*args[1:])
+    text = str(caught.value)
+    assert isinstance(caught.value, UserError) and text.startswith("lora: ") and "\n" not in text and len(text) < 600
+    return text
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ---- the layer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_adapter_changes_nothing_and_keeps_the_very_weights() -> None:
+    model = tiny()
+    before, expected = dict(model.named_parameters()), logits_of(model)
+    lora.add_lora(model, LoRAConfig(rank=4))
+    after = dict(model.named_parameters())
+    assert all(after[name] is p for name, p in before.items())
+    assert len(after) - len(before) == 2 * 7 * 2
+    assert torch.equal(logits_of(model), expected)
+    a, b = (after[f"layers.1.mlp.down_proj.lora_{x}.weight"] for x in "AB")
+    assert a.shape == (4, 24) and b.shape == (16, 4) and not b.any()
+    # kaiming_uniform(a=sqrt 5): uniform within sqrt(6 / (1 + 5) / inputs)
+    assert 0.8 < a.abs().max() * 24**0.5 <= 1
+
+
+def test_forward_is_the_formula() -> None:
+    weight = nn.Parameter(torch.randn(3, 5))
+    x = torch.randn(2, 5)
+    for rslora, scale in ((False, 6 / 4), (True, 6 / 2)):
+        layer = shake(LoRALinear(weight, LoRAConfig(rank=4, alpha=6, rslora=rslora)), of="lora")
+        a, b = layer.lora_A.weight, layer.lora_B.weight
+        torch.testing.assert_close(layer(x), x @ (weight + scale * b @ a).T)
+
+
+def test_dropout_acts_on_the_adapter_alone_and_in_training_alone() -> None:
+    torch.manual_seed(1)
+    layer = LoRALinear(nn.Parameter(torch.eye(6)), LoRAConfig(rank=6, alpha=6, dropout=0.5))
+    with torch.no_grad():
+        layer.lora_A.weight.copy_(torch.eye(6))
+        layer.lora_B.weight.copy_(torch.eye(6))
+    x = torch.ones(500, 6)
+    assert torch.equal(layer.eval()(x), 2 * x)
+    y = layer.train()(x)
+    assert set(y.unique().tolist()) == {1.0, 3.0}  # W x + 0, or W x + x / (1 - 0.5)
+    assert abs(y.mean().item() - 2) < 0.1
+
+
+def test_adapters_off_is_the_model_before() -> None:
+    model = tiny()
+    expected = logits_of(model)
+    lora.add_lora(model, LoRAConfig(rank=4))
+    shake(model, 1, "lora")
+    changed = logits_of(model)
+    assert not torch.allclose(changed, expected)
+    with pytest.raises(KeyError), lora.adapters_off(model):
+        assert torch.equal(logits_of(model), expected)
+        raise KeyError
+    assert torch.equal(logits_of(model), changed)
+
+
+def test_merging_leaves_a_plain_model_of_the_same_function() -> None:
+    model = tiny()
+    names = list(dict(model.named_parameters()))
+    lora.add_lora(model, LoRAConfig(rank=4))
+    shake(model, 1, "lora")
+    expected, weight = logits_of(model), model.layers[0].mlp.up_proj.weight
+    lora.merge_(model)
+    assert lora.lora_config_of(model) is None and list(dict(model.named_parameters())) == names
+    assert type(model.layers[0].mlp.up_proj) is nn.Linear and model.layers[0].mlp.up_proj.weight is weight
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_with_adapters_is_that_of_the_merged_model(dtype: torch.dtype) -> None:
+    model = tiny()
+    lora.add_lora(model, LoRAConfig(rank=4))
+    shake(model, 1, "lora")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    params, prompts = SamplingParams(max_new_tokens=20, temperature=0.0), [[1, 2, 3], [4, 5, 6, 7]]
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        ours = generate(model, None, prompts, params)
+        with lora.adapters_off(model):
+            without = generate(model, None, prompts, params)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    lora.merge_(model)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        merged = generate(model, None, prompts, params)
+    assert [r.completions[0].ids for r in ours] == [r.completions[0].ids for r in merged]
+    assert [r.completions[0].ids for r in ours] != [r.completions[0].ids for r in without]
+
+
+def test_compiled_blocks_have_adapters_and_can_switch_them_off() -> None:
+    model = tiny()
+    lora.set_trainable(model, "lora", LoRAConfig(rank=4))
+    shake(model, 1, "lora")
+    expected = logits_of(model)
+    with lora.adapters_off(model):
+        plain = logits_of(model)
+    model.compile_blocks(lambda f: torch.compile(f, dynamic=False, backend="aot_eager"))
+    torch.testing.assert_close(logits_of(model), expected)
+    with lora.adapters_off(model):
+        torch.testing.assert_close(logits_of(model), plain)
+    torch.testing.assert_close(logits_of(model), expected)
+
+
+# ---- what is trained ------------------------------------------------------------------------------------------------
+
+LLAMA2 = ModelConfig(
+    vocab_size=121_824, block_size=4096, n_layer=32, n_head=32, n_embd=4096, ffn_dim=11008, tie_embeddings=False
+)
+
+
+def test_the_published_counts_of_llama_2_with_a_chinese_vocabulary() -> None:
+    two, seven = LoRAConfig(rank=8, modules=("q_proj", "v_proj")), LoRAConfig(rank=8)
+    table = lora.trainable_table(LLAMA2, "embed,lm_head,lora", two)
+    assert (table["trainable"], table["total"]) == (1_002_176_512, 7_478_448_128)
+    table = lora.trainable_table(LLAMA2, "embed,lm_head,lora", seven)
+    assert (table["trainable"], table["total"]) == (1_017_970_688, 7_494_242_304)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tie_embeddings": True}, {"qk_norm": True, "head_dim": 6}, "llama2"])
+@pytest.mark.parametrize("trainable", ["all", "lora", "embed,lm_head", "embed, lora", "lm_head", "norm,lora", "mlp"])
+def test_the_table_is_what_a_model_counts(shape: dict | str, trainable: str) -> None:
+    cfg = replace(LLAMA2, n_layer=2) if shape == "llama2" else tiny(**shape).cfg
+    cfg_lora = LoRAConfig(rank=3, modules=("k_proj", "o_proj", "up_proj"))
+    with torch.device("meta"):
+        model = Transformer(cfg)
+        lora.set_trainable(model, trainable, cfg_lora)
+    params = dict(model.named_parameters())
+    table = lora.trainable_table(cfg, trainable, cfg_lora)
+    assert table["trainable"] == sum(p.numel() for p in params.values() if p.requires_grad)
+    assert table["total"] == sum(p.numel() for p in params.values())
+    assert table["adapters"] == sum(p.numel() for name, p in params.items() if "lora" in name)
+    plain = {name: tuple(p.shape) for name, p in params.items() if "lora" not in name}
+    assert list(lora.weight_shapes(cfg).items()) == list(plain.items())  # in the model's order
+
+
+def test_parts() -> None:
+    model = tiny()
+    lora.set_trainable(model, "embed,lm_head", LoRAConfig())
+    assert trained(model) == {"embed_tokens.weight", "lm_head.weight"} and lora.lora_config_of(model) is None
+    lora.set_trainable(model, r"layers[.]1[.].*norm, ^norm", LoRAConfig())
+    assert trained(model) == {
+        "norm.weight", "layers.1.input_layernorm.weight", "layers.1.post_attention_layernorm.weight"
+    }  # fmt: skip
+    lora.set_trainable(model, "all", LoRAConfig())
+    assert trained(model) == {name for name, _ in model.named_parameters()}
+    cfg = LoRAConfig(rank=2, modules=tuple("v_proj, q_proj".split(",")))
+    lora.set_trainable(model, "lora,down_proj", cfg)
+    assert lora.lora_config_of(model) == cfg and cfg.modules == ("q_proj", "v_proj")
+    assert len(trained(model)) == 2 * 2 * 2 + 2
+    before = trained(model)
+    lora.set_trainable(model, "lora,down_proj", cfg)  # once more changes nothing
+    assert trained(model) == before
+    tied = tiny(tie_embeddings=True)
+    lora.set_trainable(tied, "lm_head", LoRAConfig())
+    assert trained(tied) == {"embed_tokens.weight"}
+
+
+def test_parts_that_are_none_are_refused_with_what_there_is() -> None:
+    model = tiny()
+    for trainable, words in {
+        "lorra": ("'lorra'", "lora, embed, lm_head", "layers.N.self_attn.q_proj"),
+        "all,lora": ("'all,lora'",),
+        "": ("''",),
+        " , ": ("' , '",),
+        "lora,(": ("'('", "no regular expression"),
+        "lora,layers.0.mlp": ("layers.0.mlp.gate_proj.weight", "beside its adapter"),
+        "q_norm": ("'q_norm'",),
+    }.items():
+        text = error_line(lora.set_trainable, model, trainable, LoRAConfig())
+        assert all(word in text for word in words), text
+        assert error_line(lora.trainable_table, model.cfg, trainable, LoRAConfig()) == text
+        assert lora.lora_config_of(model) is None and len(trained(model)) == len(list(model.parameters()))
+    lora.add_lora(model, LoRAConfig(rank=2))
+    assert "rank=2" in error_line(lora.set_trainable, model, "lora", LoRAConfig(rank=3))
+    assert "already" in error_line(lora.set_trainable, model, "all", LoRAConfig())
+    assert "already" in error_line(lora.add_lora, model, LoRAConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": 0.0}, "alpha=0.0"),
+        ({"alpha": float("nan")}, "alpha=nan"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"modules": ()}, "got none"),
+        ({"modules": ("q_proj", "wq")}, "'wq'"),
+        ({"modules": ("lm_head",)}, "trainable='embed,lm_head,lora'"),
+    ],
+)
+def test_settings_that_make_no_sense(changes: dict, words: str) -> None:
+    assert words in error_line(lambda: LoRAConfig(**changes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_tokens_get_the_mean(tied: bool) -> None:
+    model = tiny(tie_embeddings=tied)
+    cfg, old, expected = model.cfg, model.embed_tokens.weight.clone(), logits_of(model)
+    lora.resize_vocab(model, V + 5)
+    assert (cfg.vocab_size, model.cfg.vocab_size) == (V, V + 5)
+    assert (model.lm_head.weight is model.embed_tokens.weight) == tied
+    logits = logits_of(model)
+    assert torch.equal(logits[..., :V], expected) and logits.shape[-1] == V + 5
+    assert torch.equal(model.embed_tokens.weight[:V], old)
+    torch.testing.assert_close(model.embed_tokens.weight[V:], old.mean(0).expand(5, -1))
+    # A linear map of a mean: each new token's logit is the mean of the old ones.
+    torch.testing.assert_close(logits[..., V:], expected.mean(-1, keepdim=True).expand(-1, -1, 5), atol=1e-5, rtol=0)
+    assert "rows are only added" in error_line(lora.resize_vocab, model, V)
+    lora.resize_vocab(model, V + 5)
+    assert model.embed_tokens.weight.shape == (V + 5, 16)
+
+
+# ---- peft -----------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "all": LoRAConfig(rank=4, alpha=6),
+    "attention": LoRAConfig(rank=3, alpha=7.5, modules=("q_proj", "v_proj"), dropout=0.25),
+    "rslora": LoRAConfig(rank=5, alpha=3, modules=("k_proj", "down_proj"), rslora=True),
+}
+TRAINABLE = ("lora", "embed,lm_head,lora", "lora,norm")
+
+
+def ours_and_files(tmp_path: Path, trainable: str, cfg: LoRAConfig, kind: str = "llama", tied: bool = False) -> tuple:
+    """A model of ours on a Hugging Face base with everything trainable changed, and the adapter directory of it."""
+    base = hf_base(tmp_path / "base", kind, tie_word_embeddings=tied)
+    model = checkpoint.load_model(base)
+    lora.set_trainable(model, trainable, cfg)
+    with torch.no_grad():
+        for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.2)
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    lora.save_adapter(directory, model, str(base))
+    return base, model, directory
+
+
+@pytest.mark.filterwarnings("error:Unexpected keyword")
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("trainable", TRAINABLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_our_adapter_and_merges_to_the_same_bits(
+    tmp_path: Path, kind: str, trainable: str, tied: bool
+) -> None:
+    base, model, directory = ours_and_files(tmp_path, trainable, KINDS[kind], tied=tied)
+    theirs = PeftModel.from_pretrained(hf_load(base), directory)
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), rtol=0, atol=2e-5)
+    merged = theirs.merge_and_unload()
+    lora.merge_(model)
+    weights = dict(merged.named_parameters()) | {"lm_head.weight": merged.lm_head.weight}
+    for name, p in model.named_parameters():
+        assert torch.equal(p, weights[lora.hf_name(name)]), name
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE)
+def test_peft_and_we_have_the_same_gradients(tmp_path: Path, trainable: str) -> None:
+    base, model, directory = ours_and_files(tmp_path, trainable, KINDS["all"])
+    theirs = PeftModel.from_pretrained(hf_load(base), directory, is_trainable=True)
+    # From 1: transformers keeps gradients from the row of the padding token.
+    idx = torch.randint(1, V, (2, 16), generator=torch.Generator().manual_seed(3))
+    model(idx[:, :-1], idx[:, 1:]).div(30).backward()
+    theirs(input_ids=idx, labels=idx).loss.backward()
+    found = {
+        name.replace(".default", "").replace("modules_to_save.", "").removeprefix(lora.PREFIX): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    ours = {lora.hf_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert ours.keys() == found.keys()
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, found[name], rtol=1e-4, atol=3e-6, msg=name)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_adapter_comes_back_to_the_bit(tmp_path: Path, kind: str) -> None:
+    base, model, directory = ours_and_files(tmp_path, "embed,lora", KINDS[kind])
+    again = checkpoint.load_model(base)
+    lora.load_adapter(again, directory)
+    assert lora.lora_config_of(again) == KINDS[kind]
+    params = dict(again.named_parameters())
+    assert all(torch.equal(p, params[name]) for name, p in model.named_parameters())
+    lora.load_adapter(again, directory)  # into the adapters that are there
+    assert torch.equal(logits_of(again), logits_of(model))
+    other = checkpoint.load_model(base)
+    lora.add_lora(other, LoRAConfig(rank=2))
+    assert "rank=2" in error_line(lora.load_adapter, other, directory)
+    stored = load_file(directory / lora.WEIGHTS_FILE)
+    assert {t.dtype for t in stored.values()} == {torch.float32}
+    assert not any("norm" in name or "lm_head" in name for name in stored)
+
+
+PEFT = {
+    "plain": {"target_modules": ["q_proj", "v_proj"]},
+    "all-linear": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "expression": {"target_modules": r".*layers\.\d+\.mlp\.(up|down)_proj"},
+    "some layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "excluded": {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+    "paths": {"target_modules": ["layers.1.self_attn.k_proj", "layers.0.self_attn.k_proj"]},
+    "rslora": {"target_modules": ["o_proj"], "use_rslora": True, "lora_alpha": 5},
+    "gaussian": {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
+    "embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "norms": {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "model.norm"]},
+}
+
+
+@pytest.mark.parametrize("base_kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", PEFT)
+def test_we_load_pefts_adapters(tmp_path: Path, kind: str, base_kind: str) -> None:
+    base = hf_base(tmp_path / "base", base_kind)
+    options = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | PEFT[kind]
+    theirs = get_peft_model(hf_load(base, base_kind), LoraConfig(**options))
+    with torch.no_grad():
+        for i, p in enumerate(p for p in theirs.parameters() if p.requires_grad):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.2)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = checkpoint.load_model(base)
+    expected = logits_of(theirs)
+    assert not torch.allclose(logits_of(ours), expected, atol=1e-3)
+    lora.load_adapter(ours, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(ours), expected, rtol=0, atol=2e-5)
+    whole = checkpoint.load_model(tmp_path / "adapter")  # finds the base by itself
+    merged = dict(theirs.merge_and_unload().named_parameters())
+    assert all(torch.equal(p, merged[lora.hf_name(name)]) for name, p in whole.named_parameters())
+
+
+def test_layers_without_an_adapter_in_the_file_add_nothing(tmp_path: Path) -> None:
+    base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
+    file = directory / lora.WEIGHTS_FILE
+    save_file({name: t for name, t in load_file(file).items() if "layers.1." in name}, file)
+    model = checkpoint.load_model(base)
+    lora.add_lora(model, KINDS["attention"])
+    shake(model, 5, "lora")
+    lora.load_adapter(model, directory)
+    theirs = PeftModel.from_pretrained(hf_load(base), directory)  # there B begins at zero
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), rtol=0, atol=2e-5)
+
+
+def test_half_precision_adapters_are_widened(tmp_path: Path) -> None:
+    base, model, directory = ours_and_files(tmp_path, "lora", KINDS["all"])
+    file = directory / lora.WEIGHTS_FILE
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
+    theirs = PeftModel.from_pretrained(hf_load(base), directory)
+    torch.testing.assert_close(logits_of(checkpoint.load_model(directory)), logits_of(theirs), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
+    """peft trains the embedding apart from the head unless told otherwise: a tied model cannot be that."""
+    base = hf_base(tmp_path / "base", tie_word_embeddings=True)
+    options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "task_type": "CAUSAL_LM"}
+    theirs = get_peft_model(hf_load(base), LoraConfig(**options, ensure_weight_tying=both))
+    shake(theirs, 1, "modules_to_save")
+    theirs.save_pretrained(tmp_path / "adapter")
+    if both:
+        ours = checkpoint.load_model(tmp_path / "adapter")
+        torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=2e-5)
+    else:
+        assert "apart" in error_line(checkpoint.load_model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
+        ({"init_lora_weights": "pissa"}, "'pissa'"),
+        ({"init_lora_weights": 1}, "init_lora_weights=1"),
+        ({"peft_type": "IA3"}, "'IA3'"),
+        ({"r": 0}, "rank=0"),
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
+    path = directory / lora.CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    assert words in error_line(lora.load_adapter, checkpoint.load_model(base), directory)
+
+
+def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Path) -> None:
+    base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
+    good, file = load_file(directory / lora.WEIGHTS_FILE), directory / lora.WEIGHTS_FILE
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    model = checkpoint.load_model(base)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for words, changed in {
+        "without layers.0.self_attn.q_proj.lora_A.weight": {k: t for k, t in good.items() if k != key},
+        "shape (3, 8) and not (3, 16)": good | {key: torch.zeros(3, 8)},
+        "holds layers.9.mlp.up_proj.lora_A.weight": good | {key.replace("0.self_attn.q", "9.mlp.up"): torch.ones(1)},
+        "holds score.weight": good | {"base_model.model.score.weight": torch.ones(2)},
+        "holds layers.0.self_attn.q_proj.weight": good | {key.replace(".lora_A", ""): torch.zeros(16, 16)},
+        "got none": {"base_model.model.model.norm.weight": torch.ones(16)},
+    }.items():
+        save_file(changed, file)
+        assert words in error_line(lora.load_adapter, model, directory)
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys() and all(torch.equal(p, after[name]) for name, p in before.items())
+    file.rename(directory / "adapter_model.bin")
+    assert ".bin can run code" in error_line(lora.load_adapter, model, directory)
+    (directory / lora.CONFIG_FILE).write_text("[]", encoding="utf-8")
+    assert "list" in error_line(lora.load_adapter, model, directory)
+    (directory / lora.CONFIG_FILE).write_text("{", encoding="utf-8")
+    assert "damaged" in error_line(lora.load_adapter, model, directory)
+    assert "no adapters to save" in error_line(lora.save_adapter, tmp_path, model, "x")
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainable", ["lora", "embed,lora"])
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_ddp_and_its_optimizers_train_what_is_trainable(trainable: str, overlap: str) -> None:
+    """Against torch's AdamW on a copy; what is frozen stays as it was, to the bit."""
+    torch.manual_seed(0)
+    model, reference = tiny(), tiny()
+    for m in (model, reference):
+        torch.manual_seed(1)
+        lora.set_trainable(m, trainable, LoRAConfig(rank=4))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    parallel = ddp.DDP(model, overlap_step=overlap)
+    ours = Optimizer(parallel.buckets, weight_decay=0.0)
+    parameters = [p for p in reference.parameters() if p.requires_grad]
+    theirs = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0)
+    for step in range(4):
+        idx = torch.randint(V, (2, 17), generator=torch.Generator().manual_seed(step))
+        parallel.expect_step(ours, 1e-2)
+        model(idx[:, :-1], idx[:, 1:]).div(32).backward()
+        parallel.step(ours, lr=1e-2)
+        theirs.zero_grad()
+        reference(idx[:, :-1], idx[:, 1:]).div(32).backward()
+        theirs.step()
+    parallel.flush()
+    expected = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        if name in frozen:
+            assert torch.equal(p, frozen[name]), name
+        else:
+            torch.testing.assert_close(p, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_muon_takes_whole_matrices_and_adamw_the_adapters() -> None:
+    model = tiny()
+    lora.set_trainable(model, "lora,down_proj", LoRAConfig(rank=4, modules=("q_proj", "o_proj")))
+    parallel = ddp.DDP(model, keep_whole=lambda name: stays_whole("muon", name))
+    opt = Optimizer(parallel.buckets, "muon", weight_decay=0.0, muon_dtype=torch.float32)
+    idx = torch.randint(V, (2, 17), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(12):
+        loss = model(idx[:, :-1], idx[:, 1:]).div(32)
+        loss.backward()
+        parallel.step(opt, lr=2e-2)
+        losses.append(loss.item())
+    assert all(torch.isfinite(p).all() for p in model.parameters()) and losses[-1] < losses[0] - 0.5
+    state = opt.state_dict()
+    assert state.keys() == trained(model)
+    for name, tensors in state.items():
+        assert tensors.keys() == ({"momentum"} if "down_proj" in name else {"exp_avg", "exp_avg_sq", "step"})
+
+
+ROWS = 4
+OPTIONS = {
+    "plain": {},
+    "forward": {"overlap_step": "forward"},
+    "backward": {"overlap_step": "backward"},
+    "zero1": {"zero1": True},
+    "zero1 forward muon": {"zero1": True, "overlap_step": "forward"},
+}
+
+
+def train_in_ranks(world: ddp.World, how: str) -> dict[str, torch.Tensor]:
+    """Four steps on this rank's rows of the same batches; -> all weights."""
+    kind = "muon" if "muon" in how else "adamw"
+    torch.manual_seed(1)
+    model = tiny()
+    lora.set_trainable(model, "lora,embed,mlp", LoRAConfig(rank=4, modules=("q_proj", "v_proj", "o_proj")))
+    parallel = ddp.DDP(model, bucket_mb=1e-3, keep_whole=lambda name: stays_whole(kind, name), **OPTIONS[how])
+    opt = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32)
+    for step in range(4):
+        idx = torch.randint(V, (ROWS, 17), generator=torch.Generator().manual_seed(step))
+        mine = idx.chunk(world.world_size)[world.rank]
+        parallel.expect_step(opt, 1e-2)
+        (model(mine[:, :-1], mine[:, 1:]) * (world.world_size / (ROWS * 16))).backward()
+        parallel.step(opt, lr=1e-2)
+    parallel.flush()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def save_in_ranks(folder: Path, world: ddp.World, report: Callable) -> None:
+    for how in OPTIONS:
+        torch.save(train_in_ranks(world, how), folder / f"{how} {world.rank}.pt")
+
+
+@pytest.mark.dist
+def test_two_ranks_train_adapters_as_one_does(tmp_path: Path) -> None:
+    reports, exit_codes = start_ranks(functools.partial(save_in_ranks, tmp_path), 2, tmp_path)
+    assert exit_codes == [0, 0], reports
+    alone = ddp.World(rank=0, local_rank=0, world_size=1)
+    for how in OPTIONS:
+        expected = train_in_ranks(alone, how)
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{how} {rank}.pt", weights_only=True)
+            assert found.keys() == expected.keys()
+            for name, p in found.items():
+                torch.testing.assert_close(p, expected[name], rtol=1e-3, atol=2e-5, msg=f"{how} {rank} {name}")

@@ -1,0 +1,203 @@
+"""optim.py against torch.optim.AdamW and torch.optim.Muon, and the schedules against hand arithmetic."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ddp
+from groundup.errors import UserError
+from groundup.train.optim import MuonStack, Optimizer, learning_rate_at, orthogonalize
+from model import ModelConfig, Transformer
+
+TINY = ModelConfig(vocab_size=64, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=32)
+
+
+def model_and_batch(seed: int = 0) -> tuple[Transformer, torch.Tensor]:
+    torch.manual_seed(seed)
+    return Transformer(TINY), torch.randint(0, 64, (4, 17))
+
+
+def train(model: Transformer, tokens: torch.Tensor, kind: str, steps: int, clip: float = 0.0) -> Optimizer:
+    parallel = ddp.DDP(model)
+    optimizer = Optimizer(parallel.buckets, kind, weight_decay=0.1)
+    for step in range(1, steps + 1):
+        (model(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
+        parallel.step(optimizer, lr=1e-3 * step, clip=clip)
+    return optimizer
+
+
+def is_muon(name: str, p: nn.Parameter) -> bool:
+    return p.ndim == 2 and name.startswith("layers.")
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_ten_steps_equal_torch_optim(kind, clip):
+    model, tokens = model_and_batch()
+    oracle, _ = model_and_batch()
+    train(model, tokens, kind, steps=10, clip=clip)
+
+    named = list(oracle.named_parameters())
+    matrices = [p for n, p in named if kind == "muon" and is_muon(n, p)]
+    rest = [(n, p) for n, p in named if not (kind == "muon" and is_muon(n, p))]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in rest if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for _, p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    optimizers = [adamw]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    for step in range(1, 11):
+        (oracle(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(oracle.parameters(), clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * step
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # AdamW agrees to rounding. Muon's direction is computed in bfloat16, where rounding differs between one matrix and
+    # a stack: 10 steps of up to 0.01 move a weight by at most 0.3, of which bfloat16 leaves about 1 % open.
+    for (name, p), q in zip(named, model.parameters(), strict=True):
+        close = 3e-3 if kind == "muon" else 2e-6
+        assert torch.allclose(p, q, atol=close), f"{name}: {(p - q).abs().max()}"
+
+
+def test_muon_decays_and_moves_like_torch_in_one_step():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Linear(48, 32, bias=False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    grad = torch.randn(32, 48)
+    oracle = torch.optim.Muon(theirs.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    theirs.weight.grad = grad.clone()
+    oracle.step()
+    holder = nn.Module()
+    holder.layers = nn.ModuleList([ours])
+    parallel = ddp.DDP(holder)
+    (ours.weight * grad).sum().backward()
+    parallel.step(Optimizer(parallel.buckets, "muon", weight_decay=0.1), lr=0.02)
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 16, 40), (2, 40, 16)])
+def test_orthogonalize_gives_singular_values_near_one_and_keeps_the_directions(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    y = orthogonalize(x).float()
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    assert y.shape == x.shape
+    values = torch.linalg.svdvals(y)
+    assert values.min() > 0.5 and values.max() < 1.35  # the coefficients' known band
+    assert ((u @ vh) * y).sum(dim=(1, 2)).div(values.sum(1)).min() > 0.95
+
+
+def test_every_parameter_has_one_rule_and_equal_shapes_are_one_stack():
+    model, _ = model_and_batch()
+    optimizer = Optimizer(ddp.DDP(model).buckets, "muon")
+    state = optimizer.state_dict()
+    assert state.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        assert ("momentum" in state[name]) == is_muon(name, p), name
+        key = "momentum" if is_muon(name, p) else "exp_avg"
+        assert state[name][key].shape == p.shape
+    stacks = [group for groups in optimizer.groups for group in groups if isinstance(group, MuonStack)]
+    # one bucket holds the 3 small blocks: q/o 6, k/v 6, gate/up 6, down 3
+    assert sorted(len(stack.items) for stack in stacks) == [3, 6, 6, 6]
+
+
+def test_norms_are_not_decayed():
+    model, _ = model_and_batch()
+    parallel = ddp.DDP(model)
+    optimizer = Optimizer(parallel.buckets, "adamw", weight_decay=0.5)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    (sum(p.sum() for p in model.parameters()) * 0).backward()  # zero gradient: only decay moves anything
+    parallel.step(optimizer, lr=0.1)
+    for name, p in model.named_parameters():
+        factor = 1.0 if p.ndim < 2 else 1 - 0.1 * 0.5
+        assert torch.allclose(p, before[name] * factor, atol=1e-7), name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_without_a_finite_gradient_changes_nothing(kind, value):
+    model, tokens = model_and_batch()
+    parallel = ddp.DDP(model)
+    optimizer = Optimizer(parallel.buckets, kind)
+    (model(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
+    parallel.step(optimizer, lr=1e-3)
+    weights = [p.clone() for p in model.parameters()]
+    state = {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_dict().items()}
+    (model(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
+    model.layers[1].mlp.up_proj.weight.grad[3, 5] = value
+    parallel.step(optimizer, lr=1e-3, clip=1.0)
+    assert parallel.found_inf == 1
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    for name, saved in optimizer.state_dict().items():
+        assert all(torch.equal(saved[k], state[name][k]) for k in saved), name
+    (model(tokens[:, :-1], tokens[:, 1:]) / 64).backward()
+    parallel.step(optimizer, lr=1e-3)
+    assert parallel.found_inf == 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_by_name_survives_another_bucket_layout(kind):
+    model, tokens = model_and_batch()
+    optimizer = train(model, tokens, kind, steps=3)
+    saved = {n: {k: v.clone() for k, v in s.items()} for n, s in optimizer.state_dict().items()}
+    other, _ = model_and_batch()
+    other.load_state_dict(model.state_dict())
+    parallel = ddp.DDP(other, bucket_mb=1e-3)  # every block a bucket of its own
+    resumed = Optimizer(parallel.buckets, kind, weight_decay=0.1)
+    resumed.load_state_dict(saved)
+    for name, state in resumed.state_dict().items():
+        assert all(torch.equal(state[k], saved[name][k]) for k in state), name
+
+
+def test_state_of_another_optimizer_is_refused():
+    model, tokens = model_and_batch()
+    saved = train(model, tokens, "adamw", steps=1).state_dict()
+    other, _ = model_and_batch()
+    with pytest.raises(UserError, match="resume with the optimizer it was saved with"):
+        Optimizer(ddp.DDP(other).buckets, "muon").load_state_dict(saved)
+    with pytest.raises(UserError, match="'adamw' or 'muon'"):
+        Optimizer([], "sgd")
+
+
+# ---- schedules: peak 1.0, min 0.1, 10 steps of warm-up, horizon 110 -------------------------------------------------
+
+
+def lr(step, schedule, horizon=110, **keys):
+    return learning_rate_at(step, schedule, 1.0, 0.1, 10, horizon, **keys)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd", "wcsd"])
+def test_warm_up_is_linear_and_never_zero(schedule):
+    assert [lr(step, schedule, stable_lr=0.5) for step in (1, 5, 10)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
+    assert learning_rate_at(1, schedule, 1.0, 0.1, 0, 100, stable_lr=0.5) > 0.9  # no warm-up: the peak at once
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "value"),
+    [
+        ("constant", 11, 1.0), ("constant", 500, 1.0),
+        ("cosine", 60, 0.55), ("cosine", 35, 0.1 + 0.45 * (1 + math.sqrt(0.5))), ("cosine", 110, 0.1),
+        ("cosine", 300, 0.1),
+        ("linear", 60, 0.55), ("linear", 35, 0.775), ("linear", 110, 0.1), ("linear", 111, 0.1),
+        ("wsd", 11, 1.0), ("wsd", 90, 1.0), ("wsd", 100, 0.55), ("wsd", 110, 0.1),
+        ("wcsd", 30, 0.75), ("wcsd", 50, 0.5), ("wcsd", 90, 0.5), ("wcsd", 100, 0.3), ("wcsd", 110, 0.1),
+    ],
+)  # fmt: skip
+def test_schedule_values_by_hand(schedule, step, value):
+    assert lr(step, schedule, stable_lr=0.5) == pytest.approx(value)
+
+
+def test_horizon_beyond_the_run_ends_above_min_lr():
+    assert lr(110, "cosine", horizon=210) == pytest.approx(0.55)
+    assert lr(110, "cosine", horizon=60) == pytest.approx(0.1)  # shorter: held

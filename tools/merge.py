@@ -1,0 +1,76 @@
+"""Adapters into their weights: a plain Hugging Face directory from a run with LoRA, or from an adapter of peft's.
+
+python tools/merge.py --init_from=out/lora --out_dir=out/merged
+python tools/merge.py --init_from=out/lora --out_dir=out/merged --dtype=bfloat16     # half the size, rounded once
+
+The sum W + alpha/r B A is computed in float32. The directory appears whole or not at all. From a checkpoint without
+adapters the same command makes a directory of the model alone, without the training state.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configurator import configure
+from groundup.errors import UserError
+from groundup.train import checkpoint
+from tokenizer import Tokenizer
+
+# ---- config: override with a config file or --key=value; see --help --------------------------------------------------
+init_from = ""  # run, checkpoint or Hugging Face directory with an adapter
+out_dir = ""  # directory to write, new or empty
+dtype = "float32"  # of the written weights: float32, bfloat16 or float16
+
+
+def check_out_dir(out_dir: str) -> Path:
+    """The directory to write. Raises ConfigError unless it is absent or empty."""
+    out = Path(out_dir)
+    if not out_dir or (out.exists() and not out.is_dir()):
+        raise UserError(f"config: out_dir={out_dir!r} is not a directory")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"config: out_dir={out_dir!r} is not empty; give another")
+    return out
+
+
+def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
+    """Write the merged model; -> (directory it was read from, directory written, number of parameters).
+
+    Raises ConfigError, CheckpointError, LoRAError, TokenizerError."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"config: dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    if not init_from:
+        raise UserError("config: init_from is empty; give the run or directory with the adapter")
+    source = checkpoint.resolve(init_from)
+    out = check_out_dir(out_dir)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(source))
+    model = checkpoint.load_model(source)
+    temp = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temp, ignore_errors=True)  # of a merge that was killed
+    try:
+        temp.mkdir(parents=True)
+        checkpoint.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
+        settings = source.parent / "config.py"  # of the run, if it is one of ours: how the model came about
+        if checkpoint.STEP_NAME.fullmatch(source.name) and settings.exists():
+            shutil.copy(settings, temp)
+        for path in temp.iterdir():
+            checkpoint.sync(path)
+        os.replace(temp, out)
+        checkpoint.sync(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint: cannot write {out}: {checkpoint.reason_of(error)}") from None
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return source, out, sum(p.numel() for p in model.parameters())
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    read, written, n_parameters = write(init_from, out_dir, dtype)
+    print(f"{read}: {n_parameters:,} parameters, merged, in {dtype}, in {written}")
