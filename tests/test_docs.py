@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NAMED = r"`tests/(test_\w+\.py)::(test_\w+)(?:\[(check_\w+)?-?\d?\])?`(?: \(`(check_\w+)`\))?"
+NAMED = r"`tests/((?:\w+/)?test_\w+\.py)::(test_\w+)(?:\[(check_\w+)?-?\d?\])?`(?: \(`(check_\w+)`\))?"
 
 
 @functools.cache
