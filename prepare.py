@@ -41,7 +41,8 @@ from stat import S_ISREG
 import numpy as np
 
 from configurator import configure, write_config
-from groundup.demo.python_docs import debug_texts, docs_conversations, docs_rows
+from groundup.demo.python_docs import debug_texts
+from groundup.demo.python_talks import docs_conversations, docs_rows
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.text import dedup

@@ -693,60 +693,6 @@ def test_verify(tmp_path, tok, capsys):
 # ---- built-in texts --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def docs() -> list[str]:
-    return list(corpora.python_docs())
-
-
-def test_python_docs_are_the_same_in_every_process(docs):
-    code = "import hashlib, corpus; print(hashlib.sha256(repr(list(corpus.python_docs())).encode()).hexdigest())"
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == hashlib.sha256(repr(docs).encode()).hexdigest()
-
-
-def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests(docs):
-    import difflib
-
-    library = Path(os.__file__).parent
-    assert sum(map(len, docs[:70])) > 300_000  # the reference
-    (module,) = (text for text in docs if text.startswith("difflib\n\n"))
-    assert module.startswith("difflib\n\n" + difflib.__doc__.strip())
-    assert (
-        "\n\n\ndifflib.SequenceMatcher.ratio\n\n"
-        + corpora.ast.get_docstring(
-            corpora.ast
-            .parse("class A:\n    def f():\n        '''" + difflib.SequenceMatcher.ratio.__doc__ + "'''")
-            .body[0]
-            .body[0]
-        )
-        in module
-    )
-    assert module.endswith("\n\n\n" + Path(difflib.__file__).read_text("utf-8"))
-    for name in ("test/support/__init__.py", "unittest/test/testmock/testmock.py", "idlelib/idle_test/test_run.py"):
-        tested = library / name
-        if tested.exists() and tested.stat().st_size > 100:
-            assert not any(tested.read_text("utf-8") in text for text in docs), name
-    for name in (
-        "test/test_os.py",
-        "ctypes/test/test_cast.py",
-        "test_x.py",
-        "site-packages/numpy/a.py",
-        "config-3.11/x.py",
-    ):
-        assert not corpora.is_documentation(Path(name)), name
-    for name in ("os.py", "unittest/case.py", "json/__init__.py", "doctest.py", "contextlib.py"):
-        assert corpora.is_documentation(Path(name)), name
-
-
-def test_python_docs_without_sources_say_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UserError, match=f"no sources of the standard library in {tmp_path}"):
-        list(corpora.python_docs())
-
-
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
     code = f"import prepare; prepare.make_debug_data({str(tmp_path / 'debug')!r})"
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]

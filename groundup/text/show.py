@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.demo.python_docs import docs_rows
+from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
 from groundup.text import dedup
