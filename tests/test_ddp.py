@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from groundup.errors import UserError
+from groundup.train import ranks
 
 V, D, L, T = 512, 64, 3, 16
 BLOCK_MB = 1e-4  # smaller than any block: every block gets a bucket of its own
@@ -97,7 +98,7 @@ def new_model(seed: int = 0, tied: bool = False) -> Llama:
     return Llama(tied)
 
 
-def batch(world: ddp.World, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch(world: ranks.World, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x, y) of all ranks, two rows each, and this rank's (x, y)."""
     data = torch.randint(V, (2 * world.world_size, T + 1), generator=torch.Generator().manual_seed(seed))
     x, y = data[:, :-1].clone(), data[:, 1:].clone()
@@ -175,18 +176,18 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def assert_same_on_all_ranks(value: object) -> None:
-    everyone = ddp.gather_objects(value)
+    everyone = ranks.gather_objects(value)
     assert all(other == everyone[0] for other in everyone), everyone
 
 
 def assert_raises_on_all_ranks(action: Callable[[], object], *texts: str) -> None:
-    """`action` raises a DDPError with all `texts` in its one line, here and on every other rank."""
+    """`action` raises a UserError with all `texts` in its one line, here and on every other rank."""
     message = "no error"
     try:
         action()
     except UserError as error:
         message = str(error)
-    for rank, line in enumerate(ddp.gather_objects(message)):
+    for rank, line in enumerate(ranks.gather_objects(message)):
         assert line.startswith("ddp: ") and "\n" not in line, (rank, line)
         assert all(text in line for text in texts), (rank, texts, line)
 
@@ -194,7 +195,7 @@ def assert_raises_on_all_ranks(action: Callable[[], object], *texts: str) -> Non
 # ---- checks that hold for any number of ranks ---------------------------------------------------------------------
 
 
-def check_equals_single_process(world: ddp.World) -> None:
+def check_equals_single_process(world: ranks.World) -> None:
     """Token-weighted mean over unequal counts, one rank's micro-batch without a target among them."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         reference, model = new_model(0).to(dtype), new_model(world.rank).to(dtype)
@@ -223,7 +224,7 @@ def check_equals_single_process(world: ddp.World) -> None:
         assert relative(mean_of_means.lm_head.weight.grad, want["lm_head.weight"]) > 1e-2
 
 
-def check_equals_torch_ddp(world: ddp.World) -> None:
+def check_equals_torch_ddp(world: ranks.World) -> None:
     """Bitwise for two ranks, whatever the buckets: a sum of two terms has no order."""
     tolerance = 0.0 if world.world_size == 2 else 1e-6
     models = [new_model(3), new_model(3, tied=True), Casting()]
@@ -243,7 +244,7 @@ def check_equals_torch_ddp(world: ddp.World) -> None:
         assert_close(capture.grads, named_grads(torchs.module), wide)
 
 
-def check_ranks_stay_equal(world: ddp.World) -> None:
+def check_ranks_stay_equal(world: ranks.World) -> None:
     """Weights and buffers of rank 0 at the start, equal bits after each of 20 steps, and they do change."""
     for clip, scaler, dtype in (
         (0.0, None, torch.float32),
@@ -277,7 +278,7 @@ def _frozen_norm(model: Llama) -> Llama:
     return model
 
 
-def check_unused_parameter(world: ddp.World) -> None:
+def check_unused_parameter(world: ranks.World) -> None:
     """Named on all ranks in the same step, whether no rank or only one lacks the gradient."""
     for lacking in (range(world.world_size), [world.world_size - 1]):
         model = new_model(0)
@@ -296,7 +297,7 @@ def check_unused_parameter(world: ddp.World) -> None:
     assert_raises_on_all_ranks(lambda: parallel.step(Capture(), 0.0), "no gradient", "ddp.sync = True", "more")
 
 
-def check_two_backwards(world: ddp.World) -> None:
+def check_two_backwards(world: ranks.World) -> None:
     """A second backward after the synced one would average twice: refused, synced or not."""
     for second_is_synced in (True, False):
         model = new_model(0)
@@ -312,7 +313,7 @@ def check_two_backwards(world: ddp.World) -> None:
     assert_raises_on_all_ranks(model(x, y).backward, "layers.1.", "twice")
 
 
-def check_order_of_arrival(world: ddp.World) -> None:
+def check_order_of_arrival(world: ranks.World) -> None:
     """Gradients that become ready in another order on each rank: buckets still go by index, and the mean is right."""
 
     def loss_of(model: nn.ModuleDict, rank: int) -> Tensor:
@@ -330,11 +331,11 @@ def check_order_of_arrival(world: ddp.World) -> None:
         loss_of(model, world.rank).backward()
     parallel.step(capture, 0.0)
     assert_close(capture.grads, want, 1e-6)
-    arrived = ddp.gather_objects([what for name, what in log.events if name == "gradient"])
+    arrived = ranks.gather_objects([what for name, what in log.events if name == "gradient"])
     assert world.world_size == 1 or arrived[0] != arrived[1], arrived
 
 
-def check_tied_and_frozen(world: ddp.World) -> None:
+def check_tied_and_frozen(world: ranks.World) -> None:
     """Tied weights have one slot, in the last bucket; frozen ones none, and no gradient."""
     model = new_model(0, tied=True)
     for name, p in model.named_parameters():
@@ -357,7 +358,7 @@ def check_tied_and_frozen(world: ddp.World) -> None:
     assert_close(capture.grads, want, 1e-6)
 
 
-def check_set_to_none(world: ddp.World) -> None:
+def check_set_to_none(world: ranks.World) -> None:
     """Gradients that the user dropped or replaced come back into the buffer with equal bits."""
     results = []
     for meddle in (False, True):
@@ -381,7 +382,7 @@ def check_set_to_none(world: ddp.World) -> None:
     assert_close(results[1], results[0], 0.0)
 
 
-def check_parameters_moved(world: ddp.World) -> None:
+def check_parameters_moved(world: ranks.World) -> None:
     """model.to(), load_state_dict(assign=True) and a .grad swapped before step() are errors, not stale weights."""
     _, _, x, y = batch(world, 1)
 
@@ -413,7 +414,7 @@ def check_parameters_moved(world: ddp.World) -> None:
     moved(lambda model: model.to("cpu"), True)()  # changes nothing
 
 
-def check_float16_mean(world: ddp.World) -> None:
+def check_float16_mean(world: ranks.World) -> None:
     """40,000 on every rank: the sum overflows float16, the mean does not."""
     model = nn.Linear(32, 1, bias=False).half()
     parallel, capture = ddp.DDP(model), Capture()
@@ -423,7 +424,7 @@ def check_float16_mean(world: ddp.World) -> None:
     assert relative(norm, torch.tensor(40_000 * 32**0.5)) < 2e-3 and parallel.found_inf.item() == 0
 
 
-def check_activation_checkpointing(world: ddp.World) -> None:
+def check_activation_checkpointing(world: ranks.World) -> None:
     """Both kinds: the same gradients, and buckets are launched while backward still runs."""
     results = {}
     for kind in ("", "saved", "reentrant"):
@@ -464,7 +465,7 @@ def assert_launched_in_order(parallel: ddp.DDP, log: WireLog) -> None:
     assert_same_on_all_ranks([event for event in log.events if event[0].startswith("c10d")])
 
 
-def check_wire(world: ddp.World) -> None:
+def check_wire(world: ranks.World) -> None:
     """Nothing is sent while accumulating; each step sends every bucket once, and one flag of 8 bytes."""
     model, capture = new_model(0), Capture()
     parallel = ddp.DDP(model, BLOCK_MB)
@@ -488,7 +489,7 @@ def check_wire(world: ddp.World) -> None:
         assert parallel.n_steps == step + 1
 
 
-def check_clip(world: ddp.World) -> None:
+def check_clip(world: ranks.World) -> None:
     """Norm and clipped gradients of clip_grad_norm_ on the whole batch in one process."""
     x, y, my_x, my_y = batch(world, 1)
     for clip in (1e-2, 1e3):
@@ -502,7 +503,7 @@ def check_clip(world: ddp.World) -> None:
         assert_close(capture.grads, named_grads(reference), 1e-6)
 
 
-def check_not_finite(world: ddp.World) -> None:
+def check_not_finite(world: ranks.World) -> None:
     """One bad element on the last rank: all skip that step, weights and moments keep their bits, the next is normal."""
     for bad, with_scaler in itertools.product((float("inf"), float("nan")), (True, False)):
         model, optimizer = new_model(0), FlatAdamW()
@@ -533,7 +534,7 @@ def _first(t: Tensor) -> Tensor:
     return torch.arange(t.numel()).view(t.shape) == 0
 
 
-def check_scaler_alone(world: ddp.World) -> None:
+def check_scaler_alone(world: ranks.World) -> None:
     """Scale, skipped steps and weights follow a GradScaler used as torch documents it, in one process in float64."""
     model, reference = new_model(0).double(), new_model(0).double()
     parallel, optimizer = ddp.DDP(model), FlatAdamW()
@@ -560,7 +561,7 @@ def check_scaler_alone(world: ddp.World) -> None:
         assert (ours - want).abs().max() < 1e-6  # after 7 steps of 1e-3; the clip coefficient is float32
 
 
-def check_disabled_scaler(world: ddp.World) -> None:
+def check_disabled_scaler(world: ranks.World) -> None:
     """GradScaler(enabled=False), which scripts pass for other dtypes, changes nothing."""
     grads = []
     for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
@@ -595,18 +596,18 @@ CHECKS = [
 # ---- checks of several ranks --------------------------------------------------------------------------------------
 
 
-def check_helpers(world: ddp.World) -> None:
+def check_helpers(world: ranks.World) -> None:
     n = world.world_size
     assert world.rank == world.local_rank and world.is_main == (world.rank == 0)
-    assert ddp.all_reduce_sum(torch.tensor([1.5, world.rank])).tolist() == [1.5 * n, n * (n - 1) / 2]
-    assert ddp.any_rank(False) is False and ddp.any_rank(True) is True
-    assert ddp.any_rank(world.rank == n - 1) is True
-    assert ddp.gather_objects({"rank": world.rank}) == [{"rank": rank} for rank in range(n)]
-    assert ddp.broadcast(torch.tensor(world.rank + 5)).item() == 5
-    ddp.barrier()
+    assert ranks.all_reduce_sum(torch.tensor([1.5, world.rank])).tolist() == [1.5 * n, n * (n - 1) / 2]
+    assert ranks.any_rank(False) is False and ranks.any_rank(True) is True
+    assert ranks.any_rank(world.rank == n - 1) is True
+    assert ranks.gather_objects({"rank": world.rank}) == [{"rank": rank} for rank in range(n)]
+    assert ranks.broadcast(torch.tensor(world.rank + 5)).item() == 5
+    ranks.barrier()
 
 
-def check_different_models(world: ddp.World) -> None:
+def check_different_models(world: ranks.World) -> None:
     """The first difference is named on all ranks, within seconds."""
 
     def reshape(model: Llama) -> None:
@@ -643,7 +644,7 @@ GROUP_CHECKS = [*CHECKS, check_equals_torch_ddp, check_helpers, check_different_
 # ---- starting ranks -----------------------------------------------------------------------------------------------
 
 
-def run_checks(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """Every check in turn; the first one that fails ends this rank, and with it the others."""
     for check in GROUP_CHECKS:
         torch.manual_seed(0)
@@ -664,9 +665,9 @@ def rank_main(
             f.write(f"{name}\t{time.time()}\t{text!r}\n")
 
     try:
-        world = ddp.init(device_type, timeout_s)
+        world = ranks.init(device_type, timeout_s)
         scenario(world, report)
-        ddp.close()
+        ranks.close()
     except Exception:
         report("error", traceback.format_exc())
         sys.exit(1)
@@ -714,7 +715,7 @@ def test_one_process(check: Callable) -> None:
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks; tensors this small only lose by more
     try:
-        check(ddp.World(rank=0, local_rank=0, world_size=1))
+        check(ranks.World(rank=0, local_rank=0, world_size=1))
     finally:
         torch.set_num_threads(n_threads)
 
@@ -737,14 +738,15 @@ def test_clean_exit(outcome: Callable, n: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads through /proc")
 def test_close_ends_the_threads_of_the_group() -> None:
-    """A gloo thread that lives into interpreter shutdown aborts the process now and then; see the imports of ddp.py."""
+    """A gloo thread that outlives the interpreter now and then aborts the process; see the imports of ranks.py."""
     code = """if True:
         import os, pathlib, torch, ddp
-        ddp.init()
+        from groundup.train import ranks
+        ranks.init()
         ddp.DDP(torch.nn.Linear(2, 2))
         import torch._dynamo  # as compile=True does at some point
-        ddp.any_rank(True)
-        ddp.close()
+        ranks.any_rank(True)
+        ranks.close()
         print([path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
     """
     env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -760,7 +762,7 @@ def test_close_ends_the_threads_of_the_group() -> None:
 # ---- ranks that are lost ------------------------------------------------------------------------------------------
 
 
-def lose_rank(world: ddp.World, report: Callable[[str, str], None], how: str) -> None:
+def lose_rank(world: ranks.World, report: Callable[[str, str], None], how: str) -> None:
     """Train; in its fourth step the last rank dies, stops or leaves."""
     model, optimizer = new_model(0), FlatAdamW()
     parallel = ddp.DDP(model, BLOCK_MB)
@@ -785,7 +787,7 @@ def test_lost_rank(how: str, seconds: float, tmp_path: Path) -> None:
     assert "lost" in reports[1], reports
     when, text = reports[0]["error"]
     assert when - reports[1]["lost"][0] < seconds, (when - reports[1]["lost"][0], text)
-    assert "DDPError: ddp: rank 0: step 4: all_reduce of bucket" in text, text
+    assert "UserError: ddp: rank 0: step 4: all_reduce of bucket" in text, text
     assert "(first: " in text and "another rank has died or is stuck" in text
 
 
@@ -842,7 +844,7 @@ def test_user_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(UserError, match="LOCAL_RANK.*torchrun"):
-        ddp.init()
+        ranks.init()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -858,17 +860,17 @@ def test_norm_of_many_elements(dtype: torch.dtype) -> None:
 # ---- CUDA ---------------------------------------------------------------------------------------------------------
 
 
-def cuda_rank(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def cuda_rank(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """NCCL with one rank: the same gradients as without a process group on the CPU, and no host sync in a step."""
     model, reference = new_model(0).cuda(), new_model(0)
     parallel, optimizer, capture = ddp.DDP(model, BLOCK_MB), FlatAdamW(), Capture()
     _, _, x, y = batch(world, 1)
     reference(x, y).backward()
     model(x.cuda(), y.cuda()).backward()
-    assert all(bucket.stages is not None for bucket in parallel.buckets)
+    assert all(bucket.hook is not None for bucket in parallel.buckets)
     parallel.step(capture, 0.0)
     assert_close({name: g.cpu() for name, g in capture.grads.items()}, named_grads(reference), 1e-5)
-    assert ddp.any_rank(True) and ddp.all_reduce_sum(torch.ones(2, device="cuda")).tolist() == [1, 1]
+    assert ranks.any_rank(True) and ranks.all_reduce_sum(torch.ones(2, device="cuda")).tolist() == [1, 1]
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     x, y = x.cuda(), y.cuda()
     poison = torch.zeros((), device="cuda")
@@ -898,7 +900,7 @@ def train_on_gpu(**options: object) -> tuple[list[Tensor], list[float]]:
         parallel.expect_step(optimizer, 1e-3)
         for micro_step in range(2):
             parallel.sync = micro_step == 1
-            _, _, x, y = batch(ddp.World(0, 0, 1), 2 * step + micro_step)
+            _, _, x, y = batch(ranks.World(0, 0, 1), 2 * step + micro_step)
             loss = model(x.cuda(), y.cuda()) / 64
             (loss if exact else scaler.scale(loss)).backward()
         norms.append(parallel.step(optimizer, 1e-3, 0.0 if exact else 1e9, None if exact else scaler).item())
@@ -906,7 +908,7 @@ def train_on_gpu(**options: object) -> tuple[list[Tensor], list[float]]:
     return [p.detach().cpu() for p in model.parameters()], norms
 
 
-def cuda_options(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def cuda_options(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """Every option on NCCL with one rank: what is exact equals the plain step to rounding, the rest runs."""
     plain, norms = train_on_gpu()
     for options in (
@@ -925,7 +927,7 @@ def cuda_options(world: ddp.World, report: Callable[[str, str], None]) -> None:
     report("cuda_options", "")
 
 
-def cuda_overlap(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def cuda_overlap(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """overlap_step="forward": kernels of the update run at the same time as kernels of the forward pass."""
     model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8))).cuda()
     parallel, optimizer = ddp.DDP(model, BLOCK_MB, overlap_step="forward"), FlatAdamW()
@@ -952,12 +954,12 @@ def gloo_on_one_gpu(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     reference, model, capture = new_model(0), new_model(rank).cuda(), Capture()
     parallel = ddp.DDP(model, BLOCK_MB)
-    all_x, all_y, x, y = batch(ddp.World(rank, 0, 2), 1)
+    all_x, all_y, x, y = batch(ranks.World(rank, 0, 2), 1)
     (reference(all_x, all_y) / 2).backward()
     model(x.cuda(), y.cuda()).backward()
     parallel.step(capture, 0.0)
     assert_close({name: g.cpu() for name, g in capture.grads.items()}, named_grads(reference), 1e-5)
-    ddp.close()
+    ranks.close()
     (folder / f"{rank}.ok").touch()
 
 

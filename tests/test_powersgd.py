@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 import ddp
+from groundup.train import ranks
 from groundup.train.optim import Optimizer, stays_whole
 
 Grads = dict[str, Tensor]
@@ -40,7 +41,7 @@ class Matrices(nn.Module):
         return torch.stack([(p * grads[name]).sum() for name, p in self.named_parameters()]).sum()
 
 
-def noise(model: nn.Module, world: ddp.World, step: int) -> list[Grads]:
+def noise(model: nn.Module, world: ranks.World, step: int) -> list[Grads]:
     """Independent normal gradients for every rank, known to all of them."""
     generators = [torch.Generator().manual_seed(100 * step + rank) for rank in range(world.world_size)]
     named = list(model.named_parameters())
@@ -77,12 +78,12 @@ def kept(hook: ddp.PowerSGD, key: str) -> Grads:
     return {name: state[key].clone() for name, state in hook.state_dict().items()}
 
 
-def mean_error(hook: ddp.PowerSGD, world: ddp.World) -> Grads:
-    return {name: ddp.all_reduce_sum(e) / world.world_size for name, e in kept(hook, "error").items()}
+def mean_error(hook: ddp.PowerSGD, world: ranks.World) -> Grads:
+    return {name: ranks.all_reduce_sum(e) / world.world_size for name, e in kept(hook, "error").items()}
 
 
 def train_llama(
-    world: ddp.World, hook: Callable | None, steps: Iterable[int] = range(6), bucket_mb: float = BLOCK_MB,
+    world: ranks.World, hook: Callable | None, steps: Iterable[int] = range(6), bucket_mb: float = BLOCK_MB,
     dtype: torch.dtype = torch.float32, saved: Iterable[dict] = (),
 ) -> list[Grads]:  # fmt: skip
     """What comes out in each step, all with the same weights. `saved` is loaded into the hook before."""
@@ -108,7 +109,7 @@ def send(model: nn.Module, parallel: ddp.DDP, grads: Grads) -> Grads:
     return capture.grads
 
 
-def check_equals_paper(world: ddp.World) -> None:
+def check_equals_paper(world: ranks.World) -> None:
     """Also with tied and frozen weights, activation checkpointing and clipping; the norm is that of what comes out."""
     for rank, n_steps, recompute, clip in ((4, 12, "", 0.0), (2, 4, "saved", 0.0), (8, 4, "reentrant", 0.1)):
         model, hook, capture = new_model(3, tied=bool(recompute)).double(), ddp.PowerSGD(rank, seed=rank), Capture()
@@ -137,7 +138,7 @@ def check_equals_paper(world: ddp.World) -> None:
         assert_close(mean_error(hook, world), mean(paper.errors), 1e-10)
 
 
-def check_buckets(world: ddp.World) -> None:
+def check_buckets(world: ranks.World) -> None:
     """How the model is cut does not matter: equal bits, but for the order in which gloo adds up four terms. Nor does
     accumulation: the error is added once per step, not once per backward."""
     dtype, tolerance = (torch.float64, 1e-13) if world.world_size == 4 else (torch.float32, 0.0)
@@ -156,7 +157,7 @@ def check_buckets(world: ddp.World) -> None:
         assert_close(many, send(models[1], parallels[1], total), tolerance)
 
 
-def check_low_rank(world: ddp.World) -> None:
+def check_low_rank(world: ranks.World) -> None:
     """A mean of rank 4 passes unharmed, at once, also after steps without a gradient; matrices that would not shrink
     are sent as they are."""
     for n_zeros in (0, 2):
@@ -178,7 +179,7 @@ def check_low_rank(world: ddp.World) -> None:
     assert hook.state_dict() == {}
 
 
-def check_conservation(world: ddp.World) -> None:
+def check_conservation(world: ranks.World) -> None:
     """What has not come out yet is the mean of the ranks' errors, to the last digit, also where gradients vanish."""
     model, hook = Matrices().double(), ddp.PowerSGD(2)
     parallel = ddp.DDP(model, BLOCK_MB, hook)
@@ -194,7 +195,7 @@ def check_conservation(world: ddp.World) -> None:
     assert owed["a"].norm() > 10
 
 
-def check_error_is_bounded(world: ddp.World) -> None:
+def check_error_is_bounded(world: ranks.World) -> None:
     """The error settles; the paper's, whose ranks also keep what they differ by, walks away."""
     model, hook = nn.Linear(32, 24, bias=False), ddp.PowerSGD(2)
     parallel, capture = ddp.DDP(model, hook=hook), Capture()
@@ -210,7 +211,7 @@ def check_error_is_bounded(world: ddp.World) -> None:
     assert world.world_size == 1 or rms[400][1] > 1.5 * rms[100][1]
 
 
-def check_start_step(world: ddp.World) -> None:
+def check_start_step(world: ranks.World) -> None:
     """Until then, and outside the blocks with embedding=False, the plain mean to the bit."""
     plain = train_llama(world, None)
     for hook, first in ((ddp.PowerSGD(4, start_step=3), 3), (ddp.PowerSGD(4, embedding=False), 0)):
@@ -224,7 +225,7 @@ def check_start_step(world: ddp.World) -> None:
                 assert (relative(got, want) > 1e-2) if name in hook.state_dict() else (relative(got, want) < 1e-6)
 
 
-def check_ranks_stay_equal(world: ddp.World) -> None:
+def check_ranks_stay_equal(world: ranks.World) -> None:
     """20 steps: equal weights and bases on all ranks, errors of their own, and equal bits if the update is deferred to
     the next forward. During backward, or with ZeRO-1, it is refused with the reason."""
     for kind, dtype in (("adamw", torch.float32), ("muon", torch.float32), ("adamw", torch.bfloat16)):
@@ -240,7 +241,7 @@ def check_ranks_stay_equal(world: ddp.World) -> None:
             parallel.flush()
             mine, shared = list(kept(hook, "error").values()), [*model.parameters(), *kept(hook, "basis").values()]
             assert_same_on_all_ranks((norms, digest(shared)))
-            assert len(set(ddp.gather_objects(digest(mine)))) == world.world_size
+            assert len(set(ranks.gather_objects(digest(mine)))) == world.world_size
             results.append((norms, digest(mine), digest(shared)))
         assert results[0] == results[1] and len(set(norms)) == 20
         assert {e.dtype for e in kept(hook, "error").values()} == {torch.float32}
@@ -249,7 +250,7 @@ def check_ranks_stay_equal(world: ddp.World) -> None:
         test_ddp.assert_raises_on_all_ranks(refused, text)
 
 
-def check_not_finite(world: ddp.World) -> None:
+def check_not_finite(world: ranks.World) -> None:
     """One bad element on one rank: nothing changes anywhere, the scale halves, and training goes on as if the step had
     not been. The loss scale leaves no trace."""
 
@@ -286,13 +287,13 @@ def check_not_finite(world: ddp.World) -> None:
         assert train([1, 2, 3, 4, -9, 5, 6], bad, where) == want, (bad, where)
 
 
-def check_resume(world: ddp.World) -> None:
+def check_resume(world: ranks.World) -> None:
     """Equal bits. On another number of ranks the mean goes on. At another rank the errors stay, bases are new."""
     resume = partial(train_llama, world, dtype=torch.float64)
     straight, hook = resume(ddp.PowerSGD(4), range(8)), ddp.PowerSGD(4)
     resume(hook, range(4))
     saved = hook.state_dict()
-    for states, tolerance in (([saved], 0.0), (ddp.gather_objects(saved), 1e-10)):
+    for states, tolerance in (([saved], 0.0), (ranks.gather_objects(saved), 1e-10)):
         again = resume(ddp.PowerSGD(4, seed=1), range(4, 8), saved=states)
         for got, want in zip(again, straight[4:], strict=True):
             assert_close(got, want, tolerance)
@@ -303,7 +304,7 @@ def check_resume(world: ddp.World) -> None:
     assert_close(kept(wider, "basis"), kept(fresh, "basis"), 0.0)
 
 
-def check_wire_and_memory(world: ddp.World) -> None:
+def check_wire_and_memory(world: ranks.World) -> None:
     """The bytes of the formula, in the order P0, P1, Q0, P2, Q1, ..., on all ranks; the errors and bases, no more."""
     for embedding in (True, False):
         model, hook, capture = new_model(0), ddp.PowerSGD(4, embedding=embedding), Capture()
@@ -340,7 +341,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def run_checks(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
     for check in CHECKS:
         check(world)
         report(check.__name__, "")
@@ -370,7 +371,7 @@ def test_several_ranks(outcome: Callable, name: str, n: int) -> None:
 # ---- torch's hook -------------------------------------------------------------------------------------------------
 
 
-def compare_to_torch(world: ddp.World, report: Callable[[str, str], None]) -> None:
+def compare_to_torch(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """20 compressed steps in float64 from the same basis. Torch gets one bucket: with two its hook deadlocks on gloo,
     with more it aborts. It orders matrices by shape, and its bucket is final from the third step on."""
     model, hook, capture = new_model(3).double(), ddp.PowerSGD(4, start_step=2), Capture()
@@ -416,5 +417,5 @@ def test_start_step_after_resuming() -> None:
     model = Matrices()
     parallel = ddp.DDP(model, hook=ddp.PowerSGD(2, start_step=3))
     parallel.n_steps = 5
-    grads = noise(model, ddp.World(0, 0, 1), 0)[0]
+    grads = noise(model, ranks.World(0, 0, 1), 0)[0]
     assert relative(send(model, parallel, grads)["a"], grads["a"]) > 0.1

@@ -20,13 +20,12 @@ import pytest
 import torch
 from test_model import as_transformers, random_model, tiny_config
 
-import ddp
 import sample
 from groundup.generate import chat
 from groundup.generate.chat import Chat
 from groundup.generate.engine import Token, generate, never_sampled
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint
+from groundup.train import checkpoint, ranks
 from model import Transformer
 from tokenizer import Tokenizer, train
 
@@ -36,7 +35,7 @@ CORPUS = [
     "从前有一只猫，坐在垫子上。" * 20,
     "🙂👩‍👩‍👧 and 𠮷野家 " * 3,
 ]
-ALONE = ddp.World(rank=0, local_rank=0, world_size=1)
+ALONE = ranks.World(rank=0, local_rank=0, world_size=1)
 
 
 def save_run(out_dir: Path, seed: int, stage: str, block_size: int = 64) -> Path:

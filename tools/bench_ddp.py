@@ -259,7 +259,7 @@ def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) ->
         for event, mark in zip(mine, "PQ" if len(mine) > 1 else "|", strict=True):
             a, b = (min(width, int(event[key] / phases["end"] * width)) for key in ("launch", "done"))
             row[a : b + 1] = [mark, *"=" * (b - a)]
-        lines.append(f"{bucket.units[0]:18}{''.join(row)}".rstrip())
+        lines.append(f"{bucket.blocks[0]:18}{''.join(row)}".rstrip())
     return {"phases": phases, "collectives": sent}, "\n".join(lines)
 
 

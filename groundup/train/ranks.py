@@ -1,13 +1,13 @@
-"""Process group and rank helpers: who am I, what do the others hold, and one line when one of them is lost.
+"""The process group: join and leave it, and talk to the other ranks through it.
 
-Everything works without a process group too, as a world of one. ddp.py passes these names on, so scripts say ddp.init.
+Without a process group every function works as in a world of one rank. If a rank dies or hangs, the others end with
+one line that says which operation failed and how many steps each rank has finished.
 """
 
 import os
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions take the process group of the moment as default arguments, for good. torch._dynamo imports it at some
-# point; after init() it would keep the group and its threads alive until the interpreter shuts down, and a thread that
-# then drops a tensor aborts the process ("terminate called without an active exception").
+# This module binds the process group as a default argument when it is first imported. torch._dynamo imports it at some
+# point: if that is after init(), the group and its threads stay alive until the interpreter shuts down, and a thread
+# that drops a tensor then aborts the process ("terminate called without an active exception").
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
@@ -31,7 +31,7 @@ from groundup.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is: `rank` of `world_size` in all, `local_rank` on this machine (= the index of its GPU)."""
+    """Who this process is: `rank` of `world_size` in all, `local_rank` on this machine (the index of its GPU)."""
 
     rank: int
     local_rank: int
@@ -44,11 +44,10 @@ class World:
 
 
 def init(device_type: str = "cpu", timeout_s: float = 300, debug: bool = False) -> World:
-    """Join the process group that torchrun describes in the environment; alone and without a group if there is none.
+    """Join the process group that torchrun describes in the environment; without torchrun, return a world of one.
 
-    A collective that waits longer than `timeout_s` for another rank fails. With `device_type` "cuda" this process takes
-    GPU number LOCAL_RANK, CUDA tensors travel over NCCL, and CPU tensors (flags, counts) still over gloo. `debug`
-    compares every collective with rank 0's before it starts: slow, but it names the line of the script that differs.
+    A collective fails if it waits longer than `timeout_s` for another rank. With `device_type` "cuda" this process
+    takes GPU number LOCAL_RANK; CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
     """
     if "RANK" not in os.environ:
         return World(rank=0, local_rank=0, world_size=1)
@@ -70,16 +69,15 @@ def init(device_type: str = "cpu", timeout_s: float = 300, debug: bool = False) 
             backend, store=meeting_place(world, timeout_s), rank=world.rank, world_size=world.world_size,
             timeout=timedelta(seconds=timeout_s), device_id=device,
         )  # fmt: skip
-    bulletin.debug, bulletin.n_collectives = debug, 0
     return world
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
-    """A store at MASTER_ADDR whose keys are those of this start alone.
+    """Return a key-value store at MASTER_ADDR whose keys belong to this start of the ranks alone.
 
-    torchrun (2.13) keeps one store over all its restarts, in which a new rank finds the addresses of dead ones and
-    waits for them; and its count of restarts may differ between machines. So rank 0 gives a prefix to every rank that
-    answers: each says a word of its own, is told the prefix under that word, and confirms. Dead ranks never confirm.
+    torchrun (2.13) keeps one store over all its restarts, so a new rank would find the addresses of dead ones and wait
+    for them; and its count of restarts may differ between machines. So rank 0 hands out a prefix: every other rank
+    posts a random word, finds the prefix under that word, and confirms. Dead ranks never confirm.
     """
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
     address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout_s)
@@ -103,7 +101,7 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
 
 
 def close() -> None:
-    """Leave the process group once all ranks have come here. Only after success: others may not come after an error."""
+    """Leave the process group once all ranks have called this. Do not call it after an error: others may not come."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
@@ -114,32 +112,31 @@ def barrier() -> None:
     any_rank(False)
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def any_rank(flag: bool) -> bool:
+    """True on all ranks if `flag` is true on at least one. Over gloo: nothing waits for a GPU."""
+    return all_reduce_sum(torch.tensor(int(flag)), "any_rank").item() > 0
+
+
 def all_reduce_sum(t: Tensor, operation: str = "all_reduce_sum") -> Tensor:
-    """Add `t` up over the ranks, in place; returns it. `operation` is what errors call it."""
+    """Add `t` up over the ranks, in place, and return it. Error messages call the collective `operation`."""
     if dist.is_initialized():
         issue(operation, dist.all_reduce, t)
     return t
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def any_rank(flag: bool, operation: str = "any_rank") -> bool:
-    """True on all ranks if `flag` is true on at least one. Over gloo: no GPU has to be waited for."""
-    return all_reduce_sum(torch.tensor(int(flag)), operation).item() > 0
-
-
-def new_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A second gloo group of all ranks, for a second thread; None without a process group. All ranks call it."""
-    if not dist.is_initialized():
-        return None
-    with named_errors("new_group"):
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+def broadcast(t: Tensor) -> Tensor:
+    """Overwrite `t` with rank 0's, in place, and return it."""
+    if dist.is_initialized():
+        issue("broadcast", dist.broadcast, t, src=0)
+    return t
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (anything that pickles), in the order of the ranks, on all ranks. group: of new_group."""
+    """Return every rank's `value` (anything that pickles) in the order of the ranks, on all ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -147,16 +144,29 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def broadcast(t: Tensor) -> Tensor:
-    """Overwrite `t` with rank 0's, in place; returns it."""
-    if dist.is_initialized():
-        issue("broadcast", dist.broadcast, t, src=0)
-    return t
+def new_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a second gloo group, for a second thread; None without a process group. All ranks call it."""
+    if not dist.is_initialized():
+        return None
+    with named_errors("new_group"):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def check_same_model(model: torch.nn.Module, options: str) -> None:
+    """Raise UserError on all ranks unless they agree on options, names, order, shapes, dtypes and requires_grad."""
+    mine = [options]
+    mine += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    mine += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    everyone = gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
+            if other != first:
+                raise UserError(f"ddp: rank {rank} differs from rank 0: {other} instead of {first}")
 
 
 def start_agreement(problem: str, where: str) -> Callable[[], None]:
-    """Start to tell all ranks whether `problem` is empty here. The returned function waits for their answers and raises
-    DDPError on all ranks if one has a problem. A flag of 8 bytes over gloo: no GPU has to be waited for."""
+    """Start to tell all ranks whether `problem` is empty here. Call the returned function to wait for their answers:
+    it raises UserError on all ranks if any of them has a problem. One flag of 8 bytes over gloo."""
     flag, operation, work = torch.tensor(int(problem != "")), f"{where}: agreement that all is well", None
     if dist.is_initialized():
         work = issue(operation, partial(dist.all_reduce, async_op=True), flag)
@@ -173,48 +183,15 @@ def start_agreement(problem: str, where: str) -> Callable[[], None]:
     return check
 
 
-def check_same_model(model: torch.nn.Module, options: str) -> None:
-    """Raise DDPError on all ranks unless they agree on options, names, order, shapes, dtypes and requires_grad."""
-    mine = [options]
-    mine += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    mine += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    everyone = gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
-            if other != first:
-                raise UserError(f"ddp: rank {rank} differs from rank 0: {other} instead of {first}")
-
-
-def check_equal(tensors: dict[str, Tensor], when: str) -> None:
-    """Raise DDPError on all ranks unless every tensor has the same bits on all."""
-    everyone = gather_objects([zlib.crc32(t.detach().cpu().view(torch.uint8).numpy()) for t in tensors.values()])
-    for rank, theirs in enumerate(everyone):
-        for name, first, other in zip(tensors, everyone[0], theirs, strict=True):
-            if first != other:
-                raise UserError(f"ddp: {when} rank {rank} holds other weights than rank 0 in {name}")
-
-
-def moved(names: list[str]) -> str:
-    return f"{listed(names)} left the flat buffer; call model.to() and load_state_dict(assign=True) before DDP(model)"
-
-
-def listed(names: list[str]) -> str:
-    """The first five names and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
-    """Call a collective of torch.distributed; all of ours go through here. `operation` is what errors call it."""
-    if bulletin.debug and kwargs.get("group") is None:  # another group's turn is another thread's
-        sizes = [t.numel() for t in args if isinstance(t, Tensor)]
-        bulletin.compare(f"{operation} of {sizes[0]} elements" if len(sizes) == 1 else operation)  # two: may differ
+    """Call a collective of torch.distributed. Error messages call it `operation`."""
     with named_errors(operation):
         return function(*args, **kwargs)
 
 
 @contextmanager
 def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
-    """Turn the backend's error for a lost or silent rank into one line that says who was doing what."""
+    """Turn the backend's error about a dead or silent rank into one line that says who was doing what."""
     try:
         yield
     except RuntimeError as error:
@@ -222,55 +199,32 @@ def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]  # gloo adds advice
         raise UserError(
             f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
-            f"{bulletin.read()} ({reason})"
+            f"{finished_steps()} ({reason})"
         ) from error
 
 
-class Bulletin:
-    """What ranks tell each other beside the collectives: notes in the store at which they met, which can be read even
-    when a collective would hang or crash."""
+def post_finished_steps(n_steps: int) -> None:
+    """Note in the store how many steps this rank has finished (3 microseconds, waits for nothing)."""
+    if dist.is_initialized():
+        with named_errors("note of finished steps"):
+            _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
 
-    debug = False
-    n_collectives = 0
 
-    def post(self, n_steps: int) -> None:
-        """Note how many steps this rank has finished (a message of 3 microseconds, nothing is waited for)."""
-        if dist.is_initialized():
-            with named_errors("note of finished steps"):
-                _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
+def finished_steps() -> str:
+    """How many steps each rank has finished, for an error; empty if the store does not answer within two seconds."""
+    found: list[str] = []
 
-    def read(self) -> str:
-        """Who has finished how many steps, for an error; empty if nobody can tell within two seconds."""
-        found: list[str] = []
-        thread = threading.Thread(target=self._read, args=(found,), daemon=True)
-        thread.start()
-        thread.join(2)
-        return f"; steps finished: {', '.join(found)}" if found else ""
-
-    def _read(self, found: list[str]) -> None:
+    def read() -> None:
         try:
             store = _get_default_store()
             for rank in range(dist.get_world_size()):
                 key = f"ddp/steps/{rank}"
                 if store.check([key]):
                     found.append(f"rank {rank} {store.get(key).decode()}")
-        except (RuntimeError, ValueError):  # the store is lost with the process that kept it
+        except (RuntimeError, ValueError):  # the store died with the process that kept it
             return
 
-    def compare(self, what: str) -> None:
-        """Raise DDPError if rank 0's collective of this number is another one."""
-        key, rank = f"ddp/collective/{self.n_collectives}", dist.get_rank()
-        self.n_collectives += 1
-        if rank == 0:
-            _get_default_store().set(key, what)
-            return
-        with named_errors(f"waiting for rank 0 to come to {what}"):
-            other = _get_default_store().get(key).decode()
-        if other != what:
-            raise UserError(
-                f"ddp: collective {self.n_collectives} is {what} on rank {rank}, but {other} on rank 0; "
-                "every rank must take the same branches"
-            )
-
-
-bulletin = Bulletin()
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(2)
+    return f"; steps finished: {', '.join(found)}" if found else ""

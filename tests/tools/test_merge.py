@@ -14,9 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import ddp
 from groundup.errors import UserError
-from groundup.train import checkpoint, lora
+from groundup.train import checkpoint, lora, ranks
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, train
 
@@ -35,7 +34,7 @@ def changed(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def save(out_dir: Path, model: Transformer, base: Path | str = "") -> Path:
-    world = ddp.World(rank=0, local_rank=0, world_size=1)
+    world = ranks.World(rank=0, local_rank=0, world_size=1)
     return checkpoint.save(
         out_dir, 1, model, TOKENIZER, {"step": 1}, {}, world, val_loss=None, keep_last=0, keep_best=0, base=base
     )

@@ -36,14 +36,14 @@ from transformers.utils.logging import disable_progress_bar
 
 import ddp
 from groundup.errors import UserError
-from groundup.train import checkpoint, lora
+from groundup.train import checkpoint, lora, ranks
 from groundup.train.direct_file import DirectFile
 from groundup.train.lora import LoRAConfig
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, train
 
 disable_progress_bar()
-ALONE = ddp.World(rank=0, local_rank=0, world_size=1)
+ALONE = ranks.World(rank=0, local_rank=0, world_size=1)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -1012,7 +1012,7 @@ def test_an_out_dir_that_cannot_be_written(tmp_path: Path) -> None:
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 
-def in_ranks(world_size: int, action: Callable[[ddp.World], object]) -> list[int]:
+def in_ranks(world_size: int, action: Callable[[ranks.World], object]) -> list[int]:
     """Run `action` in `world_size` processes that share a gloo group; -> their exit statuses, as of `wait`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -1021,19 +1021,19 @@ def in_ranks(world_size: int, action: Callable[[ddp.World], object]) -> list[int
     def join_and_act(rank: int) -> None:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()})
-        action(ddp.init(timeout_s=20))
+        action(ranks.init(timeout_s=20))
 
     return [wait(child) for child in [start(lambda rank=rank: join_and_act(rank)) for rank in range(world_size)]]
 
 
 @pytest.mark.dist
 def test_ranks_save_one_checkpoint(tmp_path: Path) -> None:
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         rank_state = {"rank": world.rank, "rng": torch.full((5,), world.rank, dtype=torch.uint8)}
         for step in (1, 2):
             path = save(tmp_path, step, tiny(step), world=world, rank_state=rank_state, keep_last=1)
             assert checkpoint.find_latest(tmp_path) == path  # on every rank, as soon as its own save returns
-        ddp.close()
+        ranks.close()
 
     assert in_ranks(3, action) == [0, 0, 0]
     path = checkpoint.find_latest(tmp_path, pytest.fail)
@@ -1052,7 +1052,7 @@ def test_ranks_save_one_checkpoint(tmp_path: Path) -> None:
 def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: int) -> None:
     save(tmp_path, 2, val_loss=1.0, keep_best=1)
 
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         if world.rank == failing:
             checkpoint.DirectFile = lambda path: DirectFile(Path("/dev/full"))
         text = error_line(lambda: save(tmp_path, 3, world=world))
@@ -1061,7 +1061,7 @@ def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: in
             check_failed_save(tmp_path, text)
         checkpoint.DirectFile = DirectFile  # there is room again
         save(tmp_path, 4, world=world, keep_last=1)
-        ddp.close()
+        ranks.close()
 
     assert in_ranks(2, action) == [0, 0]
     assert names(tmp_path) == ["latest", "step_000004"]
@@ -1072,7 +1072,7 @@ def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: in
 def test_one_rank_killed_while_it_saves(tmp_path: Path, dying: int) -> None:
     save(tmp_path, 2, tiny(2))
 
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         if world.rank == dying:
             checkpoint.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(UserError):

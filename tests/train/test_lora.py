@@ -19,7 +19,7 @@ import ddp
 from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, lora
+from groundup.train import checkpoint, lora, ranks
 from groundup.train.lora import LoRAConfig, LoRALinear
 from groundup.train.optim import Optimizer, stays_whole
 from model import ModelConfig, Transformer
@@ -549,7 +549,7 @@ OPTIONS = {
 }
 
 
-def train_in_ranks(world: ddp.World, how: str) -> dict[str, torch.Tensor]:
+def train_in_ranks(world: ranks.World, how: str) -> dict[str, torch.Tensor]:
     """Four steps on this rank's rows of the same batches; -> all weights."""
     kind = "muon" if "muon" in how else "adamw"
     torch.manual_seed(1)
@@ -567,7 +567,7 @@ def train_in_ranks(world: ddp.World, how: str) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def save_in_ranks(folder: Path, world: ddp.World, report: Callable) -> None:
+def save_in_ranks(folder: Path, world: ranks.World, report: Callable) -> None:
     for how in OPTIONS:
         torch.save(train_in_ranks(world, how), folder / f"{how} {world.rank}.pt")
 
@@ -576,7 +576,7 @@ def save_in_ranks(folder: Path, world: ddp.World, report: Callable) -> None:
 def test_two_ranks_train_adapters_as_one_does(tmp_path: Path) -> None:
     reports, exit_codes = start_ranks(functools.partial(save_in_ranks, tmp_path), 2, tmp_path)
     assert exit_codes == [0, 0], reports
-    alone = ddp.World(rank=0, local_rank=0, world_size=1)
+    alone = ranks.World(rank=0, local_rank=0, world_size=1)
     for how in OPTIONS:
         expected = train_in_ranks(alone, how)
         for rank in range(2):

@@ -25,7 +25,7 @@ import ddp
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.train import checkpoint, write_behind
+from groundup.train import checkpoint, ranks, write_behind
 from groundup.train.direct_file import DirectFile
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
@@ -67,7 +67,7 @@ class Training:
         errors = self.hook.state_dict() if isinstance(self.hook, ddp.PowerSGD) else {}
         return state, {"rng": {"cpu": torch.get_rng_state()}, "powersgd": errors}
 
-    def save(self, out: Path, model: nn.Module, state: dict, rank_state: dict, world: ddp.World = tc.ALONE) -> Path:
+    def save(self, out: Path, model: nn.Module, state: dict, rank_state: dict, world: ranks.World = tc.ALONE) -> Path:
         return checkpoint.save(out, 1, model, tc.TOKENIZER, state, rank_state, world, base=self.base, **KEEP)
 
     def start(self, writer: Writer, out: Path) -> None:
@@ -469,7 +469,7 @@ def test_an_error_in_training_waits_for_the_write(run: Callable, tmp_path: Path,
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 
-def save_in_ranks(writer: Writer, world: ddp.World, out: Path, step: int) -> None:
+def save_in_ranks(writer: Writer, world: ranks.World, out: Path, step: int) -> None:
     model, state, rank_state = writer.copy(
         tc.tiny(step) if world.is_main else None, {"step": step}, {"rank": torch.full((3,), world.rank)}
     )
@@ -483,7 +483,7 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
     """Each rank is slow at another time, and their training exchanges numbers all the while."""
     original = checkpoint.write_state
 
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         def write_state(path: Path, state: dict) -> str:
             time.sleep(0.2 * world.rank)
             return original(path, state)
@@ -493,11 +493,11 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
             save_in_ranks(writer, world, tmp_path, step)
             for _ in range(100):
                 n += 1
-                assert ddp.all_reduce_sum(torch.tensor(n * (world.rank + 1))).item() == 6 * n
-                assert ddp.gather_objects((n, world.rank)) == [(n, rank) for rank in range(3)]
+                assert ranks.all_reduce_sum(torch.tensor(n * (world.rank + 1))).item() == 6 * n
+                assert ranks.gather_objects((n, world.rank)) == [(n, rank) for rank in range(3)]
             assert writer.wait().name == f"step_{step:06d}"
         writer.close()
-        ddp.close()
+        ranks.close()
 
     assert tc.in_ranks(3, action) == [0, 0, 0]
     for step in (1, 2, 3):
@@ -513,7 +513,7 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
 def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -> None:
     tc.save(tmp_path, 2)
 
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         writer = Writer(True, 20)
         if world.rank == failing:
             checkpoint.DirectFile = lambda path: DirectFile(Path("/dev/full"))
@@ -524,7 +524,7 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
         save_in_ranks(writer, world, tmp_path, 4)
         assert writer.wait().name == "step_000004" and writer.saved
         writer.close()
-        ddp.close()
+        ranks.close()
 
     assert tc.in_ranks(2, action) == [0, 0]
     assert tc.names(tmp_path) == ["best", "latest", "step_000002", "step_000004"]
@@ -535,7 +535,7 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
 def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: int) -> None:
     tc.save(tmp_path, 2)
 
-    def action(world: ddp.World) -> None:
+    def action(world: ranks.World) -> None:
         writer = Writer(True, 20)
         if world.rank == dying:
             checkpoint.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
