@@ -49,8 +49,9 @@ from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
 from groundup.train.log import RunLog, clock
 from groundup.train.lora import LoRAConfig, adapters_off, set_trainable, trainable_table
 from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.signals import StopSignal
-from model import ModelConfig, Transformer, flops_per_token, parameter_table
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------

@@ -34,8 +34,9 @@ from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_ev
 from groundup.train.log import RunLog, clock
 from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
 from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.plan import flops_per_token
 from groundup.train.signals import StopSignal
-from model import IGNORE, ModelConfig, Transformer, cross_entropy, flops_per_token, token_scores
+from model import IGNORE, ModelConfig, Transformer, cross_entropy, token_scores
 from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------

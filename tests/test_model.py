@@ -16,17 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 from groundup.errors import UserError
 from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
-from model import (
-    IGNORE,
-    KVCache,
-    ModelConfig,
-    Transformer,
-    cross_entropy,
-    flops_per_token,
-    memory_table,
-    parameter_table,
-    token_scores,
-)
+from groundup.train.plan import flops_per_token, memory_table, parameter_table
+from model import IGNORE, KVCache, ModelConfig, Transformer, cross_entropy, token_scores
 
 LLAMA31_ROPE = {
     "rope_type": "llama3",

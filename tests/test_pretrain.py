@@ -29,7 +29,8 @@ from groundup.tokens.batches import Batches, Corpus, val_batches
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import IGNORE, ShardWriter, TokenData, write_manifest
 from groundup.train import checkpoint
-from model import ModelConfig, Transformer, flops_per_token, parameter_table
+from groundup.train.plan import flops_per_token, parameter_table
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
 

@@ -28,7 +28,8 @@ from configurator import configure
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
-from model import ModelConfig, Transformer, parameter_table
+from groundup.train.plan import parameter_table
+from model import ModelConfig, Transformer
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 shapes = "26M,124M"  # of SHAPES below, comma-separated

@@ -34,7 +34,8 @@ import ddp as dist
 from groundup.errors import UserError
 from groundup.train import plan
 from groundup.train.optim import Optimizer, stays_whole
-from model import ModelConfig, Transformer, flops_per_token, parameter_table
+from groundup.train.plan import flops_per_token, parameter_table
+from model import ModelConfig, Transformer
 
 SHAPES = {
     "tiny": ModelConfig(512, 64, 2, 2, n_embd=64),

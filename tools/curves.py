@@ -257,8 +257,8 @@ def axis_of(log: Log, events: Sequence[dict], kind: str) -> tuple[np.ndarray, np
 
 def flops_of(log: Log) -> float:
     """FLOPs per trained token of the model in the last checkpoint; one that rewards has no head over the vocabulary."""
-    import model
     from groundup.train import checkpoint  # these need torch, which takes seconds to load
+    from groundup.train.plan import flops_per_token
 
     try:
         text = log.read_beside("latest/config.json")
@@ -271,7 +271,7 @@ def flops_of(log: Log) -> float:
         except UserError as error:
             raise UserError(f"plot: {log.path}: {error}") from None
     head = 6 * cfg.vocab_size * cfg.n_embd if "SequenceClassification" in text else 0
-    return model.flops_per_token(cfg, int(log.about.get("block_size", cfg.block_size))) - head
+    return flops_per_token(cfg, int(log.about.get("block_size", cfg.block_size))) - head
 
 
 # ---- panels ----------------------------------------------------------------------------------------------------------

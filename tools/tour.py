@@ -25,8 +25,9 @@ from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
 from groundup.train import checkpoint
 from groundup.train.lora import LoRAConfig, trainable_table
+from groundup.train.plan import flops_per_token, memory_table, parameter_table
 from groundup.train.run_card import defaults_of
-from model import ModelConfig, RMSNorm, Transformer, flops_per_token, memory_table, parameter_table
+from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
 
 ROOT = Path(__file__).parent.parent

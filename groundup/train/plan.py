@@ -1,4 +1,4 @@
-"""What a rank will hold in memory, by part, before anything is allocated, and how many rows of a step fit in it."""
+"""The plan of a run before anything is allocated: parameters, FLOPs, and memory by part."""
 
 import os
 import re
@@ -9,40 +9,113 @@ import torch
 
 from groundup.errors import UserError
 from groundup.train import ranks
-from groundup.train.device import process_bytes, ram_bytes
-from model import ModelConfig, memory_table, parameter_table
+from groundup.train.device import ram_bytes
+from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 
-# Of a GPU, or of free RAM: the rest is for what the plan leaves out (CUDA's context, blocks of its allocator that
-# nothing fits in, on a CPU other programs) and for an estimate that is a tenth too low.
-MEMORY_SHARE = 0.85
+MEMORY_SHARE = 0.85  # of a device's memory that a plan may fill
+# Share of activations and logits that allocators lose between blocks; measured on ten shapes: 0.35 to 0.7 for glibc.
+MARGIN = {"cpu": 0.5, "cuda": 0.1}
+
+
+def parameter_table(cfg: ModelConfig) -> dict[str, int]:
+    """Return {part: number of parameters} without building the model. Tied embeddings count once."""
+    C, D, L = cfg.n_embd, cfg.head_dim, cfg.n_layer
+    table = {
+        "embedding": cfg.vocab_size * C,
+        "attention": L * (2 * C * cfg.n_head * D + 2 * C * cfg.n_kv_head * D),
+        "mlp": L * 3 * C * cfg.ffn_dim,
+        "norms": L * (2 * C + (2 * D if cfg.qk_norm else 0)) + C,
+        "head": 0 if cfg.tie_embeddings else cfg.vocab_size * C,
+    }
+    return table | {"total": sum(table.values())}
+
+
+def flops_per_token(cfg: ModelConfig, T: int) -> float:
+    """Return forward and backward FLOPs per token at length T: 6 per matrix parameter, 12 L H D T for attention.
+
+    As in PaLM (arXiv:2204.02311, appendix B) the causal half is not subtracted, so that figures compare with published
+    ones. The embedding lookup multiplies nothing."""
+    table = parameter_table(cfg)
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
+    return 6 * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
+
+
+def memory_table(
+    cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool,
+    compiled: bool, device_type: str, doc_mask: bool = False, trainable: int | None = None, adapters: int = 0,
+    head: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Return {part: bytes} of the tensors that one rank holds at the peak of a training step.
+
+    trainable: number of trained parameters (None = all), `adapters` of them LoRA's; the frozen ones are taken to be
+    embedding and head first, then the blocks. head: False for a reward model, which has no logits. Weights, gradients
+    and optimizer state are float32. Activations are what autograd keeps of a block: two streams (the residual and the
+    normalised one) in float32; in the compute dtype the inputs of the linear layers, query, key, value, the output of
+    attention (with its weights where attention is plain), three tensors of SwiGLU, and autocast's copies of the
+    matrices. torch.compile recomputes the normalised stream and two of SwiGLU's tensors; with checkpointing a block
+    keeps only its input. The peak is the largest of three moments: the logits; the head's gradient; the gradients
+    inside the last block."""
+    size, N = dtype.itemsize, B * T
+    table = parameter_table(cfg)
+    total, matrices = table["total"] + adapters, table["attention"] + table["mlp"]
+    trainable = total if trainable is None else trainable
+    whole = trainable - adapters  # trained without an adapter
+    trained_matrices = min(matrices, max(0, whole - table["embedding"] - table["head"]))
+    C, HD, KD, V = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.vocab_size
+    plain = device_type == "cpu" and dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH
+    attention = 2 * HD + 2 * (HD if doc_mask and not plain else KD) + (cfg.n_head * T if plain else 0)
+    read = 2 * C + HD + cfg.ffn_dim if trained_matrices or adapters else 0  # inputs of the linear layers
+    streams, factors = (2, 1) if compiled else (4 if trained_matrices else 2, 3)
+    block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))
+    block += 8 * N * (HD + KD) if cfg.qk_norm else 0
+    copies = size * matrices if size < 4 else 0  # autocast's
+    copies_after = copies / cfg.n_layer if activation_checkpointing else copies
+    masked = doc_mask and (device_type != "cpu" or T <= PLAIN_ATTENTION_LENGTH)
+    kept = cfg.n_layer * (4 * N * C if activation_checkpointing else block) + (N * T * size if masked else 0)
+    kept += N * C * (8 + 2 * size)  # the last norm and the gradient of its output
+
+    rows, grad = min(N, max(1, CHUNK_ELEMENTS // V)), 4 * V * C if whole >= V * C else 0
+    # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before.
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if size < 4 else 0)
+    grad, logits = (grad, logits) if head else (0, 0)
+    inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
+    inside += block if activation_checkpointing else 0
+    moments = (kept + copies, logits), (kept + copies_after, 2 * grad), (kept + copies_after + inside, grad)
+    activations, of_head = max(moments, key=sum)
+    return {
+        "weights": 4 * total,
+        "gradients": 4 * trainable,
+        "optimizer": 8 * trainable - (4 * trained_matrices if optimizer == "muon" else 0),
+        "activations": activations,
+        "head": of_head,
+    }
 
 
 def memory_parts(
     cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
     dtype: torch.dtype, other: Mapping[str, float] | None = None, head: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """{part: bytes} of what a rank holds at most, on a GPU there. trained: of lora.trainable_table; masked: documents
-    share rows; other: parts that the model alone does not have, in bytes; head: of memory_table."""
+    """Return {part: bytes} of what a rank holds at most. trained: from lora.trainable_table; masked: documents share
+    rows; other: parts beside the model, in bytes; head: as in memory_table."""
     memory = memory_table(
         cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
         config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
         trained["adapters"], head,
     )  # fmt: skip
+    margin = MARGIN.get(device.type, 0.1) * (memory["activations"] + memory["head"])
     if config["compress"] == "powersgd":
         params = parameter_table(cfg)
         matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
         memory["compression error"] = 4 * min(matrices, trained["trainable"])
-    if config["async_save"] and device.type == "cpu":  # on a GPU's machine it is in RAM, where there is room
-        saved = memory["optimizer"] + memory.get("compression error", 0)
-        memory["copy to save from"] = 4 * trained["trainable"] + saved
-    memory |= {"process": process_bytes(device)} | dict(other or {})
-    if config["zero1"]:
+    if config["async_save"] and device.type == "cpu":  # a GPU's copy lies in RAM
+        memory["copy to save"] = 4 * trained["trainable"] + memory["optimizer"] + memory.get("compression error", 0)
+    if config["zero1"]:  # rank 0 saves the whole state, but holds its part
         memory["optimizer"] /= world_size
-    return memory
+    return memory | dict(other or {}) | {"margin": margin}
 
 
 def describe_parts(memory: Mapping[str, float]) -> str:
-    """A line of memory_parts."""
+    """Return the line of the plan for memory_parts."""
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
 

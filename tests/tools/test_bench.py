@@ -15,7 +15,8 @@ import torch
 import tokenizer
 from groundup.errors import UserError
 from groundup.generate import engine
-from model import Transformer, flops_per_token
+from groundup.train.plan import flops_per_token
+from model import Transformer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -18,8 +18,9 @@ import tour  # noqa: E402
 
 import pretrain  # noqa: E402
 from groundup.train.lora import LoRAConfig  # noqa: E402
+from groundup.train.plan import flops_per_token  # noqa: E402
 from groundup.train.run_card import defaults_of  # noqa: E402
-from model import ModelConfig, Transformer, flops_per_token  # noqa: E402
+from model import ModelConfig, Transformer  # noqa: E402
 
 SHAPES = [
     {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64},

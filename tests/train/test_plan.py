@@ -28,7 +28,8 @@ from groundup.train import run as runs
 from groundup.train.device import autocast
 from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
 from groundup.train.optim import Optimizer, stays_whole
-from model import ModelConfig, Transformer, memory_table
+from groundup.train.plan import memory_table
+from model import ModelConfig, Transformer
 
 data_dir, run = tp.data_dir, tp.run
 ROOT = Path(__file__).parents[2]
