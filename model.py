@@ -1,23 +1,22 @@
-"""The model: a Llama-shaped decoder, its chunked loss, its key-value cache; parameter, FLOPs and memory arithmetic.
+"""The model: a Llama-shaped decoder and its chunked loss.
 
 RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; optional QK-norm (then it
 is Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging Face's names without "model.".
 
     model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
     model(idx)          -> logits (B, T, V)
-    model(idx, ..., index=i) -> what the head reads at places i (n,) of the flat idx, (n, C): see `cross_entropy`
-    model(idx, ..., documents=d) -> the same where attention and positions stay within a document, see `hidden`
-    model(idx, cache=c.chunk(...) or c.step(...)) -> logits (B, T, V) of new positions, kept in the cache c
-    model.hidden(idx, ...) -> what the head reads, (B, T, C): with model.lm_head, logits of chosen positions only
+    model(idx, ..., index=i) -> hidden states (n, C) at positions i (n,) of the flattened idx, for `cross_entropy`
+    model(idx, ..., documents=d) -> the same with attention and positions confined to each document, see `hidden`
+    model(idx, cache=c) -> logits (B, T, V) of new positions in a key-value cache, see groundup/generate/kv_cache.py
+    model.hidden(idx, ...) -> hidden states (B, T, C) after the final norm: the input of model.lm_head
 
 Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V vocab.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -26,21 +25,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groundup.errors import UserError
+from groundup.tokens.documents import borders_of, can_border, lengths_of, mask_of, positions_of, starts_of
 
 IGNORE = -100  # a target with this value is not trained on
-# Elements of the largest logits block that the loss holds. 3 * 2**21 floats are 24 MiB: large enough for full-speed
-# matrix products, small enough that softmax temporaries of a 32k vocabulary stay far below the activations. From 32 MiB
-# on glibc's malloc takes new pages each time (1.06 to 1.2 of the time at 8k). With 2**22 the head takes 1.15 times the
-# time at a vocabulary of 32k, 512 wide: each block is added to the whole float32 gradient.
+# Elements of the largest block of logits that the loss holds: 24 MiB in float32, enough for full-speed matrix products.
+# From 32 MiB on glibc's malloc maps new pages every time (1.06 to 1.2 times the time at a vocabulary of 8k); 2**22
+# elements take 1.15 times the time (32k, 512 wide), because every block is added to the whole float32 gradient.
 CHUNK_ELEMENTS = 3 * 2**21
-# On a CPU with bfloat16 units, two products and a softmax take 0.2 to 0.4 of the time of torch's fused attention up to
-# 256 tokens, forward and backward (its tiles are small); at 1024 they take 1.4 times.
+# On a CPU with bfloat16 units, two products and a softmax take 0.2 to 0.4 times the time of torch's fused attention up
+# to 256 tokens, forward and backward (its tiles are small); at 1024 tokens they take 1.4 times.
 PLAIN_ATTENTION_LENGTH = 512
-# The least mean length of documents whose attention goes by borders: it sets aside 128 rows for each that might be.
-MEAN_DOCUMENT_TOKENS = 8
-
-
-
+MEAN_DOCUMENT_TOKENS = 8  # varlen attention reserves room for B * T / 8 documents; each one costs it 128 rows
 
 
 @dataclass
@@ -80,46 +75,129 @@ class ModelConfig:
         self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
 
 
+class Cache(Protocol):
+    """The positions of a key-value cache that one call of the model computes (groundup/generate/kv_cache.py)."""
+
+    positions: Tensor  # (1, T) or (B, 1)
+    mask: Tensor  # (T, S) or (B, 1, 1, S) bool: which positions of the cache each new one attends to
+
+    def layer(self, i: int) -> Callable:
+        """Return append(k, v): store k, v (B, K, T, D), return keys and values of all positions so far (B, K, S, D)."""
+
+
+class Transformer(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more work
+        self.document_id: int | None = None  # token that opens a document, for calls without `documents`
+        self.varlen = True  # skip the work between documents where a kernel can, instead of masking it
+        self.neftune_alpha = 0.0  # noise on the embeddings in training; the paper's values are 5 to 15
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, D/2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02), and 0.02 / sqrt(2 n_layer) for matrices that add to the residual."""
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None,
+        documents: Tensor | None = None, index: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for the result."""
+        x = self.hidden(idx, cache, documents)
+        if index is not None:
+            return x.flatten(0, 1)[index]
+        if targets is None:
+            return project(self.lm_head, x)
+        return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())[0]
+
+    def hidden(self, idx: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        """idx (B, T) int64 -> hidden states after the final norm (B, T, C).
+
+        documents (B, T) int64: the number of each token's document; a document begins where the number changes, and
+        padding may be one. Each document is computed as if it were alone in its row. Not with a cache."""
+        assert cache is None or documents is None, "with a cache each row is one document"
+        starts = mask = borders = None
+        if cache is not None:
+            mask, positions = cache.mask, cache.positions.unsqueeze(1)  # positions (1, 1, T) or (B, 1, 1)
+        else:
+            T = idx.shape[1]
+            assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
+            if documents is None and self.document_id is not None:
+                documents = (idx == self.document_id).cumsum(1)
+            starts = None if documents is None else starts_of(documents)
+            positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
+        cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
+        x = self.embed(idx, starts)
+        if starts is not None:
+            mask, borders = self.confine(starts, compute_dtype(x))
+        for i, block in enumerate(self.layers):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, None, mask, borders, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, None if cache is None else cache.layer(i), mask, borders)
+        return self.norm(x)
+
+    def embed(self, idx: Tensor, starts: Tensor | None) -> Tensor:
+        """idx (B, T) int64 -> embeddings (B, T, C). In training NEFTune (arXiv:2310.05914) adds noise, uniform up to
+        alpha / sqrt(L C), where L is the length of the token's document if `starts` is given, else of the row."""
+        x = self.embed_tokens(idx)
+        if self.training and self.neftune_alpha:
+            L = idx.shape[1] if starts is None else lengths_of(starts).unsqueeze(-1)
+            x = x + torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (L * x.shape[-1]) ** 0.5)
+        return F.dropout(x, self.cfg.dropout, self.training)
+
+    def confine(self, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """(mask, borders), one of them None: how attention in `dtype` keeps to the documents that begin at `starts`."""
+        B, T = starts.shape
+        dropped = self.training and self.cfg.dropout > 0
+        if starts.is_cpu:
+            by_borders, most = T > PLAIN_ATTENTION_LENGTH, T  # shorter rows gain nothing
+        else:
+            by_borders = not dropped and can_border(starts.device, dtype, self.cfg.head_dim)
+            most = math.ceil(T / MEAN_DOCUMENT_TOKENS)
+        if self.varlen and by_borders:
+            return None, borders_of(starts, B * most)
+        return mask_of(starts, dtype), None
+
+    def compile_blocks(self, compile_fn: Callable) -> None:
+        """Compile each block by itself. All blocks share one graph, so the start is fast, and a block's gradients are
+        ready as soon as its backward ends, so communication overlaps; one graph of the model would delay them all."""
+        for block in self.layers:
+            block.forward = compile_fn(block.forward)
+
+
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467). Under autocast the result is cast once here: the linear layers that share
-    it would otherwise each cast it again."""
-
-    def __init__(self, dim: int, eps: float) -> None:
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.input_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.mlp = MLP(cfg)
+        self.dropout = cfg.dropout
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return y.to(compute_dtype(x))
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """dtype in which matrix products run now: autocast's where it is on, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def rope_frequencies(cfg: ModelConfig) -> Tensor:
-    """Angle per position of each pair of features, (D/2,) float32 (arXiv:2104.09864)."""
-    inv_freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
-    if not cfg.rope_scaling:
-        return inv_freq
-    # Llama 3.1: slow down the long wavelengths by `factor`, leave the short ones, blend in between.
-    s = cfg.rope_scaling
-    turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    low, high = s["low_freq_factor"], s["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return inv_freq * (keep + (1 - keep) / s["factor"])
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x (B, H, T, D) by the angles given as cos and sin (..., T, D/2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, append: Callable | None = None, mask: Tensor | None = None,
+        borders: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        y = self.self_attn(self.input_layernorm(x), cos, sin, append, mask, borders)
+        x = x + F.dropout(y, self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
 class Attention(nn.Module):
@@ -135,7 +213,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, mask: Tensor | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, append: Callable | None = None, mask: Tensor | None = None,
         borders: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         B, T, _ = x.shape
@@ -144,45 +222,81 @@ class Attention(nn.Module):
         v = project(self.v_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         dropout = self.dropout if self.training else 0.0
-        if cache is not None:
-            k, v = cache.append(k, v)
+        if append is not None:  # to a key-value cache
+            k, v = append(k, v)
             y = cached_attention(q, k, v, mask)
         elif borders is not None:
-            y = bordered_attention(q, k, v, borders, dropout)
+            y = attention_by_document(q, k, v, borders, dropout) if q.is_cpu else flash_attention(q, k, v, borders)
         else:
             y = causal_attention(q, k, v, dropout, mask)
         return project(self.o_proj, y.transpose(1, 2).reshape(B, T, -1))
 
 
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (arXiv:1910.07467), computed in float32. Under autocast the result is cast once here: the
+    linear layers that share it would otherwise each cast it again."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return y.to(compute_dtype(x))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products: autocast's if it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """linear(x). A single row on a CPU is written as a matrix-vector product when compiled: inductor makes of it a loop
-    at the bandwidth of the memory, where the library behind F.linear reaches a third."""
+    """linear(x). For a single row in a compiled CPU graph, written as a matrix-vector product: inductor turns that into
+    a loop at the memory's bandwidth, of which the library behind F.linear reaches a third."""
     if torch.compiler.is_compiling() and type(linear) is nn.Linear and x.numel() == x.shape[-1] and x.is_cpu:
         return torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
     return linear(x)
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v where mask, (T, S) or (B, 1, 1, S), is true. q (B, H, T, D); k, v (B, K, S, D).
+def rope_frequencies(cfg: ModelConfig) -> Tensor:
+    """Angle per position of each pair of features, (D/2,) float32 (arXiv:2104.09864)."""
+    inv_freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
+    if not cfg.rope_scaling:
+        return inv_freq
+    # Llama 3.1: slow down the long wavelengths by `factor`, keep the short ones, blend in between.
+    s = cfg.rope_scaling
+    turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (keep + (1 - keep) / s["factor"])
 
-    Heads that share keys become more rows of one product, so that no key is copied and every fused kernel applies."""
-    B, H, T, D = q.shape
-    q = q.reshape(B, k.shape[1], -1, D)
-    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # sums that inductor fuses: 0.15 to 1 of the time
-        scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
-        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
-        return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
-    if T > 1:
-        mask = mask.repeat(H // k.shape[1], 1)
-    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:
-        # For a single query in half precision torch's kernel takes twice the time that it takes for two.
-        return F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)[:, :, :1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, H, T, D) by the angles given as cos and sin (..., T, D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+# ---- attention: softmax(q k^T / sqrt(D)) v, q (B, H, T, D), k and v (B, K, S, D) ------------------------------------
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the past, by the fastest kernel. q (B, H, T, D); k, v (B, K, T, D).
-    mask (B, 1, T, T): see `document_mask`; None = the whole past."""
+    """Attention to the past by the fastest kernel. mask (B, 1, T, T): see `mask_of`; None = the whole past."""
     n_sharing = q.shape[1] // k.shape[1]  # heads that share keys
     if q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
         return plain_causal_attention(q, k, v, dropout, mask)
@@ -204,13 +318,25 @@ def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask
     return (weights.view(B, k.shape[1], -1, T) @ v).view(B, H, T, D)
 
 
-def bordered_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float) -> Tensor:
-    """Causal attention within the documents between `document_borders`. q (B, H, T, D); k, v (B, K, T, D)."""
-    return attention_of_each(q, k, v, borders, dropout) if q.is_cpu else flash_attention(q, k, v, borders)
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention where mask, (T, S) or (B, 1, 1, S), is true. Heads that share keys become more rows of one product, so
+    that no key is copied and every fused kernel applies."""
+    B, H, T, D = q.shape
+    q = q.reshape(B, k.shape[1], -1, D)
+    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # inductor fuses these sums: 0.15 to 1 times the time
+        scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
+    if T > 1:
+        mask = mask.repeat(H // k.shape[1], 1)
+    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:
+        # For one query in half precision torch's kernel takes twice the time that it takes for two.
+        return F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)[:, :, :1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
-    """`bordered_attention` by the kernel of GPUs."""
+    """Causal attention within the documents between `borders_of`, by a GPU's varlen kernel."""
     B, H, T, D = q.shape
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B * T, heads, D)
     attend = torch.nn.attention.varlen.varlen_attn
@@ -218,183 +344,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-# The number of documents would be part of a compiled graph. torch.compiler.disable does the same, but imports
-# torch._dynamo here and now: as long again as all of torch.
+# Not compiled: the number of documents would become part of the graph. torch.compiler.disable does the same, but
+# imports torch._dynamo at once, which takes as long as importing the rest of torch.
 @torch._disable_dynamo
-def attention_of_each(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float) -> Tensor:
-    """`bordered_attention` where no kernel takes borders: each document by itself. With eight of them in 1024 tokens a
-    training step takes 0.6 to 0.7 of the time that T x T scores take, most of which are masked."""
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float) -> Tensor:
+    """`flash_attention` for CPUs: each document by itself. With eight documents in 1024 tokens a training step takes
+    0.6 to 0.7 times the time of the mask, which throws most of the T x T scores away."""
     B, H, T, D = q.shape
     lengths = list(filter(None, borders.diff().tolist()))
     rows = (t.transpose(0, 1).reshape(t.shape[1], B * T, D).split(lengths, dim=1) for t in (q, k, v))
     parts = [causal_attention(*(t.unsqueeze(0) for t in part), dropout).squeeze(0) for part in zip(*rows, strict=True)]
     return torch.cat(parts, dim=1).view(H, B, T, D).transpose(0, 1)
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): SwiGLU (arXiv:2002.05202)."""
-
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(cfg.n_embd, cfg.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
-
-
-class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.self_attn = Attention(cfg)
-        self.post_attention_layernorm = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.mlp = MLP(cfg)
-        self.dropout = cfg.dropout
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, mask: Tensor | None = None,
-        borders: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        y = self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, borders)
-        x = x + F.dropout(y, self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
-
-
-def document_starts(documents: Tensor) -> Tensor:
-    """documents (B, T) -> (B, T) bool: whether a document begins here. Where the number changes, one does."""
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return starts
-
-
-def document_positions(starts: Tensor) -> Tensor:
-    """starts (B, T) bool -> (B, T) int64: how many tokens of its document are before each."""
-    span = torch.arange(starts.shape[1], device=starts.device)
-    return span - (span * starts).cummax(1).values
-
-
-def document_lengths(starts: Tensor) -> Tensor:
-    """starts (B, T) bool -> (B, T) int64: length of the document that each token is in."""
-    segment = starts.cumsum(1) - 1
-    return torch.zeros_like(segment).scatter_add_(1, segment, torch.ones_like(segment)).gather(1, segment)
-
-
-def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
-    """starts (B, T) bool -> (B, 1, T, T), to be added to scores: 0 where position i may attend to j, not later and in
-    the same document, else -inf. A mask of truth values would be turned into this anew in every layer."""
-    segment = starts.cumsum(1)
-    same = segment[:, None, :, None] == segment[:, None, None, :]
-    return torch.zeros(same.shape, dtype=dtype, device=starts.device).masked_fill_(~same.tril(), -math.inf)
-
-
-def document_borders(starts: Tensor, most: int) -> Tensor:
-    """starts (B, T) bool -> (most + 1,) int32: where each document begins among all N = B * T tokens, then N.
-
-    A fixed number of entries keeps compiled blocks, and the device busy: it is not asked how many documents there are.
-    Documents of no token do no harm. More than fit end the process with a line that says so."""
-    N = starts.numel()
-    number = starts.flatten().cumsum(0)
-    borders = torch.searchsorted(number, torch.arange(1, most + 2, device=starts.device), out_int32=True)
-    torch._assert_async(borders[-1] == N, f"model: over {most} documents in {N} tokens: set varlen = False")
-    return borders
-
-
-def can_border(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash attention, the only kernel behind varlen_attn, runs here."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
-        return False
-    importlib.import_module("torch.nn.attention.varlen")  # not at the top: --help would wait a second for it
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-class Transformer(nn.Module):
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more work
-        self.document_id: int | None = None  # token that opens a document, for calls without documents of their own
-        self.varlen = True  # documents as borders instead of a mask where a kernel can: no work between documents
-        self.neftune_alpha = 0.0  # noise on the embeddings in training; the paper's values are 5 to 15
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.norm = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
-        if cfg.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, D/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02); what writes to the residual stream is scaled by 1/sqrt(2 n_layer)."""
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
-
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: "CacheChunk | CacheStep | None" = None,
-        documents: Tensor | None = None, index: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for what comes back."""
-        x = self.hidden(idx, cache, documents)
-        if index is not None:
-            return x.flatten(0, 1)[index]
-        if targets is None:
-            return project(self.lm_head, x)
-        return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())[0]
-
-    def hidden(
-        self, idx: Tensor, cache: "CacheChunk | CacheStep | None" = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """idx (B, T) int64 -> the last layer's result after the final norm, (B, T, C).
-
-        documents (B, T) int64: number of the document that a token is in, the same for neighbours in one and another
-        for the next one; padding may be a document. Each is computed as if it were alone. Not with a cache."""
-        assert cache is None or documents is None, "with a cache each row is one document"
-        starts = mask = borders = None
-        if cache is not None:
-            mask, positions = cache.mask, cache.positions.unsqueeze(1)  # positions (1, 1, T) or (B, 1, 1)
-        else:
-            T = idx.shape[1]
-            assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
-            if documents is None and self.document_id is not None:
-                documents = (idx == self.document_id).cumsum(1)
-            starts = None if documents is None else document_starts(documents)
-            positions = slice(T) if starts is None else document_positions(starts).unsqueeze(1)
-        cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
-        x = self.embed(idx, starts)
-        if starts is not None:
-            dtype, dropped = compute_dtype(x), self.training and self.cfg.dropout > 0
-            one_by_one = x.is_cpu and T > PLAIN_ATTENTION_LENGTH  # shorter rows gain nothing by it
-            if self.varlen and (one_by_one or not dropped and can_border(x.device, dtype, self.cfg.head_dim)):
-                borders = document_borders(starts, len(x) * (T if x.is_cpu else math.ceil(T / MEAN_DOCUMENT_TOKENS)))
-            else:
-                mask = document_mask(starts, dtype)
-        for i, block in enumerate(self.layers):
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, None, mask, borders, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, None if cache is None else LayerCache(cache, i), mask, borders)
-        return self.norm(x)
-
-    def embed(self, idx: Tensor, starts: Tensor | None) -> Tensor:
-        """idx (B, T) int64 -> embeddings (B, T, C). In training with NEFTune's noise (arXiv:2310.05914), uniform up to
-        alpha / sqrt(L C): L is the length of a token's document, where they are given, else of the row."""
-        x = self.embed_tokens(idx)
-        if self.training and self.neftune_alpha:
-            L = idx.shape[1] if starts is None else document_lengths(starts).unsqueeze(-1)
-            x = x + torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (L * x.shape[-1]) ** 0.5)
-        return F.dropout(x, self.cfg.dropout, self.training)
-
-    def compile_blocks(self, compile_fn: Callable) -> None:
-        """Compile block by block. All blocks share one graph, so this starts fast, and a block's gradients are out as
-        soon as its backward is done, so communication overlaps: one graph of the whole model would hold them back."""
-        for block in self.layers:
-            block.forward = compile_fn(block.forward)
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------
@@ -403,18 +363,18 @@ class Transformer(nn.Module):
 def cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum over valid targets of weights * nats, 0-d float32; nats (N,) float32, detached, 0 where not valid), where
+    """(sum over valid targets of weights * nats, 0-d float32; nats (N,) float32, detached, 0 if not valid), where
     nats = -log softmax(hidden @ weight.T)[target], without ever holding all the logits.
 
-    hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE, weights (N,) float32 or None for 1. Without a target the
-    loss is 0 and so are the gradients. Only gradients that are asked for are formed."""
+    hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE, weights (N,) float32 or None for 1. Without a valid
+    target the loss and its gradients are 0. Only the gradients that autograd needs are computed."""
     dtype = compute_dtype(hidden)
     return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, torch.is_grad_enabled())
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and loss over blocks of tokens. The gradients are formed in forward, while a block's logits exist: the same
-    arithmetic as autograd's with (N, V) replaced by (chunk, V) in memory, and nothing is computed twice."""
+    """Head and loss, one chunk of tokens at a time. Forward computes the gradients too, while a chunk's logits exist:
+    the same arithmetic as autograd's with (chunk, V) instead of (N, V) in memory, and nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -451,7 +411,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(nats (N,) float32 as in `cross_entropy`, correct (N,) bool: the target is the likeliest token).
+    """Return (nats (N,) float32 as in `cross_entropy`, correct (N,) bool: the target is the likeliest token).
 
     hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE, which is never correct."""
     dtype, chunk = compute_dtype(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
@@ -481,91 +441,10 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can pass float16's 65504: float32 there."""
+    """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can exceed float16's 65504: float32 there."""
     if a.dtype == torch.float32:
         out.addmm_(a, b)
     elif a.dtype == torch.float16:
         out += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
     else:
         out += a @ b
-
-
-# ---- key-value cache ------------------------------------------------------------------------------------------------
-
-
-class KVCache:
-    """Keys and values of past positions, (rows, K, max_length + 1, D) of each layer.
-
-    Each row has a length of its own, which the caller keeps, so a row that is done can be given to another text while
-    the others go on; what lies beyond its length is never seen. The last position is a spare one.
-
-    model(idx, cache=cache.chunk(begin, T, rows)) reads the same T positions of some rows: prompts, padded on the right.
-    model(idx, cache=cache.step(lengths, width)) reads the next token (rows, 1) of every row.
-    """
-
-    def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device | str, dtype: torch.dtype):
-        shape = (rows, cfg.n_kv_head, max_length + 1, cfg.head_dim)
-        self.max_length = max_length
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.span = torch.arange(max_length, device=device)
-
-    def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
-        """Positions begin to begin + T of the rows (n,) int64, of all rows without it."""
-        assert begin + T <= self.max_length, f"cache holds {self.max_length} positions, {begin + T} asked"
-        return CacheChunk(self.keys, self.values, begin, self.span[: begin + T], rows)
-
-    def step(self, lengths: Tensor, width: int) -> "CacheStep":
-        """The next position of each row. lengths (rows,) int64: below width, or max_length for a row to be left as it
-        is. Attention costs as much as `width` positions."""
-        return CacheStep(self.keys, self.values, lengths, self.span[:width])
-
-    def copy_row(self, source: int, row: int, length: int) -> None:
-        """The first `length` positions of row `source` into `row`."""
-        for layer in (*self.keys, *self.values):
-            layer[row, :, :length] = layer[source, :, :length]
-
-    def select(self, rows: Tensor, length: int) -> None:
-        """The first `length` positions of row i become what those of row rows[i] were."""
-        for layer in (*self.keys, *self.values):
-            layer[:, :, :length] = layer[rows, :, :length]
-
-
-class CacheChunk:
-    def __init__(self, keys: list[Tensor], values: list[Tensor], begin: int, span: Tensor, rows: Tensor | None) -> None:
-        self.keys, self.values, self.begin, self.end = keys, values, begin, len(span)
-        self.rows = slice(None) if rows is None else rows
-        self.positions = span[begin:].unsqueeze(0)  # (1, T)
-        self.mask = span <= span[begin:].unsqueeze(1)  # (T, end)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (n, K, T, D); -> keys and values of these rows from their beginning (n, K, end, D)."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.begin : self.end] = k
-        values[self.rows, :, self.begin : self.end] = v
-        return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
-
-
-class CacheStep:
-    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, span: Tensor) -> None:
-        self.keys, self.values, self.lengths, self.width = keys, values, lengths, span.shape[0]
-        self.rows = torch.arange(lengths.shape[0], device=lengths.device)
-        self.positions = lengths.clamp(max=self.width - 1).unsqueeze(1)  # (B, 1)
-        self.mask = (span <= self.positions)[:, None, None]  # (B, 1, 1, width)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, K, 1, D) at each row's length; -> keys and values (B, K, width, D)."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.lengths] = k[:, :, 0]
-        values[self.rows, :, self.lengths] = v[:, :, 0]
-        return keys[:, :, : self.width], values[:, :, : self.width]
-
-
-class LayerCache(NamedTuple):
-    """One layer's part of a CacheChunk or CacheStep."""
-
-    whole: CacheChunk | CacheStep
-    layer: int
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.whole.append(self.layer, k, v)

@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from groundup.errors import UserError
+from groundup.generate.kv_cache import KVCache
+from groundup.tokens import documents as docs
 from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
 from groundup.train.plan import flops_per_token, memory_table, parameter_table
-from model import IGNORE, KVCache, ModelConfig, Transformer, cross_entropy, token_scores
+from model import IGNORE, ModelConfig, Transformer, cross_entropy, token_scores
 
 LLAMA31_ROPE = {
     "rope_type": "llama3",
@@ -267,8 +269,8 @@ def test_a_document_mask_is_that_of_the_offsets():
     row, window = rows_of_documents(tiny_config())
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])  # as in the .off.npy beside a shard
     segment = torch.searchsorted(starts, torch.arange(32), right=True)
-    begins = model.document_starts((torch.stack((row, window)) == 96).cumsum(1))
-    added = model.document_mask(begins, torch.bfloat16)
+    begins = docs.starts_of((torch.stack((row, window)) == 96).cumsum(1))
+    added = docs.mask_of(begins, torch.bfloat16)
     assert added.shape == (2, 1, 32, 32) and added.dtype == torch.bfloat16
     assert set(added.unique().tolist()) == {0.0, -float("inf")}
     got = added == 0
@@ -298,20 +300,20 @@ def runs(documents: Tensor) -> list[tuple[int, int, int]]:
 
 def test_positions_lengths_and_borders_of_documents():
     documents = packed()
-    starts = model.document_starts(documents)
+    starts = docs.starts_of(documents)
     positions, lengths, borders = torch.zeros_like(documents), torch.zeros_like(documents), []
     for b, begin, end in runs(documents):
         positions[b, begin:end], lengths[b, begin:end] = torch.arange(end - begin), end - begin
         borders.append(32 * b + begin)
-    assert torch.equal(model.document_positions(starts), positions)
-    assert torch.equal(model.document_lengths(starts), lengths)
+    assert torch.equal(docs.positions_of(starts), positions)
+    assert torch.equal(docs.lengths_of(starts), lengths)
     assert len(borders) == 7 > 2 * 2  # more than 16 tokens in each would allow
     with pytest.raises(RuntimeError, match="over 4 documents in 64 tokens: set varlen = False"):
-        model.document_borders(starts, 4)
+        docs.borders_of(starts, 4)
     few = starts.clone()
     few[0, 9], few[1, 20:] = False, False
     few[0, 24] = False
-    got = model.document_borders(few, 4)
+    got = docs.borders_of(few, 4)
     assert got.dtype == torch.int32 and got.tolist() == [0, 10, 32, 64, 64]  # one more could begin
 
 
@@ -343,7 +345,7 @@ def test_packed_conversations_equal_transformers_with_positions():
     """transformers takes documents from positions that begin anew, without a cache."""
     net = random_model(tiny_config(n_kv_head=2))
     documents, x = packed(), random_ids(net.cfg, 2, 32)
-    positions = model.document_positions(model.document_starts(documents))
+    positions = docs.positions_of(docs.starts_of(documents))
     hf = as_transformers(net)
     hf.set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -379,7 +381,9 @@ def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, monkeypa
     want = gradients(net, masked)
     net.varlen = True
     monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
-    monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
+    monkeypatch.setattr(
+        model, "attention_by_document", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders)
+    )
     calls = []
     monkeypatch.setattr(
         torch.nn.attention.varlen, "varlen_attn", lambda *a, **options: calls.append(1) or plain_varlen(*a, **options)
@@ -399,7 +403,9 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
     import torch.nn.attention.varlen  # noqa: F401
 
     monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
-    monkeypatch.setattr(model, "attention_of_each", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders))
+    monkeypatch.setattr(
+        model, "attention_by_document", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders)
+    )
     net, graphs = random_model(tiny_config(n_kv_head=2)), []
 
     def backend(graph, _inputs):
@@ -415,10 +421,10 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
 
 
 def test_who_has_no_flash_attention_takes_the_mask():
-    assert not model.can_border(torch.device("cpu"), torch.bfloat16, 64)
-    assert not model.can_border(torch.device("cuda"), torch.float32, 64)
-    assert not model.can_border(torch.device("cuda"), torch.bfloat16, 36)
-    assert not model.can_border(torch.device("cuda"), torch.bfloat16, 264)
+    assert not docs.can_border(torch.device("cpu"), torch.bfloat16, 64)
+    assert not docs.can_border(torch.device("cuda"), torch.float32, 64)
+    assert not docs.can_border(torch.device("cuda"), torch.bfloat16, 36)
+    assert not docs.can_border(torch.device("cuda"), torch.bfloat16, 264)
 
 
 @pytest.mark.gpu

@@ -101,5 +101,5 @@ def test_documents_one_by_one_are_in_no_graph(monkeypatch):
         return len(graphs)
 
     assert graphs_of((32,)) == graphs_of((32, 16, 7, 5)) > 0
-    monkeypatch.setattr(model, "attention_of_each", model.attention_of_each.__wrapped__)
+    monkeypatch.setattr(model, "attention_by_document", model.attention_by_document.__wrapped__)
     assert graphs_of((32,)) < graphs_of((32, 16, 7, 5))

@@ -40,6 +40,7 @@ from groundup.generate.completion import (
     check_requests,
     check_streamable,
 )
+from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import (
     Beams,
     RowParams,
@@ -51,7 +52,7 @@ from groundup.generate.sampling import (
     top_logprobs,
 )
 from groundup.train.lora import LoRALinear, plain_linear
-from model import CHUNK_ELEMENTS, CacheStep, KVCache, ModelConfig, Transformer, compute_dtype, project
+from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
 from tokenizer import Tokenizer
 
 CHUNK_TOKENS = 512  # a prompt is read in pieces of that many tokens: memory stays bounded, products are large enough

@@ -15,8 +15,9 @@ from groundup.errors import UserError
 from groundup.generate import engine
 from groundup.generate.completion import Text
 from groundup.generate.engine import Session, completed, generate, stream
+from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
-from model import KVCache, Transformer
+from model import Transformer
 from tokenizer import Tokenizer, train
 
 CORPUS = [
