@@ -39,7 +39,6 @@ from groundup.align.losses import (  # fmt: skip
 )
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.mixture import SCHEDULES as COMPETENCE_SCHEDULES
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks, run, run_card
 from groundup.train import plan as memory_plan
@@ -82,9 +81,6 @@ block_size = 1024  # most tokens of a prompt and an answer; a pair that is longe
 epochs = 1.0  # passes over the pairs of all sources
 max_steps = 0  # 0 = as many as epochs takes
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
-competence = 1.0  # share of the pairs seen at first, the easiest; needs a 'difficulty' in each row
-competence_steps = 0  # steps until all pairs are seen
-competence_schedule = "sqrt"  # how the share grows: sqrt | linear
 # batch
 batch_size = 4  # pairs, so twice as many rows, per rank and micro-step; 0 = as many as fit, needs total_batch_pairs
 total_batch_pairs = 0  # batch_size x micro-steps x ranks; 0 = one micro-step on each rank
@@ -132,7 +128,7 @@ keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss 
 
 # These decide which pairs a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
-ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
+ORDER_KEYS = ("max_epochs",)
 DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}  # recorded only where they differ from these
 # Made by the script, to try it without anything prepared.
 DEBUG_DATA = "data/debug/dpo.jsonl"
@@ -145,9 +141,6 @@ def check_config(config: dict, world_size: int) -> int:
     run.check_choice(config, "reference", ("precomputed", "model", "adapter_off"))
     for key in ("max_steps", "val_fraction", "total_batch_pairs"):
         run.check_least(config, key, 0)
-    run.check_least(config, "competence_steps", int(config["competence"] < 1))
-    run.check_share(config, "competence")
-    run.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
         raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
@@ -244,9 +237,7 @@ if __name__ == "__main__":
     config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
-    mixture = corpus.order(
-        seed, pairs_per_step, max_steps, max_epochs, competence, competence_steps, competence_schedule
-    )
+    mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
     kind = "none" if loss in REFERENCE_FREE else reference

@@ -86,9 +86,10 @@ from groundup.text.selection import (
 from groundup.text.show import show_rows
 from groundup.tokens import answer_pairs
 from groundup.tokens.bpe import PATTERNS
-from groundup.tokens.chat_files import ROWS_FORMAT, ConversationWriter, map_tokens
+from groundup.tokens.chat_files import ConversationWriter, map_tokens
 from groundup.tokens.packing import PackedData
 from groundup.tokens.packing import pack as pack_documents
+from groundup.tokens.row_reader import ROWS_FORMAT
 from groundup.tokens.token_files import (
     FORMAT,
     ShardWriter,

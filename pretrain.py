@@ -24,9 +24,8 @@ from configurator import configure
 from groundup.errors import UserError
 from groundup.generate.engine import begin_prompt, generate, never_sampled
 from groundup.generate.sampling import SamplingParams
-from groundup.tokens.batches import Batches, Corpus
-from groundup.tokens.mixture import SCHEDULES as COMPETENCE_SCHEDULES
-from groundup.tokens.mixture import parse_data_dir
+from groundup.tokens.batches import Batches, TextCorpus
+from groundup.tokens.mixture import COMPETENCE_SCHEDULES, parse_data_dir
 from groundup.train import checkpoint, ranks, run, run_card
 from groundup.train import plan as memory_plan
 from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
@@ -250,7 +249,7 @@ def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: i
     return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
 
-def check_domain(domain: str, corpus: Corpus) -> list[str]:
+def check_domain(domain: str, corpus: TextCorpus) -> list[str]:
     """Lines that warn of too much of a new field at once: what the model knew fades. Raises ConfigError."""
     names = [name.strip() for name in domain.split(",") if name.strip()]
     if unknown := [name for name in names if name not in corpus.names]:
@@ -287,7 +286,7 @@ if __name__ == "__main__":
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         prepare.make_debug_data(data_dir)
-    corpus = Corpus(data_dir, block_size, pack, val_data)
+    corpus = TextCorpus(data_dir, block_size, pack, val_data)
     if stop_on and (stop_on not in corpus.val or len(corpus.val) == 1):
         has = ", ".join(corpus.val)
         raise UserError(f"config: stop_on={stop_on!r} is no loss of its own in the log; it has {has}")

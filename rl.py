@@ -42,7 +42,7 @@ from groundup.align.rollouts import (
 )
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
-from groundup.tokens.prompts import Prompts
+from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run, run_card
 from groundup.train import plan as memory_plan
 from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
@@ -317,7 +317,7 @@ if __name__ == "__main__":
             f"config: reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens} leaves no "
             "room for a prompt"
         )
-    corpus = Prompts(data, tokenizer, longest, seed, val_data, val_fraction)
+    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
     if not corpus.val:
         raise UserError("config: no prompt is held out for validation; raise val_fraction or give val_data")
     asked = dict(config)
@@ -413,7 +413,7 @@ if __name__ == "__main__":
     def evaluate_now(step: int) -> float:
         """Minus the mean reward of one answer to each held-out prompt, with the same seeds each time. All goes to the
         log."""
-        held_out = corpus.val[: eval_prompts or None]
+        held_out = corpus.held_out[: eval_prompts or None]
         seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
         mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
         found = ranks.gather_objects((rollouts.score(rewards, mine), [len(one.ids) for one in mine]))
@@ -533,7 +533,7 @@ if __name__ == "__main__":
                 "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-                "epoch": float(corpus.order(prompts_per_step).epochs(step * prompts_per_step).max()),
+                "epoch": float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max()),
                 "ratio_max": max(one["ratio_max"] for one in since_log),
                 "draw_tokens_per_s": draw_rate, "draw_share": draw_share,
             }  # fmt: skip

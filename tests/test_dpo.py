@@ -471,15 +471,6 @@ def test_a_reference_of_something_else_is_refused(run, tmp_path, base):
     assert isinstance(caught.value, UserError) and before != made.read_bytes()
 
 
-def test_easy_pairs_come_first(run, tmp_path, base):
-    rows = [pair(i) | {"difficulty": float(i)} for i in range(60)]
-    path = tmp_path / "graded.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert run(f"--data={path}", "--max_steps=3", "--competence=0.2", "--competence_steps=3") == 0
-    with pytest.raises(Exception, match="difficulty"):
-        run("--max_steps=3", "--competence=0.2", "--competence_steps=3", f"--out_dir={tmp_path / 'none'}")
-
-
 def test_half_precision_starts_at_ln_2(run, tmp_path):
     """The reference has the same rounding as the policy."""
     assert run("--max_steps=1", "--dtype=bfloat16") == 0

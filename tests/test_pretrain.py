@@ -25,12 +25,12 @@ from safetensors.torch import load_file
 import ddp
 import prepare
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches, Corpus, val_batches
+from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
-from groundup.tokens.token_files import IGNORE, ShardWriter, TokenData, write_manifest
+from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
 from groundup.train import checkpoint
 from groundup.train.plan import flops_per_token, parameter_table
-from model import ModelConfig, Transformer
+from model import IGNORE, ModelConfig, Transformer
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
 
@@ -294,7 +294,7 @@ def test_validation_of_a_source_is_that_of_its_windows(run, tmp_path, mixed):
 
 def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsys):
     """The source is taken that many times and no more; the log says when its share went to the other."""
-    n_windows = Corpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
+    n_windows = TextCorpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
     flags = [f"--data_dir={mixed}/even=0.5,{mixed}/odd=0.5", "--batch_size=16", "--eval_every=99"]
     assert run(*flags, f"--max_epochs={mixed}/odd=0.4", "--max_steps=12") == 0
     assert np.sum(taken, axis=0)[1] == int(0.4 * n_windows)
@@ -376,7 +376,7 @@ def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, m
     assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "2"), rel=1e-5)
     torch.manual_seed(1337)
     model = Transformer(checkpoint.load_config(tmp_path / "8" / "latest")).eval()
-    corpus = Corpus(str(tmp_path / "packed"), 32, pack=True)
+    corpus = TextCorpus(str(tmp_path / "packed"), 32, pack=True)
     batches = Batches(corpus.train, corpus.order(1337, 8, 4), 32, 8, 1)
     x, y = batches.next()
     batches.close()

@@ -696,8 +696,6 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
         (["--loss=sum"], "loss must be one of"),
         (["--end=chosen"], "end must be one of"),
         (["--epochs=0"], "epochs must be above 0"),
-        (["--competence=0.5"], "competence_steps"),
-        (["--competence=0.5", "--competence_steps=2"], "difficulty"),
         (["--total_batch_pairs=3"], "multiple of"),
         (["--trainable=nonsense"], "nonsense"),
         (["--block_size=8"], "does not fit"),

@@ -25,8 +25,8 @@ from groundup.align import policy_gradient as pg
 from groundup.align import reward_model, rollouts
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.tokens.pairs import columns_for
-from groundup.tokens.prompts import Prompts
+from groundup.tokens.conversations import columns_for
+from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint
 from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
@@ -113,8 +113,8 @@ def column(out: Path, event: str, key: str) -> list:
 def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[rollouts.Drawn]:
     """What a run with FLAGS draws in step 1."""
     tokenizer = Tokenizer.load(base / "model")
-    corpus = Prompts(str(base / "prompts.jsonl"), tokenizer, 96 - 12, 1337, val_fraction=0.2)
-    prompts = corpus.take(corpus.order(n_prompts), np.arange(n_prompts))
+    corpus = PromptCorpus(str(base / "prompts.jsonl"), tokenizer, 96 - 12, 1337, val_fraction=0.2)
+    prompts = corpus.take(corpus.redrawn_order(n_prompts), np.arange(n_prompts))
     seeds = [rollouts.seed_of(1337, 1, 0, slot) for slot in range(n_prompts)]
     model = checkpoint.load_model(base / "model")
     return rollouts.draw(model, tokenizer, prompts, seeds, group_size, 12, 1.0, 0, torch.float32)

@@ -10,7 +10,7 @@ import torch
 from test_pretrain import data_dir, events, finish, mixed, refused, run, start  # noqa: F401 - fixtures
 
 from groundup.errors import UserError
-from groundup.tokens.batches import Corpus, val_batches
+from groundup.tokens.batches import TextCorpus, val_batches
 from groundup.tokens.token_files import TokenData
 from groundup.train import checkpoint
 from groundup.train.log import RunLog
@@ -19,13 +19,13 @@ VAL = "--val_data={0}/even=3,{0}/odd=1"
 
 
 def test_other_validation_is_of_the_named_splits_in_their_weights(run, tmp_path, mixed):  # noqa: F811
-    corpus = Corpus(f"{mixed}/even", 32, val_data=f"{mixed}/odd=1,{mixed}/even=3")
+    corpus = TextCorpus(f"{mixed}/even", 32, val_data=f"{mixed}/odd=1,{mixed}/even=3")
     assert list(corpus.val) == ["odd", "even"] and corpus.val_shares() == [0.25, 0.75]
     found = corpus.val_batches(2, 0)
     expected = val_batches(TokenData(mixed, "val", "odd"), 32, 2)
     for (x, y), (x2, y2) in zip(found["odd"], expected, strict=True):
         assert torch.equal(x, x2) and torch.equal(y, y2)
-    whole = Corpus(f"{mixed}/even", 32, val_data=str(mixed))
+    whole = TextCorpus(f"{mixed}/even", 32, val_data=str(mixed))
     tokens = [data.n_tokens for data in whole.val.values()]
     assert whole.val_shares() == pytest.approx([n / sum(tokens) for n in tokens])
 
@@ -124,7 +124,7 @@ def test_other_validation_of_another_tokenizer_is_refused(tmp_path, mixed):  # n
     manifest = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
     (other / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_fingerprint": "0" * 64}), encoding="utf-8")
     with pytest.raises(UserError, match="prepared with another tokenizer"):
-        Corpus(f"{mixed}/even", 32, val_data=str(other))
+        TextCorpus(f"{mixed}/even", 32, val_data=str(other))
 
 
 def test_event_files_have_what_the_log_has(run, tmp_path, data_dir):  # noqa: F811

@@ -27,9 +27,9 @@ from groundup.align.token_logps import token_logps
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import in_each
+from groundup.tokens.conversations import columns_for
 from groundup.tokens.mixture import hash_words
-from groundup.tokens.pairs import columns_for
-from groundup.tokens.prompts import Prompt, Prompts
+from groundup.tokens.prompts import Prompt, PromptCorpus
 from groundup.train.device import autocast
 from model import CHUNK_ELEMENTS, IGNORE, Transformer, compute_dtype
 from tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class Groups(NamedTuple):
 
 
 def draw_groups(
-    draw: Callable[[Sequence[Prompt], Sequence[int]], list[Drawn]], rewards: Rewards, corpus: Prompts, step: int,
+    draw: Callable[[Sequence[Prompt], Sequence[int]], list[Drawn]], rewards: Rewards, corpus: PromptCorpus, step: int,
     slots: Sequence[int], config: Mapping,
 ) -> Groups:  # fmt: skip
     """group_size answers to the prompts of these places of a step. draw: as the function above, of prompts and seeds.
@@ -102,7 +102,7 @@ def draw_groups(
     n_redrawn, n_tokens, seconds = 0, 0, 0.0
     for attempt in range(1 + config["filter_groups"]):
         n_redrawn += len(wanted) if attempt else 0
-        order = corpus.order(config["prompts_per_step"], attempt)
+        order = corpus.redrawn_order(config["prompts_per_step"], attempt)
         prompts = corpus.take(order, (step - 1) * config["prompts_per_step"] + wanted)
         began = time.perf_counter()
         drawn = draw(prompts, [seed_of(config["seed"], step, attempt, slot) for slot in wanted.tolist()])

@@ -35,8 +35,9 @@ from groundup.files import readers
 from groundup.generate import answers
 from groundup.scores.client import Answer, Journal, Waits, ask
 from groundup.scores.text_metrics import standard_error
-from groundup.tokens.conversations import names_of
-from groundup.tokens.pairs import PairReader, Source, Tokenized, read_source
+from groundup.tokens.corpus import names_of
+from groundup.tokens.pairs import PairReader, Tokenized
+from groundup.tokens.row_reader import SourceRows, read_source
 from groundup.train import ranks
 from tokenizer import Tokenizer
 
@@ -104,21 +105,22 @@ def evaluate_preference(
         of_each = zip(names_of(paths), parts, strict=True)
         values |= {f"accuracy/{name}": part.mean().item() for name, part in of_each}
     values = {name: None if math.isnan(value) else value for name, value in values.items()}
-    left_out = sum((source.dropped for source in sources), Counter())
-    return values | {"left_out": dict(left_out), "places": [place for source in sources for place in source.places]}
+    left_out = sum((source.reader.dropped for source in sources), Counter())
+    places = [place for source in sources for place in source.reader.places]
+    return values | {"left_out": dict(left_out), "places": places}
 
 
-def read_pairs(path: str, tokenizer: Tokenizer, block_size: int, limit: int) -> Source:
-    """As pairs.read_source, with the first `limit` pairs only (0 = all). What raw files hold behind the last of these
-    is not looked at, nor counted as left out. Raises DataError."""
+def read_pairs(path: str, tokenizer: Tokenizer, block_size: int, limit: int) -> SourceRows:
+    """As row_reader.read_source, with the first `limit` pairs only (0 = all). The rest of raw files is not read, so it is
+    not counted as left out."""
     if (Path(path) / "manifest.json").exists():
-        source = read_source(path, tokenizer, block_size, 0.0)
+        source = read_source(path, PairReader(tokenizer, block_size), 0.0)
         return source._replace(train=source.train[: limit or None], val=source.val[: limit or None])
-    reader = PairReader()
-    rows = (row for file in readers.find_files(path) for row in reader.pairs(file, tokenizer, block_size))
+    reader = PairReader(tokenizer, block_size)
+    rows = (row for file in readers.find_files(path) for row in reader.read(file))
     found = [ids for _, ids in islice(rows, limit or None)]
     reader.check(path, len(found))
-    return Source(found, [], reader.dropped, reader.places)
+    return SourceRows(found, [], reader)
 
 
 def score_pairs(

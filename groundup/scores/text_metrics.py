@@ -26,7 +26,8 @@ from groundup.files import readers
 from groundup.generate.engine import completed
 from groundup.generate.sampling import SamplingParams
 from groundup.text import quality
-from groundup.tokens.chat_files import Reader, read_manifest
+from groundup.tokens.chat_files import ChatReader
+from groundup.tokens.row_reader import read_rows_manifest
 from groundup.train import ranks
 from model import Transformer
 from sample import prompt_ids
@@ -86,10 +87,10 @@ def evaluate_generation(
 
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
     """(questions, what is left out by reason, where the first of these are). Raises DataError: there is none."""
-    reader, found, files = Reader(), [], files_of(data)
+    reader, found, files = ChatReader(), [], files_of(data)
     if not any(path == "-" or os.path.getsize(path) for path in files):
         raise UserError(f"data: {data} is empty: no row in it")
-    for *prompt, answer in itertools.chain.from_iterable(map(reader.read, files)):
+    for _, (*prompt, answer) in itertools.chain.from_iterable(map(reader.read, files)):
         if prompt:
             found.append(Question(prompt, answer["content"]))
         else:
@@ -107,7 +108,7 @@ def files_of(data: str) -> list[str]:
     found = []
     for part in filter(None, (part.strip() for part in data.split(","))):
         if (Path(part) / "manifest.json").exists():
-            splits = read_manifest(Path(part))["splits"]
+            splits = read_rows_manifest(Path(part), "chat")["splits"]
             name = next(name for name in ("test", "val", "train") if name in splits)
             found.append(str(Path(part) / splits[name]["file"]))
         else:

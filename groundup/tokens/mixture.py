@@ -1,13 +1,13 @@
-"""The order in which training sees its tokens: sample number -> source -> window, from nothing but the seed.
+"""The order of training samples: sample number -> source -> window, computed from the seed alone.
 
     data_dir='data/x'                                                # all sources of a directory, with its own weights
     data_dir='data/a=0.7,data/x/wiki=0.3'                            # 70 % of the samples from a, 30 % from one source
     data_dir='0: data/a=1; 8000: data/a=0.5,data/b=0.5'              # stages: the second begins after 8000 steps
 
 A *sample* is one training sequence of block_size tokens and their targets. Sample i is the same on any number of
-processes and costs the same for any i: there is nothing to save, nothing to skip, and a run can resume anywhere. Three
-maps follow one another. `Mixture`: sample -> (source, number within the source), with exact shares. `Curriculum`, where
-wanted: easy windows first. `Sampler`: number -> window, each once per epoch, through a permutation without a table.
+processes and takes the same time to find for any i, so a run resumes anywhere without stored state. Two or three
+maps follow each other. `Mixture`: sample -> (source, number within the source), with exact proportions. `Curriculum`
+(optional): easy windows first. `Sampler`: number -> window, each once per epoch, by a permutation without a table.
 """
 
 import hashlib
@@ -20,22 +20,21 @@ import numpy as np
 
 from groundup.errors import UserError
 
-BLOCK = 1024  # samples within which the sources have their exact shares
+BLOCK = 1024  # samples within which the sources have their exact proportions
 PHASES = 64  # steps in which a curriculum widens
-SCHEDULES = ("sqrt", "linear")  # of a curriculum
+COMPETENCE_SCHEDULES = ("sqrt", "linear")  # how a curriculum widens
 
 
-# ---- what data_dir and max_epochs say --------------------------------------------------------------------------------
+# ---- the settings data_dir and max_epochs ----------------------------------------------------------------------------
 
 
 class Stage(NamedTuple):
-    first_step: int  # how many steps come before it
+    first_step: int  # number of steps before it
     weights: dict[str, float | None]  # by path; None = the user gave none
 
 
 def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
-    """The stages that a data_dir string names, by their beginning. Raises DataError naming the part that is wrong, and
-    the setting `key` that holds it."""
+    """Return the stages in the value `spec` of the setting `key`. Raise UserError naming the wrong part."""
     stages = []
     for part in spec.split(";"):
         step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
@@ -66,7 +65,7 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
 
 
 def parse_max_epochs(text: str) -> dict[str, float]:
-    """'' -> {}; '4' -> {'': 4.0}, for all sources; 'data/a=2,data/b=8' -> by path. Raises DataError."""
+    """'' -> {}; '4' -> {'': 4.0}, for all sources; 'data/a=2,data/b=8' -> by path."""
     limits = {}
     for part in filter(None, map(str.strip, text.split(","))):
         path, _, number = part.rpartition("=")
@@ -95,11 +94,11 @@ def hash_words(count: int, *parts: int | str) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """index (any shape) int64 in [0, n) -> its place under a pseudo-random bijection of [0, n), without a table.
+    """Map index (any shape) int64 in [0, n) by a pseudo-random bijection of [0, n), without a table.
 
-    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible whatever f
-    is. It permutes a power of four; a result >= n is fed in again until it is below ("cycle walking", Black and Rogaway
-    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not alike.
+    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible for any f.
+    It permutes a power of four; a result >= n is fed in again until it is below n ("cycle walking", Black and Rogaway
+    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not uniform.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -122,23 +121,22 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
 
 
 def window_count(n_tokens: int, block_size: int) -> int:
-    """Training windows per epoch. One window's worth is left for the offset that moves their borders every epoch."""
+    """Return the training windows per epoch: one less than fit, so that an offset can move their borders each epoch."""
     return (n_tokens - 1) // block_size - 1
 
 
 class Sampler:
     """Number of a sample within its source -> where its window of block_size + 1 tokens starts.
 
-    Every window comes once per epoch, in an order and with borders that differ between epochs. Nothing to save, nothing
-    to skip: sample 10**9 costs what sample 0 does. `source` is the source's index in its mixture. The windows of
-    `packed` tokens are the rows of block_size + 1 that they were packed into.
+    Every window comes once per epoch; the order and the windows' borders differ between epochs. `source`: the source's
+    index in its mixture. With `packed`, a window is one of the rows of block_size + 1 tokens that the data consist of.
     """
 
     def __init__(
         self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False, name: str = ""
     ) -> None:
         self.block_size, self.seed, self.packed = block_size, seed, packed
-        self.source = (source,) if source else ()  # one source alone and the first of several have the same order
+        self.source = (source,) if source else ()  # a single source and the first of several have the same order
         self.n_windows = n_tokens // (block_size + 1) if packed else window_count(n_tokens, block_size)
         if self.n_windows < 1:
             of = f" of {name}" if name else ""
@@ -148,7 +146,7 @@ class Sampler:
             )
 
     def start(self, number: np.ndarray) -> np.ndarray:
-        """Numbers, any shape, -> int64 token offsets. Neighbours share one token: each is a target once."""
+        """Return the token offsets (int64) for numbers of any shape. Neighbouring windows share one token."""
         epochs, positions = np.divmod(np.asarray(number, dtype=np.int64), self.n_windows)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -157,7 +155,7 @@ class Sampler:
         return starts
 
     def shuffled(self, positions: np.ndarray, n: int, what: str, *round_: int) -> np.ndarray:
-        """Positions in [0, n) -> starts of the first n windows in the order of the round, with that round's borders."""
+        """Map positions in [0, n) to starts of the first n windows, in the order and with the borders of a round."""
         words = hash_words(9, what, self.seed, *round_, *self.source)
         index = permute(positions, n, words[:8])
         if self.packed:
@@ -166,11 +164,11 @@ class Sampler:
 
 
 class Curriculum:
-    """A Sampler whose first n_samples come from the easiest windows, of tokens that were prepared in that order.
+    """A Sampler whose first n_samples come from the easiest windows of data prepared from easy to hard.
 
-    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the share of the data that a learner may see
-    grows from `first` to 1. It does so in 64 phases. In a phase, windows come without replacement from the share that
-    the schedule gives at its beginning, all over again if the phase is longer; after the last, ordinary epochs begin.
+    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the share of the windows in use grows from
+    `first` to 1 in 64 phases. A phase draws without replacement from the share that the schedule gives at its
+    beginning, again from the start if the phase is longer. Ordinary epochs follow.
     """
 
     def __init__(self, sampler: Sampler, n_samples: int, first: float, schedule: str) -> None:
@@ -179,13 +177,13 @@ class Curriculum:
         self.borders = n_samples * np.arange(PHASES + 1) // PHASES  # of the phases, in numbers
 
     def competence(self, progress: float) -> float:
-        """Share of the windows that may be seen after `progress` (0 to 1) of the curriculum."""
+        """Return the share of the windows in use after `progress` (0 to 1) of the curriculum."""
         if self.schedule == "linear":
             return self.first + (1 - self.first) * progress
         return math.sqrt(progress * (1 - self.first**2) + self.first**2)
 
     def start(self, number: np.ndarray) -> np.ndarray:
-        """As Sampler.start."""
+        """See Sampler.start."""
         number = np.asarray(number, dtype=np.int64)
         starts = np.empty_like(number)
         phases = np.searchsorted(self.borders, number, side="right") - 1
@@ -208,7 +206,7 @@ class Curriculum:
 
 
 def quotas(weights: np.ndarray) -> np.ndarray:
-    """Samples of each source in a block of 1024, int64, by largest remainder; of equal remainders the first wins."""
+    """Return the samples (int64) of each source in a block of 1024, by largest remainder, the first of equal ones."""
     exact = weights / weights.sum() * BLOCK
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(-(exact - whole), kind="stable")
@@ -217,7 +215,7 @@ def quotas(weights: np.ndarray) -> np.ndarray:
 
 
 class Segment(NamedTuple):
-    """Samples that follow one pattern: those of a stage, up to where a source is used up."""
+    """Consecutive samples with one pattern of sources: a stage, or a part of it that ends when a source is used up."""
 
     first: int  # its first sample
     quotas: np.ndarray  # (n_sources,) samples of each source in a block of 1024
@@ -226,22 +224,22 @@ class Segment(NamedTuple):
     rank: np.ndarray  # (1024,) how many of the same source come before it in the block
 
     def counts(self, n: int) -> np.ndarray:
-        """(n_sources,) samples of each source among the first n of this segment."""
+        """Return (n_sources,): samples of each source among the first n of this segment."""
         blocks, rest = divmod(n, BLOCK)
         return blocks * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.quotas))
 
     def reaches(self, source: int, n: int) -> int:
-        """Which sample of this segment (from 0) is the source's n-th (from 0)."""
+        """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
         blocks, rest = divmod(n, int(self.quotas[source]))
         return blocks * BLOCK + int(np.flatnonzero(self.pattern == source)[rest])
 
 
 class Mixture:
-    """Sample -> (source, number within the source), with exact shares in every block of 1024 samples.
+    """Sample -> (source, number within the source), with exact proportions in every block of 1024 samples.
 
     samplers: one Sampler per source. stages: (first sample, weight of each source), ascending from 0. limits: most
-    samples of each source. From the sample on with which a source would pass its limit it is left out, and a new
-    pattern gives its share to the others in proportion; `end` is the sample at which nothing is left, or None.
+    samples of each source. A source that has reached its limit is left out from then on, and the others take its
+    samples in proportion to their weights; `end`: the sample at which all sources are used up, or None.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class Mixture:
         self.firsts = np.array([segment.first for segment in self.segments])
 
     def _add_stage(self, first: int, stop: float, weights: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Append the segments of samples [first, stop); -> samples of each source before `stop`."""
+        """Append the segments of samples [first, stop) and return the samples of each source before `stop`."""
         while True:
             now = np.where(before < self.limits, weights, 0.0)
             if not now.any():
@@ -296,7 +294,7 @@ class Mixture:
         return Segment(first, share, before, pattern, rank)
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples, any shape, -> their sources and their numbers within these, int64."""
+        """Return (sources, numbers within them), int64, of samples of any shape."""
         sample = np.asarray(sample, dtype=np.int64)
         sources, numbers = np.empty_like(sample), np.empty_like(sample)
         which = np.searchsorted(self.firsts, sample, side="right") - 1
@@ -309,7 +307,7 @@ class Mixture:
         return sources, numbers
 
     def start(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples, any shape, -> their sources and where their windows start in these, int64."""
+        """Return (sources, starts of the windows in them), int64, of samples of any shape."""
         sources, numbers = self.locate(sample)
         starts = np.empty_like(numbers)
         for source in np.unique(sources):
@@ -318,16 +316,16 @@ class Mixture:
         return sources, starts
 
     def counts(self, n_samples: int) -> np.ndarray:
-        """(n_sources,) int64: how many of the first n_samples samples each source gives."""
+        """Return (n_sources,) int64: how many of the first n_samples samples each source gives."""
         k = int(np.searchsorted(self.firsts, n_samples, side="right")) - 1
         return self.segments[k].before + self.segments[k].counts(n_samples - self.segments[k].first)
 
     def epochs(self, n_samples: int) -> np.ndarray:
-        """(n_sources,) float64: how often the first n_samples samples go through each source."""
+        """Return (n_sources,) float64: epochs of each source in the first n_samples samples."""
         return self.counts(n_samples) / [sampler.n_windows for sampler in self.samplers]
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
-        """{step (from 1): {source: share}} for the steps in which a new pattern begins."""
+        """Return {step (from 1): {source: share}} of the steps in which a new pattern begins."""
         return {
             segment.first // samples_per_step + 1: dict(zip(self.names, (segment.quotas / BLOCK).tolist(), strict=True))
             for segment in self.segments

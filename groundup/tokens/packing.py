@@ -7,15 +7,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.tokens.mixture import (
-    hash_words,
-    permute,
-)
+from groundup.tokens.mixture import hash_words, permute
 from groundup.tokens.token_files import (
     FORMAT,
     SHARD_TOKENS,
@@ -27,9 +24,6 @@ from groundup.tokens.token_files import (
     token_dtype,
     write_json,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
@@ -158,6 +152,8 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 class PackedData(TokenData):
     """The train split of one source as `pack` has laid it out: window (row, block_size + 1) begins with a document."""
+
+    packed = True
 
     def __init__(self, data_dir: str | Path, block_size: int, source: str = "") -> None:
         super().__init__(data_dir, "train", source)

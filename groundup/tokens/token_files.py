@@ -17,19 +17,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from groundup.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
 FORMAT = "groundup tokens 1"
 SHARD_TOKENS = 2**27  # 256 MiB as uint16
-MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-IGNORE = -100  # a target that is not trained on, as in model.py
 SORTED = ("length", "unigram", "bigram", "trigram", "score")  # orders of prepare.py that go from easy to hard
 
 
@@ -240,8 +234,10 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None
 class TokenData:
     """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only.
 
-    The sizes of its files are checked here and ids as they are fetched, so a terabyte opens fast. `verify` reads all.
+    Opening checks the sizes of the files, fetching checks the ids: a terabyte opens fast. `verify` reads everything.
     """
+
+    packed = False  # windows may begin anywhere, see mixture.Sampler
 
     def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
         """source: None = all that data_dir names, one after the other."""

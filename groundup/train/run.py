@@ -20,7 +20,8 @@ import torch
 import ddp as dist
 from configurator import write_config
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches, same_order
+from groundup.tokens.batches import Batches
+from groundup.tokens.corpus import same_order
 from groundup.train import checkpoint, ranks
 from groundup.train.device import choose_device, choose_dtype, rng_state, set_rng_state
 from groundup.train.log import RunLog, check_tensorboard

@@ -13,9 +13,10 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches, same_order
-from groundup.tokens.chat_files import in_memory, read_raw, tokenize, untokenize
+from groundup.tokens.batches import Batches
+from groundup.tokens.chat_files import in_memory, read_chat, tokenize, untokenize
 from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
+from groundup.tokens.corpus import same_order
 from tokenizer import Tokenizer, train
 
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -317,13 +318,13 @@ def test_validation_batches_of_all_ranks_are_the_split_once(tok, tmp_path):
         labels += [b.targets.tolist() for b in corpus.val_batches(4, 0, rank, 3)["a.jsonl"]]
     assert sum(map(len, labels)) == rows.n_labels.sum() and len(labels) == -(-rows.n_rows // 4)
     assert len(list(corpus.val_batches(4, 3)["a.jsonl"])) == 3
-    assert rows.of.n + corpus.train[0].of.n == 90 and 20 < rows.of.n < 70
+    assert len(rows.of) + len(corpus.train[0].of) == 90 and 20 < len(rows.of) < 70
 
 
 def test_val_data_and_prompts(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
-    assert corpus.train[0].of.n == 80 and corpus.val["b.jsonl"].of.n == 30 and corpus.val_shares() == [1.0]
+    assert len(corpus.train[0].of) == 80 and len(corpus.val["b.jsonl"].of) == 30 and corpus.val_shares() == [1.0]
     fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
     expected = [(talk[:-1], talk[-1]["content"]) for talk in fitting]
     assert 5 < len(expected) < 30  # the others could not be asked
@@ -343,15 +344,15 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     rows = [*good, two, "{broken", empty, two, {"no": 1}, strange_role, two, two, {"messages": [user("q")]}]
     rows += [{"messages": [user("cut"), assistant("me"), user("off")]}]
     path = write(tmp_path / "x.jsonl", rows)
-    source = read_raw(path, tok, 0.0)
-    assert source.dropped == {"two assistant turns in a row": 4, "bad_json": 1, "empty answer": 1, "not understood": 2,
-                              "answer missing": 1}  # fmt: skip
-    assert source.train.n == 11 and source.val.n == 0 and source.trimmed == 1
+    source = read_chat(path, tok, 0.0)
+    reasons = {"two assistant turns in a row": 4, "bad_json": 1, "empty answer": 1, "not understood": 2}
+    assert source.reader.dropped == reasons | {"answer missing": 1}
+    assert len(source.train) == 11 and len(source.val) == 0 and source.reader.trimmed == 1
     ids, _ = source.train.ids(10)
     assert untokenize(ids, tok) == [user("cut"), assistant("me")]
-    named = [place for place in source.places if "two assistant" in place]
+    named = [place for place in source.reader.places if "two assistant" in place]
     assert named == [f"{path}:{line}: two assistant turns in a row" for line in (11, 14, 17)]
-    assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.places)
+    assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
     report = "\n".join(ChatCorpus(path, tok, 256, True, 1).report())
     for part in ("x.jsonl: 4 left out: two assistant turns in a row", ":12: bad_json", "1 lost turns after the last"):
         assert part in report
@@ -388,8 +389,8 @@ def test_several_containers_and_shapes_in_one_glob(tok, tmp_path):
     question = "\n\nHuman: q4\n\nAssistant: "
     write(tmp_path / "d.jsonl", [{"chosen": question + "a4", "rejected": question + "x"}])
     for path in (str(tmp_path), str(tmp_path / "*.json*")):
-        source = read_raw(path, tok, 0.0)
-        found = [untokenize(source.train.ids(i)[0], tok) for i in range(source.train.n)]
+        source = read_chat(path, tok, 0.0)
+        found = [untokenize(source.train.ids(i)[0], tok) for i in range(len(source.train))]
         assert found == [[user(f"q{k}"), assistant(f"a{k}")] for k in (1, 2, 3, 4)]
 
 
@@ -415,7 +416,7 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
     assert isinstance(from_tokens.train[0].of.tokens.base, np.memmap) and from_rows.train[0].of.tokens.base is None
     raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
-    assert same(from_rows, from_tokens) and same(raw, from_tokens) and raw.val["a.jsonl"].of.n > 2
+    assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].of) > 2
     # what numpy reads from the files is what the renderer makes of the lines
     for split in ("train", "val"):
         lines = (tmp_path / "tokens" / f"{split}.jsonl").read_text("utf-8").splitlines()
@@ -437,7 +438,7 @@ def test_token_files_do_not_depend_on_the_number_of_workers(tok_dir, tmp_path, m
     found = talks(200)
     for k in range(4):
         write_talks(tmp_path / f"in{k}.jsonl", found[50 * k : 50 * k + 50])
-    monkeypatch.setattr("pipeline.GROUP_BYTES", 2**13)  # several units
+    monkeypatch.setattr("groundup.text.pipeline.GROUP_BYTES", 2**13)  # several units
     for workers in (1, 2):
         make(tmp_path / f"out{workers}", str(tmp_path / "in*.jsonl"), tokenizer_dir=tok_dir, workers=workers)
     names = {path.name for path in (tmp_path / "out1").iterdir()} - {"config.py", "manifest.json"}

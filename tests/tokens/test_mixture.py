@@ -258,7 +258,7 @@ def test_competence_by_hand() -> None:
     sampler = Sampler(1000, 10, 1)
     assert Curriculum(sampler, 640, 0.1, "sqrt").competence(0.5) == pytest.approx(0.710634, abs=1e-6)
     assert Curriculum(sampler, 640, 0.1, "linear").competence(0.5) == pytest.approx(0.55)
-    for schedule in mixture.SCHEDULES:
+    for schedule in mixture.COMPETENCE_SCHEDULES:
         ends = [Curriculum(sampler, 640, 0.1, schedule).competence(progress) for progress in (0, 1)]
         assert ends == pytest.approx([0.1, 1.0])
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from groundup.errors import UserError
 from groundup.files.row_formats import Pair
 from groundup.tokens.batches import Batches
 from groundup.tokens.mixture import Mixture, Sampler
-from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, pair_problem, tokenize
+from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, read_pair, tokenize
+from groundup.tokens.row_reader import Unusable
 from tokenizer import Tokenizer, train
 
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -86,7 +86,7 @@ def test_worked_example():
     prompt, chosen, rejected = [1, 10, 11, 12, 13, 2, 11, 1, 14, 11], [15, 16, 2], [20, 2]
     ids = tokenize(pair, Toy())
     assert [part.tolist() for part in ids[:3]] == [prompt, chosen, rejected]
-    assert ids.margin == 0 and math.isnan(ids.difficulty) and ids.prompt.dtype == np.uint16
+    assert ids.margin == 0 and ids.prompt.dtype == np.uint16
 
 
 def test_worked_batch(tmp_path):
@@ -177,7 +177,7 @@ def test_every_reason_is_counted_and_the_first_are_named(tok, tmp_path):
     ]
     corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
     assert corpus.train[0].n_rows == 3
-    assert corpus.found[0].dropped == Counter({
+    assert corpus.found[0].reader.dropped == Counter({
         "equal answers": 2, "empty answer": 1, "not understood": 2, "different prompts": 1, "bad_json": 1,
         "prompt: two assistant turns in a row": 1, "does not fit in block_size=256": 4,
     })  # fmt: skip
@@ -205,7 +205,7 @@ def test_an_answer_is_whole_or_not_there(tok, tmp_path):
         pairs = corpus.train[0]
         kept = [row for row, size in zip(rows, sizes, strict=True) if size <= limit]
         assert pairs.n_rows == len(kept) < 20 and pairs.lengths.max() <= limit >= pairs.columns.max()
-        assert corpus.found[0].dropped == {f"does not fit in block_size={limit}": 20 - len(kept)}
+        assert corpus.found[0].reader.dropped == {f"does not fit in block_size={limit}": 20 - len(kept)}
         for i, row in enumerate(kept):
             _, chosen, rejected = pairs.ids(i)
             assert [tok.decode(ids.tolist()) for ids in (chosen, rejected)] == [
@@ -221,12 +221,12 @@ def test_unfinished_answers_are_left_out(tok, tmp_path):
     corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
     answers = [tok.decode(corpus.train[0].ids(i)[1].tolist()[:-1]) for i in range(corpus.train[0].n_rows)]
     assert answers == [rows[0]["chosen"], rows[5]["chosen"]]
-    assert corpus.found[0].dropped == {"unfinished answer": 4}
+    assert corpus.found[0].reader.dropped == {"unfinished answer": 4}
 
 
 def test_a_prepared_directory_is_split_as_its_raw_file(tok, tmp_path):
-    """By the prompt alone, and with the margins and difficulties of its rows."""
-    rows = [row | {"prompt": f"Q{i // 3} 问", "margin": i / 8, "difficulty": i} for i, row in enumerate(rows_of(90))]
+    """By the prompt alone, and with the margins of its rows."""
+    rows = [row | {"prompt": f"Q{i // 3} 问", "margin": i / 8} for i, row in enumerate(rows_of(90))]
     path = write(tmp_path / "p.jsonl", rows)
     make(tmp_path / "out", path)
     raw = PairCorpus(path, tok, 256, 1, val_fraction=0.2)
@@ -244,7 +244,7 @@ def test_answers_that_are_equal_as_tokens_are_equal(tok, tmp_path):
 
     rows = [{"prompt": "Hi", "chosen": "b", "rejected": "B"}, {"prompt": "Hi", "chosen": "b", "rejected": "i"}]
     corpus = corpus_of(tmp_path / "p.jsonl", rows, Lower(), 32)
-    assert corpus.train[0].n_rows == 1 and corpus.found[0].dropped == {"equal answers": 1}
+    assert corpus.train[0].n_rows == 1 and corpus.found[0].reader.dropped == {"equal answers": 1}
 
 
 def test_nothing_usable_is_one_clear_line(tok, tmp_path):
@@ -255,7 +255,7 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     with pytest.raises(UserError, match="lone.jsonl:1: not understood: a rejected answer but none under 'chosen'"):
         PairCorpus(lone, tok, 64, 1)
     long = [{"prompt": "q", "chosen": "a " * 99, "rejected": "b"}] * 2 + [{"prompt": "q", "chosen": "a"}]
-    with pytest.raises(UserError, match=r"no usable pair \(2 does not fit in block_size=16, 1 not understood\)") as bad:
+    with pytest.raises(UserError, match=r"no usable preference pair \(2 does not fit in .*=16, 1 not und.*\)") as bad:
         PairCorpus(write(tmp_path / "long.jsonl", long), tok, 16, 1)
     assert isinstance(bad.value, UserError) and "\n" not in str(bad.value)
     with pytest.raises(UserError, match="no file matches"):
@@ -263,7 +263,9 @@ def test_nothing_usable_is_one_clear_line(tok, tmp_path):
     other = [{"chosen": [user("q"), assistant("a")], "rejected": [user("p"), assistant("b")]}]
     with pytest.raises(UserError, match=r"other.jsonl:1: different prompts"):
         PairCorpus(write(tmp_path / "other.jsonl", other), tok, 64, 1)
-    assert pair_problem(["a list"])[1] == "not understood"
+    with pytest.raises(Unusable) as problem:
+        read_pair(["a list"])
+    assert problem.value.reason == "not understood"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -359,16 +361,13 @@ def test_validation_data_of_its_own(tok, tmp_path):
     assert corpus.val_shares() == [1.0] and "v.jsonl: 1 left out: not understood" in corpus.report()
     numbers = [batch.number.tolist() for batch in corpus.val_batches(2, 0)["v.jsonl"]]
     assert sorted(sum(numbers, [])) == list(range(20, 27))  # behind those that are trained on
-    (messages, answer), *_ = corpus.prompts(3)
-    assert messages == [user("Q0 问?")] and answer == rows_of(7, 5)[0]["chosen"]
 
 
-def test_margin_and_difficulty_are_kept(tok, tmp_path):
-    numbers = [(0.5, 3), ("0.25", None), (None, 1.5), (float("inf"), 2), (True, 4)]
-    rows = [row | {"margin": m, "difficulty": d} for row, (m, d) in zip(rows_of(5), numbers, strict=True)]
+def test_margins_are_kept(tok, tmp_path):
+    margins = [0.5, "0.25", None, float("inf"), True]
+    rows = [row | {"margin": margin} for row, margin in zip(rows_of(5), margins, strict=True)]
     pairs = corpus_of(tmp_path / "p.jsonl", rows, tok).train[0]
     assert pairs.margin.tolist() == [0.5, 0.25, 0, 0, 0]
-    assert [None if math.isnan(d) else d for d in pairs.difficulty.tolist()] == [3, None, 1.5, 2, 4]
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------
@@ -546,22 +545,6 @@ def test_the_fingerprint_is_of_all_that_a_reference_depends_on(tok, tmp_path):
         for answer in "你好"
     ]
     assert of_toys[0] != of_toys[1]
-
-
-def test_easy_pairs_first(tok, tmp_path):
-    rows = [row | {"difficulty": (i * 37) % 200} for i, row in enumerate(rows_of(200))]
-    corpus = corpus_of(tmp_path / "p.jsonl", rows, tok)
-    found = order_of(corpus, 1280 + 600, competence=0.1, competence_steps=160, competence_schedule="linear")
-    difficulty = (found * 37) % 200
-    for phase in range(64):
-        share = 0.1 + 0.9 * phase / 64
-        assert difficulty[phase * 20 : (phase + 1) * 20].max() < int(share * 200)
-    assert difficulty[:20].tolist() != sorted(difficulty[:20].tolist())
-    for epoch in range(3):
-        assert sorted(difficulty[1280 + 200 * epoch : 1480 + 200 * epoch].tolist()) == list(range(200))
-    bare = corpus_of(tmp_path / "q.jsonl", [*rows, {"prompt": "q", "chosen": "a", "rejected": "b"}], tok)
-    with pytest.raises(UserError, match="1 of 201 pairs in q.jsonl have no number under 'difficulty'"):
-        bare.order(1, 8, 10, competence=0.5, competence_steps=5)
 
 
 def test_data_that_end_too_soon_are_refused(tok, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 
 import prepare
 from groundup.errors import UserError
-from groundup.tokens.prompts import Prompts, prompt_of
+from groundup.tokens.prompts import PromptCorpus, prompt_of
+from groundup.tokens.row_reader import Unusable
 from tokenizer import Tokenizer, chat_ready
 
 
@@ -43,40 +44,43 @@ ASK, ANSWER = {"role": "user", "content": "为什么?"}, {"role": "assistant", "
     ],
 )
 def test_a_prompt_is_what_stands_before_the_last_answer(row, messages):
-    found, problem = prompt_of(row)
-    assert (found == messages and not problem) if messages else (problem and not found)
+    if messages:
+        assert prompt_of(row) == messages
+        return
+    with pytest.raises(Unusable, match="no prompt"):
+        prompt_of(row)
 
 
 def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer):
     rows = [{"prompt": f"Question {i}?", "right": i} for i in range(30)]
     rows += [{"prompt": "long " * 200}, {"nothing": 1}, {"messages": [ANSWER]}]
     path = write(tmp_path / "a.jsonl", rows)
-    corpus = Prompts(str(path), tokenizer, 40, seed=1, val_fraction=0.2)
-    assert corpus.n_train + len(corpus.val) == 30 and len(corpus.val) > 1
+    corpus = PromptCorpus(str(path), tokenizer, 40, seed=1, val_fraction=0.2)
+    assert corpus.n_train + len(corpus.held_out) == 30 and len(corpus.held_out) > 1
     text = "\n".join(corpus.report())
     assert "1 left out: longer than 40 tokens" in text and f"{path}:31" in text and "2 left out: no prompt" in text
-    every = {prompt.row["right"]: prompt for prompt in [*corpus.train[0], *corpus.val]}
+    every = {prompt.row["right"]: prompt for prompt in [*corpus.train[0].prompts, *corpus.held_out]}
     assert every[7].place == f"{path}:8" and every[7].messages[0]["content"] == "Question 7?"
     assert tokenizer.decode(every[7].ids).endswith("assistant\n")
     for rows in ([{"nothing": 1}], []):
-        with pytest.raises(UserError, match="no usable prompt") as caught:
-            Prompts(str(write(tmp_path / "b.jsonl", rows)), tokenizer, 40, seed=1)
+        with pytest.raises(UserError, match="no usable prompt|is empty") as caught:
+            PromptCorpus(str(write(tmp_path / "b.jsonl", rows)), tokenizer, 40, seed=1)
         assert isinstance(caught.value, UserError)
 
 
 def test_every_prompt_comes_once_an_epoch_and_a_redraw_has_another_order(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": f"Question {i}?", "number": i} for i in range(24)])
-    corpus = Prompts(str(path), tokenizer, 40, seed=1, val_fraction=0.0)
+    corpus = PromptCorpus(str(path), tokenizer, 40, seed=1, val_fraction=0.0)
 
     def numbers(seed: int, attempt: int) -> list[int]:
-        other = Prompts(str(path), tokenizer, 40, seed=seed, val_fraction=0.0)
-        return [prompt.row["number"] for prompt in other.take(other.order(8, attempt), np.arange(48))]
+        other = PromptCorpus(str(path), tokenizer, 40, seed=seed, val_fraction=0.0)
+        return [prompt.row["number"] for prompt in other.take(other.redrawn_order(8, attempt), np.arange(48))]
 
     first = numbers(1, 0)
     assert sorted(first[:24]) == sorted(first[24:]) == list(range(24)) and first[:24] != first[24:]
     assert first != numbers(1, 1) and first != numbers(2, 0) and first == numbers(1, 0)
     changed = write(tmp_path / "c.jsonl", [{"prompt": f"Question {i}?", "number": -i} for i in range(24)])
-    other = Prompts(str(changed), tokenizer, 40, seed=1, val_fraction=0.0)
+    other = PromptCorpus(str(changed), tokenizer, 40, seed=1, val_fraction=0.0)
     assert other.record()["data"] != corpus.record()["data"]  # what a reward function sees is another
 
 
@@ -84,13 +88,13 @@ def test_sources_are_mixed_by_weight_and_a_prompt_is_never_on_both_sides(tmp_pat
     paths = [
         write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i % 20}?"} for i in range(40)]) for name in ("a", "b")
     ]
-    corpus = Prompts(f"{paths[0]}=0.75,{paths[1]}=0.25", tokenizer, 40, seed=1, val_fraction=0.3)
-    taken = corpus.take(corpus.order(8), np.arange(1024))
+    corpus = PromptCorpus(f"{paths[0]}=0.75,{paths[1]}=0.25", tokenizer, 40, seed=1, val_fraction=0.3)
+    taken = corpus.take(corpus.redrawn_order(8), np.arange(1024))
     assert sum(prompt.place.startswith(str(paths[0])) for prompt in taken) == 768
-    trained = {tuple(prompt.ids) for prompts in corpus.train for prompt in prompts}
-    assert corpus.val and not trained & {tuple(prompt.ids) for prompt in corpus.val}
-    given = Prompts(str(paths[0]), tokenizer, 40, seed=1, val_data=str(paths[1]))
-    assert given.n_train == 40 and len(given.val) == 40
+    trained = {tuple(prompt.ids) for prompts in corpus.train for prompt in prompts.prompts}
+    assert corpus.val and not trained & {tuple(prompt.ids) for prompt in corpus.held_out}
+    given = PromptCorpus(str(paths[0]), tokenizer, 40, seed=1, val_data=str(paths[1]))
+    assert given.n_train == 40 and len(given.held_out) == 40
 
 
 def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
@@ -100,6 +104,6 @@ def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
     config = prepare.__dict__ | {"input": str(path), "kind": "chat", "out_dir": str(tmp_path / "d")}
     config |= {"tokenizer_dir": str(tmp_path / "tokenizer"), "val_fraction": 0.25, "workers": 1}
     assert prepare.main({key: value for key, value in config.items() if not key.startswith("_")}) == 0
-    corpus = Prompts(str(tmp_path / "d"), tokenizer, 40, seed=1)
+    corpus = PromptCorpus(str(tmp_path / "d"), tokenizer, 40, seed=1)
     sizes = [len((tmp_path / "d" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")]
-    assert [corpus.n_train, len(corpus.val)] == sizes and sizes[1] > 2
+    assert [corpus.n_train, len(corpus.held_out)] == sizes and sizes[1] > 2

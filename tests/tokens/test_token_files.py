@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import model
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches, Corpus, val_batches
+from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.mixture import Mixture, Sampler
 from groundup.tokens.packing import PackedData, Packing, best_fit, pack, pack_rows
 from groundup.tokens.token_files import (
-    IGNORE,
     ShardWriter,
     TokenData,
     file_sha256,
@@ -29,6 +27,7 @@ from groundup.tokens.token_files import (
     verify,
     write_manifest,
 )
+from model import IGNORE
 
 # ---- token files -----------------------------------------------------------------------------------------------------
 
@@ -489,7 +488,7 @@ def test_weights_of_sources_and_directories(tmp_path: Path, monkeypatch: pytest.
     size = {path: TokenData(path, "train").n_tokens for path in ("x", "y/wiki", "y", "z")}
 
     def shares(spec: str) -> list[dict[str, float]]:
-        corpus = Corpus(spec, 16)
+        corpus = TextCorpus(spec, 16)
         weights = np.array([weights for _, weights in corpus.stages])
         rounded = np.round(weights / weights.sum(axis=1, keepdims=True), 9).tolist()
         return [dict(zip(corpus.names, stage, strict=True)) for stage in rounded]
@@ -507,12 +506,12 @@ def test_weights_of_sources_and_directories(tmp_path: Path, monkeypatch: pytest.
         {"wiki": 1.0, "z": 0.0}, {"wiki": 0.5, "z": 0.5}, {"wiki": 0.0, "z": 1.0},
     ]  # fmt: skip
     with pytest.raises(UserError, match="x/wiki a second time in one stage"):
-        Corpus("x=1,x/wiki=1", 16)
+        TextCorpus("x=1,x/wiki=1", 16)
     with pytest.raises(UserError, match="no directory nowhere"):
-        Corpus("x=1,nowhere=1", 16)
+        TextCorpus("x=1,nowhere=1", 16)
     edit(Path("z"), tokenizer_fingerprint="e" * 64)
     with pytest.raises(UserError, match="z was prepared with another tokenizer"):
-        Corpus("x=1,z=1", 16)
+        TextCorpus("x=1,z=1", 16)
 
 
 STEP = 32  # samples
@@ -524,7 +523,7 @@ def mixed_batches(
     **options: object,
 ) -> Batches:  # fmt: skip
     """Of three stages; 30 steps pass through shards, sources, stages and more than one epoch of each source."""
-    corpus = Corpus(MIXED.format(path), 16)
+    corpus = TextCorpus(MIXED.format(path), 16)
     order = corpus.order(11, STEP, 30, **options)
     return Batches(corpus.train, order, 16, batch_size, accum_steps, rank, world_size, start_step=start)
 
@@ -582,7 +581,7 @@ def test_a_mixture_resumes_at_every_step(tmp_path: Path, options: dict) -> None:
 
 def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     write_sources(tmp_path, {"wiki": 40, "code": 15})
-    corpus = Corpus(str(tmp_path), 16)
+    corpus = TextCorpus(str(tmp_path), 16)
     n_wiki, n_code = (TokenData(tmp_path, "train", s).n_tokens // 16 for s in ("wiki", "code"))
     order = corpus.order(1, 8, 10, max_epochs="2")
     assert order.end == pytest.approx(2 * n_wiki + 2 * n_code, abs=8)
@@ -597,17 +596,17 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     assert f"0.50 epochs of {corpus.train[1].n_tokens:,} (code)" in text or "0.49 epochs" in text
     assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
     with pytest.raises(UserError, match="max_epochs names .*code, which data_dir does not"):
-        Corpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
+        TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
 
 
 def test_competence_needs_sorted_documents(tmp_path: Path) -> None:
     """Of documents that grow, the first steps see the first ones only."""
     write_sources(tmp_path / "x", {"wiki": 40, "code": 15}, recipe={"order": ""})
     with pytest.raises(UserError, match=r"x was prepared with order=''; rerun prepare.py with --order=length \(or uni"):
-        Corpus(str(tmp_path / "x"), 16).order(1, 8, 10, competence=0.5, competence_steps=5)
+        TextCorpus(str(tmp_path / "x"), 16).order(1, 8, 10, competence=0.5, competence_steps=5)
     write(tmp_path, [np.arange(4, 4 + 900)])
     edit(tmp_path, info={"recipe": {"order": "length"}}, splits=read_manifest(tmp_path)["splits"])
-    corpus = Corpus.__new__(Corpus)  # of one split, without validation
+    corpus = TextCorpus.__new__(TextCorpus)  # of one split, without validation
     corpus.block_size, corpus.names, corpus.keys = 16, ["a"], [(tmp_path, "")]
     corpus.train, corpus.stages = [TokenData(tmp_path, "train")], [(0, [1.0])]
     order = corpus.order(1, 4, 100, competence=0.1, competence_steps=64)
@@ -618,7 +617,7 @@ def test_competence_needs_sorted_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eval_steps", [0, 1, 5, 1000])
 def test_validation_of_each_source(tmp_path: Path, eval_steps: int) -> None:
     write_sources(tmp_path, {"wiki": 40, "code": 15})
-    corpus = Corpus(str(tmp_path), 16)
+    corpus = TextCorpus(str(tmp_path), 16)
     whole = {name: list(batches) for name, batches in corpus.val_batches(4, eval_steps).items()}
     assert list(whole) == ["wiki", "code"]
     for (name, batches), steps in zip(whole.items(), {1: (1, 1), 5: (3, 2)}.get(eval_steps, (0, 0)), strict=True):
@@ -636,13 +635,13 @@ def test_validation_of_each_source(tmp_path: Path, eval_steps: int) -> None:
 def test_sources_without_validation(tmp_path: Path) -> None:
     write_sources(tmp_path / "x", {"wiki": 40, "code": 15})
     write(tmp_path / "y", documents_of(0, 9))
-    corpus = Corpus(f"{tmp_path}/x,{tmp_path}/y", 16)
+    corpus = TextCorpus(f"{tmp_path}/x,{tmp_path}/y", 16)
     assert list(corpus.val) == ["wiki", "code"] and list(corpus.val_batches(4, 1)) == ["wiki", "code"]
     assert "y has no split 'val'" in corpus.describe(corpus.order(1, 8, 1), 8)[1][0]
     with pytest.raises(UserError, match=r"y has no split 'val' \(has: train\)"):
-        Corpus(str(tmp_path / "y"), 16)
+        TextCorpus(str(tmp_path / "y"), 16)
     with pytest.raises(UserError, match=r"val split of .* tokens, but block_size=9000 needs 9001"):
-        Corpus(str(tmp_path / "x"), 9000)
+        TextCorpus(str(tmp_path / "x"), 9000)
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -722,7 +721,7 @@ def test_packed_files_hold_every_document_once(tmp_path: Path) -> None:
 def test_training_on_packed_rows(tmp_path: Path) -> None:
     """Each row once per epoch; targets end where the row's documents do; every step's targets are counted."""
     packed_directory(tmp_path)
-    corpus = Corpus(str(tmp_path), 64, pack=True)
+    corpus = TextCorpus(str(tmp_path), 64, pack=True)
     order = corpus.order(1, 6, 10)
     n_rows = sum(split.n_tokens // 65 for split in corpus.train)
     n_steps = n_rows // 6 + 3
@@ -749,18 +748,17 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
         assert len(set(starts)) == len(starts) and (starts % 65 == 0).all()
     assert len(set(found[0]) | set(found[1])) > 0.9 * n_rows
     assert batches_of(TokenData(tmp_path, "train", "wiki"), 16, 3, 2, 1).valid_tokens(5) == 96
-    assert IGNORE == model.IGNORE
 
 
 def test_mistakes_with_packing(tmp_path: Path) -> None:
     packed_directory(tmp_path)
     with pytest.raises(UserError, match=r"not packed for block_size=32; run: python prepare.py .*/config.py --pack=32"):
-        Corpus(str(tmp_path), 32, pack=True)
+        TextCorpus(str(tmp_path), 32, pack=True)
     with pytest.raises(UserError, match=r"use competence or pack, not both"):
-        Corpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
+        TextCorpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
     write_sources(tmp_path, {"wiki": 121, "code": 45})
     with pytest.raises(UserError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):
-        Corpus(str(tmp_path), 64, pack=True)
+        TextCorpus(str(tmp_path), 64, pack=True)
 
 
 @pytest.mark.gpu
