@@ -111,7 +111,7 @@ def evaluate_preference(
 
 
 def read_pairs(path: str, tokenizer: Tokenizer, block_size: int, limit: int) -> SourceRows:
-    """As row_reader.read_source, with the first `limit` pairs only (0 = all). The rest of raw files is not read, so it is
+    """As row_reader.read_source, with the first `limit` pairs only (0 = all). The rest of raw files is not read, and so
     not counted as left out."""
     if (Path(path) / "manifest.json").exists():
         source = read_source(path, PairReader(tokenizer, block_size), 0.0)
