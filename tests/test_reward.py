@@ -745,8 +745,6 @@ def test_a_tool_says_what_it_lacks(base, monkeypatch):
     for name, flags, says in (
         ("pair_baselines", [init], "data is empty"),
         ("pair_baselines", [init, pairs, "--val_fraction=0"], "no pair is held out"),
-        ("bench_dpo", [pairs], "init_from is empty"),
-        ("bench_dpo", [init], "data is empty"),
     ):
         with pytest.raises(Exception, match=says) as caught:
             run_tool(name, monkeypatch, *flags)

@@ -1,18 +1,15 @@
-"""Gradient exchange on a slow network: ddp.py beside torch DDP, each case with its own copy of one model, in turn.
+"""Row ddp: gradient exchange on a slow network, ddp.py beside torch DDP, each case with its own copy of one model.
 
-    sudo python tools/bench_ddp.py --ranks=2 --mbit=500 --out=ddp.json   # network namespaces joined by a limited link
-    python tools/bench_ddp.py --cases=ours,powersgd --timeline=True      # when each bucket was sent, as a chart
-
-As root every rank runs in a network namespace of its own (removed at the end, also after an error or Ctrl-C), joined by
-veth pairs that tc's token bucket limits. Without root, ip or tc the link is virtual: collectives run over loopback, but
-are not done before deadline = max(now, last deadline) + bytes / rate, torch DDP's by a communication hook.
-A round runs every case once: barrier, a step to lead in, then `steps` timed ones with nothing between, so that work
-which a step leaves to the next is inside the clock. Times are the slowest rank's, per step. One round does not count;
-each begins with another case. float32, one thread per rank, fused AdamW, norm clipped to 1.0. torch DDP has
-gradient_as_bucket_view=True and broadcast_buffers=False (the model's are constant), both in its favour.
-eta = (T_sequential - T) / (T_sequential - T_ideal): what part of the possible gain overlap has won. In T_ideal a bucket
-leaves once it is ready (measured without communication) and the link is free, at the link's full rate:
-f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last). Only where float32 travels, once.
+With mbit every rank runs in its own network namespace (removed at the end, also after an error or Ctrl-C); veth pairs
+join them, and tc's token bucket limits the rate. That needs root, ip and tc; mbit=0 is loopback without a limit.
+A round runs every case once: barrier, an untimed step, then the timed steps with nothing between, so that work which a
+step leaves to the next is timed too. Times are the slowest rank's, per step. float32, one thread per rank, fused AdamW,
+norm clipped to 1.0. torch DDP has gradient_as_bucket_view=True and broadcast_buffers=False (the model's are constant),
+both in its favour.
+eta = (T_sequential - T) / (T_sequential - T_ideal): the part of the possible gain that overlap has won. In T_ideal a
+bucket leaves once it is ready (measured without communication) and the link is free, at the full rate of the link:
+f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last). It needs the cases compute, comm and
+sequential, and is given where float32 travels once.
 """
 
 import json
@@ -29,29 +26,18 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+import timing
 import torch
 import torch.distributed as dist
+from timing import Line, Options
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import ddp
-from configurator import configure
 from groundup.errors import UserError
 from groundup.train.optim import Optimizer
 from groundup.train.ranks import barrier, close, gather_objects, init
 from model import ModelConfig, Transformer
-
-# ---- config ---------------------------------------------------------------------------------------------------------
-ranks = 2  # processes; there should be a CPU core for each
-mbit = 500  # rate of the link, Mbit/s each way; 0 = loopback without a limit
-rounds = 7  # rounds that count, after one that does not
-steps = 3  # timed steps of each case in a round
-cases = "all"  # all, or some of CASES with commas
-timeline = False  # afterwards draw one step of the cases "ours" and "powersgd"
-out = ""  # JSON file for all figures; "" = none
-link = "auto"  # auto | virtual; how the ranks are told what it is: tc | virtual | loopback
 
 LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 SEQUENCES, LENGTH = 4, 128  # per rank and step
@@ -60,12 +46,12 @@ FRAME = 1514 / 1448  # bytes of an Ethernet frame (MTU 1500) per byte of TCP pay
 CASES = {  # key: (label, options of our DDP)
     "compute": ("compute only", {}),
     "comm": ("communication only", {}),
-    "sequential": ("ours, all sent after backward", {}),
-    "torch": ("torch DDP, default 25 MiB buckets", {}),
+    "sequential": ("ours, sent after backward", {}),
+    "torch": ("torch DDP", {}),
     "torch_same": ("torch DDP, our bucket size", {}),
     "ours": ("ours", {}),
     "forward": ("ours, step in forward", {"overlap_step": "forward"}),
-    "backward": ("ours, step in backward, no clipping", {"overlap_step": "backward"}),
+    "backward": ("ours, step in backward", {"overlap_step": "backward"}),
     "zero1": ("ours, ZeRO-1", {"zero1": True}),
     "zero1_forward": ("ours, ZeRO-1, step in forward", {"zero1": True, "overlap_step": "forward"}),
     "fp16": ("ours, float16 on the wire", {"hook": ddp.Average(torch.float16)}),
@@ -73,18 +59,18 @@ CASES = {  # key: (label, options of our DDP)
     "powersgd": ("ours, PowerSGD rank 4", {"hook": ddp.PowerSGD(rank=4, embedding=True)}),
     "powersgd_raw": ("the same, embedding as it is", {"hook": ddp.PowerSGD(rank=4, embedding=False)}),
 }
-LINK = SimpleNamespace(free_at=0.0, sent=0.0)  # the virtual one: when it will be idle, bytes that it has passed
+RUN = SimpleNamespace(ranks=2, mbit=0, rounds=1, steps=1, cases=[], timeline=False)  # a rank gets it as JSON
 
 
 @contextmanager
 def namespaces() -> Iterator[list[tuple[list[str], str]]]:
     """One network namespace per rank, two joined directly, more by a bridge: (command prefix, interface) of each."""
-    spaces = [f"b{os.getpid()}r{i}" for i in range(ranks + 1)]  # the interface in a home is called like it
-    homes, hub, limit = spaces[:-1], spaces[-1], f"root tbf rate {mbit}mbit burst 64kb latency 100ms"
+    spaces = [f"b{os.getpid()}r{i}" for i in range(RUN.ranks + 1)]  # the interface in a home is called like it
+    homes, hub, limit = spaces[:-1], spaces[-1], f"root tbf rate {RUN.mbit}mbit burst 64kb latency 100ms"
     setup = [f"ip netns add {space}" for space in spaces]
     setup += [f"ip -n {hub} link add hub type bridge", f"ip -n {hub} link set hub up"]
     for rank, home in enumerate(homes):
-        if ranks > 2:
+        if RUN.ranks > 2:
             setup += [f"ip link add {home} netns {home} type veth peer name port{rank} netns {hub}"]
             setup += [f"ip -n {hub} link set port{rank} master hub up", f"tc -n {hub} qdisc add dev port{rank} {limit}"]
         elif rank == 0:
@@ -101,36 +87,17 @@ def namespaces() -> Iterator[list[tuple[list[str], str]]]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
-def carry(work: dist.Work, collective: Callable, flat: Tensor) -> torch.futures.Future:
-    """A future of `flat`, complete when `work` is and the virtual link has passed what a rank sends of it."""
-    n_bytes = (2 if collective is dist.all_reduce else 1) * (ranks - 1) / ranks * flat.nbytes  # of a ring
-    LINK.free_at = deadline = max(time.perf_counter(), LINK.free_at) + n_bytes * 8e-6 / mbit
-    LINK.sent += n_bytes
-
-    def hold(_: torch.futures.Future) -> Tensor:  # sleeps in a thread of gloo's
-        time.sleep(max(0.0, deadline - time.perf_counter()))
-        return flat
-
-    return work.get_future().then(hold)
-
-
-def carry_torch(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What torch DDP does by itself, over the virtual link."""
-    flat = bucket.buffer().div_(ranks)
-    return carry(dist.all_reduce(flat, async_op=True), dist.all_reduce, flat)
-
-
 def watch(log: list[dict]) -> None:
-    """From here on note in `log` when our collectives begin and are done; send them over the virtual link, if any."""
+    """Append to `log` from now on when our collectives begin and end."""
     plain = ddp.Bucket.launch
 
     def launch(bucket: ddp.Bucket, collective: Callable, *args: Tensor | list[int]) -> None:
         log.append(event := {"bucket": bucket.index, "launch": time.perf_counter()})
         plain(bucket, collective, *args)
         what, work = bucket.flight
-        future = carry(work, collective, args[0]) if link == "virtual" else work.get_future()
+        future = work.get_future()
         bucket.flight = what, SimpleNamespace(wait=future.wait, is_completed=future.done)
-        future.add_done_callback(lambda _: event.update(done=time.perf_counter()))  # in a thread of gloo's
+        future.add_done_callback(lambda _: event.update(done=time.perf_counter()))  # in a thread of gloo
 
     ddp.Bucket.launch = launch
 
@@ -183,8 +150,6 @@ def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
     block_mb = sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB  # our largest bucket
     cap = block_mb if key == "torch_same" else None
     wrapped = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if link == "virtual":
-        wrapped.register_comm_hook(None, carry_torch)
     params = list(model.parameters())
     rules = ((2, DECAY), (1, 0.0))  # matrices decay, vectors do not, as in optim.py
     groups = [{"params": [p for p in params if p.ndim == ndim], "weight_decay": decay} for ndim, decay in rules]
@@ -200,23 +165,23 @@ def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def now() -> list[float]:
-    """Time (ms), CPU time of this process (ms), MiB sent; loopback's are the whole machine's, here shared equally."""
+    """Return (time in ms, CPU time of this process in ms, MiB sent); loopback counts the MiB of all ranks."""
     tx = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics/tx_bytes").read_text(encoding="ascii")
-    sent = LINK.sent if link == "virtual" else int(tx) / (1 if link == "tc" else ranks)
-    return [1e3 * time.perf_counter(), 1e3 * time.process_time(), sent / ddp.MIB]
+    sent_mib = int(tx) / (1 if RUN.mbit else RUN.ranks) / 2**20
+    return [1e3 * time.perf_counter(), 1e3 * time.process_time(), sent_mib]
 
 
 def measure(built: dict[str, SimpleNamespace]) -> dict[str, dict]:
     """{case: {"ms" of the slowest rank, "cpu_ms" and "sent_mib" of the mean rank: one value per round}}, per step."""
     samples, keys = {key: [] for key in built}, list(built.items())
-    for i in range(1 + rounds):
+    for i in range(1 + RUN.rounds):
         for key, case in keys[i % len(keys) :] + keys[: i % len(keys)]:
             barrier()
             case.step()
             begin = now()
-            for _ in range(steps):
+            for _ in range(RUN.steps):
                 case.step()
-            samples[key].append([(b - a) / steps for a, b in zip(begin, now(), strict=True)])
+            samples[key].append([(b - a) / RUN.steps for a, b in zip(begin, now(), strict=True)])
             case.flush()
     everyone, results = gather_objects(samples), {}
     for key in built:
@@ -229,9 +194,9 @@ def measure(built: dict[str, SimpleNamespace]) -> dict[str, dict]:
 def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
     """T_ideal in ms; writes eta into `results`."""
     t = torch.tensor([t for _, t in compute.events], dtype=torch.float64).view(-1, 4 + len(compute.buckets))
-    mine = 1e3 * (t[1 + steps :, 2:-2] - t[1 + steps :, :1]).median(0).values  # between forward, backward and step, end
-    sent = [2 * (ranks - 1) / ranks * bucket.grad.nbytes for bucket in compute.buckets]
-    rate = mbit * 1e3 / 8 / (FRAME if link == "tc" else 1) if mbit else sum(sent) / results["comm"]["median"]
+    mine = 1e3 * (t[1 + RUN.steps :, 2:-2] - t[1 + RUN.steps :, :1]).median(0).values  # of the buckets
+    sent = [2 * (RUN.ranks - 1) / RUN.ranks * bucket.grad.nbytes for bucket in compute.buckets]
+    rate = RUN.mbit * 1e3 / 8 / FRAME if RUN.mbit else sum(sent) / results["comm"]["median"]  # bytes per ms
     last = 0.0
     for n_bytes, *ready in zip(sent, *(times.tolist() for times in gather_objects(mine)), strict=True):
         last = max(last, *ready) + n_bytes / rate
@@ -241,8 +206,8 @@ def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
     return ideal
 
 
-def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) -> tuple[dict, str]:
-    """One step of this rank: times in ms; and a chart, | (of PowerSGD's factors P, Q) a launch, = on the wire."""
+def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) -> str:
+    """Return a chart of one step of this rank: | (of PowerSGD's factors P, Q) a launch, = on the wire."""
     for _ in range(2):  # the first leads in
         barrier()
         log.clear(), case.events.clear()
@@ -260,74 +225,75 @@ def draw(title: str, case: SimpleNamespace, log: list[dict], width: int = 80) ->
             a, b = (min(width, int(event[key] / phases["end"] * width)) for key in ("launch", "done"))
             row[a : b + 1] = [mark, *"=" * (b - a)]
         lines.append(f"{bucket.blocks[0]:18}{''.join(row)}".rstrip())
-    return {"phases": phases, "collectives": sent}, "\n".join(lines)
+    return "\n".join(lines)
 
 
-def run_rank(keys: list[str]) -> None:
-    """One rank's part; rank 0 prints the results and writes them."""
+def run_rank() -> None:
+    """Do one rank's part; rank 0 prints the charts and a line of JSON: {case: results}."""
     torch.set_num_threads(1), torch.manual_seed(0)
-    world, load = init(timeout_s=60), os.getloadavg()[:1]
+    world = init(timeout_s=60)
     tokens = torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(world.rank))
     model, log = Transformer(MODEL), []
-    built = {key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens) for key in keys}
-    if link == "virtual":
-        watch(log)
+    built = {key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens) for key in RUN.cases}
     results = measure(built)
-    load += os.getloadavg()[:1]
-    ideal = add_ideal(results, built["compute"]) if {"compute", "comm", "sequential"} <= built.keys() else 0.0
-    if timeline and link != "virtual":
+    if {"compute", "comm", "sequential"} <= built.keys():
+        add_ideal(results, built["compute"])
+    charts = []
+    if RUN.timeline:
         watch(log)
-    charts = {key: draw(CASES[key][0], built[key], log) for key in ("ours", "powersgd") if timeline and key in built}
+        charts = [draw(CASES[key][0], built[key], log) for key in ("ours", "powersgd") if key in built]
     if world.is_main:
-        n_params = sum(p.numel() for p in model.parameters())
-        print(f"{ranks} ranks x {tokens.numel()} tokens, {n_params:,} parameters, {rounds} rounds of {steps} steps")
-        best = f", T_ideal {ideal:.0f} ms" if ideal else ""
-        print(f"{link} link, {mbit or 'unlimited'} Mbit/s, load average {load[0]:.1f} to {load[1]:.1f}{best}")
-        print(f"{'case':35} {'ms':>6} {'min':>6} {'/ torch':>8} {'/ same':>7} {'eta':>6} {'sent MiB':>9} {'CPU ms':>7}")
-        for key, row in results.items():
-            units = [results[base]["median"] if base in results else float("nan") for base in ("torch", "torch_same")]
-            ms, eta = row["median"], f"{row['eta']:.2f}" if "eta" in row else ""
-            times = f"{ms:6.0f} {min(row['ms']):6.0f} {ms / units[0]:8.2f} {ms / units[1]:7.2f} {eta:>6}"
-            print(f"{CASES[key][0]:35} {times} {median(row['sent_mib']):9.2f} {median(row['cpu_ms']):7.0f}")
-        print(*(f"\n{chart}" for _, chart in charts.values()), sep="\n")
-        if out:
-            report = {"link": link, "mbit": mbit, "ranks": ranks, "torch": torch.__version__, "load_average": load}
-            report |= {"ideal": ideal, "cases": results, "timelines": {key: chart[0] for key, chart in charts.items()}}
-            Path(out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(*charts, json.dumps(results), sep="\n")
     close()
 
 
-def launch() -> int:
-    """Set up the link and run all ranks over it; returns 0 or the exit status of one that failed."""
+def launch() -> dict[str, dict]:
+    """Set up the link and run all ranks over it; print their charts, return their results."""
     with ExitStack() as stack:
-        kind, host, places = "virtual" if mbit else "loopback", "127.0.0.1", [([], "lo")] * ranks
-        if mbit and link != "virtual":
+        host, places = "127.0.0.1", [([], "lo")] * RUN.ranks
+        if RUN.mbit:
             try:
-                kind, host, places = "tc", "10.77.0.1", stack.enter_context(namespaces())
+                host, places = "10.77.0.1", stack.enter_context(namespaces())
             except (OSError, subprocess.CalledProcessError) as error:
-                print(f"virtual link, as namespaces fail: {error} {getattr(error, 'stderr', '')}".strip(), flush=True)
-        flags = [flag for flag in sys.argv[1:] if not flag.startswith("--link=")] + [f"--link={kind}"]
-        command = [sys.executable, "-W", "ignore::FutureWarning", __file__, *flags]  # 2.13 renames broadcast_buffers
+                said = f"{error} {getattr(error, 'stderr', '')}".strip()
+                raise UserError(f"bench: mbit={RUN.mbit} needs root, ip and tc; or use mbit=0: {said}") from None
+        command = [sys.executable, "-W", "ignore::FutureWarning", __file__, json.dumps(vars(RUN))]
         port = f"{20000 + os.getpid() % 12000}"  # below those that the kernel hands out
-        env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": f"{ranks}", "OMP_NUM_THREADS": "1"}
-        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that namespaces have no DNS
+        env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": f"{RUN.ranks}"}
+        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that namespaces have no DNS
         processes = []
         for rank, (prefix, interface) in enumerate(places):
             env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "GLOO_SOCKET_IFNAME": interface}
-            processes.append(subprocess.Popen([*prefix, *command], env=env, start_new_session=True))
+            pipe = subprocess.DEVNULL if rank else subprocess.PIPE
+            processes.append(subprocess.Popen([*prefix, *command], env=env, stdout=pipe, start_new_session=True))
             stack.callback(processes[-1].kill)
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             time.sleep(0.2)
-        return next((code for code in codes if code), 0)
+        if any(codes):
+            raise UserError(f"bench: a rank of bench_ddp.py ended with status {next(filter(None, codes))}")
+        *charts, results = processes[0].stdout.read().decode().splitlines()
+        print(*charts, sep="\n", end="\n" * bool(charts))
+        return json.loads(results)
+
+
+def ddp_row(options: Options) -> Iterator[Line]:
+    """Steps/s of each case beside torch DDP; the limit is the step without communication."""
+    keys = options.keys
+    cases = list(CASES) if keys["cases"] == "all" else list(dict.fromkeys(["compute", *keys["cases"].split(",")]))
+    vars(RUN).update({key: keys[key] for key in ("ranks", "mbit", "timeline")})
+    vars(RUN).update(cases=cases, rounds=options.repeats, steps=1 if options.quick else 3)
+    results = launch()
+    seconds = {CASES[key][0]: [ms / 1e3 for ms in found["ms"]] for key, found in results.items()}
+    notes = {}
+    for key, found in results.items():
+        notes[CASES[key][0]] = f"{median(found['sent_mib']):.2f} MiB sent, {median(found['cpu_ms']):.0f} ms CPU"
+        notes[CASES[key][0]] += f", eta {found['eta']:.2f}" if "eta" in found else ""
+    peers = [CASES[key][0] for key in ("torch", "torch_same")]
+    limit = 1e3 / results["compute"]["median"]
+    case = f"7M, {RUN.ranks} x {SEQUENCES} x {LENGTH}" + f", {RUN.mbit} Mbit/s" * bool(RUN.mbit)
+    yield from timing.lines("ddp", case, seconds, "step/s", peers, 1, limit, notes)
 
 
 if __name__ == "__main__":
-    configure(globals())
-    chosen = list(CASES) if cases == "all" else cases.split(",")
-    if not set(chosen) <= CASES.keys() or ranks < 2 or min(rounds, steps) < 1 or mbit < 0:
-        raise UserError(f"config: ranks from 2, rounds and steps from 1, mbit from 0, cases from {','.join(CASES)}")
-    if "RANK" in os.environ:
-        run_rank(chosen)
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
-        sys.exit(launch())
+    vars(RUN).update(json.loads(sys.argv[1]))
+    run_rank()

@@ -1,17 +1,18 @@
-"""tools/bench.py and tools/timing.py: statistics by hand, turns, every cheap row, missing libraries, errors."""
+"""tools/bench.py and its rows: statistics by hand, turns, every cheap row, missing libraries, errors."""
 
 import importlib
 import json
-import os
 import random
 import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import configurator
 import tokenizer
 from groundup.errors import UserError
 from groundup.generate import engine
@@ -20,11 +21,12 @@ from model import Transformer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-TOOLS = ("bench", "bench_checkpoint", "bench_data", "bench_generate", "bench_tokenizer", "bench_train", "timing")
-bench, bench_checkpoint, bench_data, bench_generate, bench_tokenizer, bench_train, timing = map(
+TOOLS = ("bench", "bench_ddp", "bench_generate", "bench_run", "bench_text", "bench_train", "bench_tune", "timing")
+bench, bench_ddp, bench_generate, bench_run, bench_text, bench_train, bench_tune, timing = map(
     importlib.import_module, TOOLS
 )
 CPU = torch.device("cpu")
+DEFAULTS = dict(vars(bench))
 
 
 def run(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -32,9 +34,10 @@ def run(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
 
 
-def options(**changes: object) -> "bench_train.Options":
-    plain = bench_train.Options(CPU, torch.float32, 1, 128, ["adamw"], [("none", "")], "")
-    return plain._replace(**changes)
+def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes: object) -> "timing.Options":
+    keys = {key: value for key, value in DEFAULTS.items() if configurator.is_key(key, value)}
+    keys |= {"repeats": 1, "shapes": "tiny", "optimizer": "adamw", "compile": "none", "quick": True, "tokens": 128}
+    return timing.Options(keys | changes, CPU, dtype, folder, 1)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -76,62 +79,61 @@ def test_a_step_is_repeated_until_it_can_be_timed(monkeypatch):
     assert side() == 0.05 / 4 and len(calls) == 3 + 4
 
 
-@pytest.mark.parametrize("past_cache, size", [(False, 100_001), (True, 24 * 4096)])
-def test_a_written_file_is_whole_and_cannot_be_compressed(tmp_path, past_cache, size):
-    timing.writing(tmp_path / "f", 100_001, past_cache)()
+def test_a_written_file_is_whole_and_cannot_be_compressed(tmp_path):
+    timing.write_bytes(tmp_path / "f", 100_001)
     content = (tmp_path / "f").read_bytes()
-    assert len(content) == size and len(zlib.compress(content)) >= size
+    assert len(content) == 100_001 and len(zlib.compress(content)) >= 100_001
 
 
 def test_until_line_stops_the_process():
     code = "import time\nprint('one', flush=True)\nprint('two 2', flush=True)\ntime.sleep(600)"
     seconds, printed = timing.until_line([sys.executable, "-c", code], "two")
     assert printed == "one\ntwo 2\n" and seconds < 300
-    with pytest.raises(timing.BenchError, match="without a line 'two'.*boom"):
+    with pytest.raises(UserError, match="without a line 'two'.*boom"):
         timing.until_line([sys.executable, "-c", "raise SystemExit('boom')"], "two")
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
+# ---- train ----------------------------------------------------------------------------------------------------------
 
 
-def test_train_counts_parameters_as_transformers_does():
-    lines = bench_train.compare("tiny", options(optimizers=["adamw", "muon"]))
+def test_train_counts_parameters_as_transformers_does(monkeypatch):
+    """A rate of 1e9 FLOP/s allows 1e9 / (FLOPs of a token) tokens/s."""
+    monkeypatch.setattr(timing, "matmul", lambda device, dtype: lambda: 1e9)
+    lines = bench_train.compare("tiny", options(optimizer="adamw,muon"), 128)
     assert [line.side for line in lines] == ["transformers", "ours, adamw", "ours, muon"]
     assert len({line.note for line in lines}) == 1  # "0.1M parameters"
-    assert all(len(line.samples) == 1 and line.median > 0 and line.limit > 0 for line in lines)
+    assert all(len(line.samples) == 1 and line.median > 0 for line in lines)
+    assert {line.limit for line in lines} == {1e9 / flops_per_token(bench_train.SHAPES["tiny"], 64)}
     assert [list(line.ratios) for line in lines] == [[], ["transformers"], ["transformers"]]
-
-
-def test_the_limit_is_that_of_the_matrix_products(monkeypatch):
-    """A ceiling of 1e9 FLOP/s allows 1e9 / (FLOPs of a token) tokens/s."""
-    monkeypatch.setattr(timing, "matmul", lambda device, dtype: lambda: 1e9)
-    line = bench_train.compare("tiny", options())[-1]
-    assert line.limit == pytest.approx(1e9 / flops_per_token(bench_train.SHAPES["tiny"], 64))
 
 
 def test_without_transformers_ours_is_still_measured(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    ours, missing = bench_train.compare("tiny", options())
+    ours, missing = bench_train.compare("tiny", options(), 128)
     assert (ours.side, ours.ratios) == ("ours, adamw", {}) and ours.samples
     assert (missing.side, missing.samples) == ("transformers", [])
     assert timing.text(missing).endswith("needs pip install transformers")
 
 
 def test_what_does_not_fit_is_left_out_with_a_reason(monkeypatch):
-    monkeypatch.setattr(bench_train.memory_plan, "usable_bytes", lambda device: 1e9)
-    (line,) = bench_train.compare("124M", options())
+    """Without tokens: 16 bytes for each parameter of each model."""
+    with torch.device("meta"):
+        n = sum(p.numel() for p in Transformer(bench_train.SHAPES["124M"]).parameters())
+    assert bench_train.needed_bytes(bench_train.SHAPES["124M"], 0, 3) == 3 * 16 * n
+    monkeypatch.setattr(bench_train.plan, "usable_bytes", lambda device: 1e9)
+    (line,) = bench_train.compare("124M", options(), 128)
     assert line.samples == [] and "2 models at once need 6 GB" in line.note
 
 
 def test_each_way_of_ours_has_its_peer(monkeypatch):
-    """Compiled beside compiled, as it is beside as it is; ratios to both."""
+    """Compiled beside compiled, plain beside plain; ratios to both."""
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: f)
-    for value, peers in [("none", ["transformers"]), ("blocks,whole", ["transformers, compiled"]),
-                         ("none,blocks", ["transformers", "transformers, compiled"])]:  # fmt: skip
-        lines = bench_train.compare("tiny", options(compiles=bench_train.parse_compile(value)))
-        assert [line.side for line in lines if not line.side.startswith("ours")] == peers
-        assert all(list(line.ratios) == peers for line in lines if line.side.startswith("ours"))
-        assert len({line.note for line in lines}) == 1
+    lines = bench_train.compare("tiny", options(compile="none,blocks"), 128)
+    assert [line.side for line in lines] == [
+        "transformers", "transformers, compiled", "ours, adamw", "ours, adamw, blocks",
+    ]  # fmt: skip
+    assert all(list(line.ratios) == ["transformers", "transformers, compiled"] for line in lines[2:])
+    assert len({line.note for line in lines}) == 1
 
 
 NANOGPT = """import torch
@@ -157,71 +159,98 @@ class GPT(torch.nn.Module):
 def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path):
     """On a CPU float32, whatever ours has: the limit of another dtype is not its limit."""
     (tmp_path / "model.py").write_text(NANOGPT, encoding="utf-8")
-    lines = {line.side: line for line in bench_train.compare("tiny", options(nanogpt=str(tmp_path), dtype=dtype))}
+    found = bench_train.compare("tiny", options(nanogpt=str(tmp_path), dtype=dtype), 128)
+    lines = {line.side: line for line in found}
     theirs, ours = lines["nanoGPT"], lines["ours, adamw"]
     assert theirs.note == "0.1M parameters, float32" and ours.limit > 0 and "nanoGPT" in ours.ratios
     assert (theirs.limit > 0) is (dtype == torch.float32)
 
 
 def test_memory_is_of_a_run_that_saves_nothing(tmp_path, monkeypatch):
-    """The estimate beside the peak has no copy to save from: the process is stopped before it would be made."""
+    """The printed estimate has no copy of the weights: the process is stopped before one would be made."""
     printed, until_line = [], timing.until_line
     monkeypatch.setattr(timing, "until_line", lambda *args: printed.append(until_line(*args)) or printed[0])
-    line = bench_train.memory("tiny", options(), "adamw", False, tmp_path, "ours")
+    measured = options(tmp_path, memory="True")
+    line = list(bench_train.train_row(measured))[-1]
     (plan,) = [text for text in printed[0][1].splitlines() if text.startswith("memory ")]
     assert "optimizer" in plan and "copy" not in plan
-    assert f"{line.limit:.2f} GiB" in plan and 0.5 < line.median / line.limit < 1.5
+    assert f"{line.limit:.2f} GiB" in plan and 0 < line.limit < line.median < 1  # the peak has Python and torch in it
 
 
 def test_a_failed_memory_does_not_end_the_row(tmp_path, monkeypatch):
     def ended(command: list[str], start: str) -> tuple[float, str]:
         if "--optimizer=muon" in command:
-            raise timing.BenchError("bench: it ended")
+            raise UserError("bench: it ended")
         return 1.0, "no estimate"
 
     monkeypatch.setattr(timing, "until_line", ended)
-    lines = list(bench_train.measure(["tiny"], options(optimizers=["adamw", "muon"]), True, tmp_path))
+    lines = list(bench_train.train_row(options(tmp_path, memory="True", optimizer="adamw,muon")))
     assert [line.failed for line in lines] == [False] * 3 + [True] * 2
     assert "no estimate of memory" in lines[3].note and lines[4].note == "failed: bench: it ended"
 
 
+# ---- sft, dpo -------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_is_timed_on_conversations_and_on_pairs(tmp_path, monkeypatch):
+    """trl's log-probabilities of the reference are ours; packed rows waste fewer places."""
+    rows = {"chat": talk, "preference": lambda k: {"prompt": f"{k}?", "chosen": f"{k} {k}.", "rejected": "no"}}
+    monkeypatch.setattr(bench_tune, "docs_rows", lambda kind: map(rows[kind], range(60)))
+    measured = options(tmp_path, batch_size=4, block_size=128)
+    padded, packed = bench_tune.sft_row(measured)
+    assert (padded.side, packed.side, list(packed.ratios)) == ("padded", "packed", ["padded"])
+    waste = [float(line.note.split()[1]) for line in (padded, packed)]
+    assert waste[0] > waste[1] and min(padded.median, packed.median) > 0
+    *theirs, ours = bench_tune.dpo_row(measured)
+    assert [line.side for line in theirs] == ["trl, precomputed", "trl"] == list(ours.ratios)
+    assert float(ours.note.split("within ")[1].split()[0]) < 1e-3
+
+
+def talk(k: int) -> dict:
+    answer = "A few words, and a number. " * (k % 8 + 1)
+    return {"messages": [{"role": "user", "content": f"{k}?"}, {"role": "assistant", "content": answer}]}
+
+
+# ---- ddp ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
 @pytest.mark.slow
-def test_a_model_that_is_compiled_as_a_whole_learns_the_same():
-    """Losses of three steps, to the rounding of float32."""
-    cfg, losses = bench_train.SHAPES["tiny"], {}
-    tokens = torch.randint(cfg.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
-    for part in ("none", "whole"):
-        torch.manual_seed(0)
-        step = bench_train.our_step(cfg, tokens, "adamw", part, "", torch.float32)
-        losses[part] = [step().item() for _ in range(3)]
-    assert losses["whole"] == pytest.approx(losses["none"], rel=1e-5) and losses["none"][2] < losses["none"][0]
+def test_ranks_measure_the_cases_in_turns(tmp_path):
+    """Two ranks send a ring's share of 7M float32 gradients, PowerSGD a twentieth of it."""
+    lines = {line.side: line for line in bench_ddp.ddp_row(options(tmp_path, cases="torch,powersgd"))}
+    assert list(lines) == ["compute only", "torch DDP", "ours, PowerSGD rank 4"]
+    sent = {side: float(line.note.split()[0]) for side, line in lines.items()}
+    n_bytes = 4 * sum(p.numel() for p in Transformer(bench_ddp.MODEL).parameters())
+    assert n_bytes / 2**20 <= sent["torch DDP"] < 1.1 * n_bytes / 2**20
+    assert sent["ours, PowerSGD rank 4"] < sent["torch DDP"] / 20
+    assert list(lines["ours, PowerSGD rank 4"].ratios) == ["torch DDP"]
 
 
-def test_needed_memory_by_hand():
-    """Without tokens: 16 bytes for each parameter of each model."""
-    with torch.device("meta"):
-        n = sum(p.numel() for p in Transformer(bench_train.SHAPES["124M"]).parameters())
-    assert bench_train.needed_bytes(bench_train.SHAPES["124M"], 0, 3) == 3 * 16 * n
+def test_what_overlap_could_win_by_hand(monkeypatch):
+    """Buckets of 1000 B ready after 10 and 30 ms, link of 100 B/ms: sent until 20 and 40 ms."""
+    monkeypatch.setattr(bench_ddp, "gather_objects", lambda value: [value])
+    vars(bench_ddp.RUN).update(ranks=2, mbit=0, steps=1)
+    times = [("forward", 0), ("backward", 0.005), (0, 0.010), (1, 0.030), ("step", 0.031), ("end", 0.035)]
+    buckets = [SimpleNamespace(grad=torch.zeros(250)) for _ in range(2)]
+    compute = SimpleNamespace(events=[(name, t + k) for k in range(3) for name, t in times], buckets=buckets)
+    results = {"compute": {"median": 35.0}, "comm": {"median": 20.0}, "sequential": {"median": 60.0}}
+    assert bench_ddp.add_ideal(results | {"ours": (ours := {"median": 45.0})}, compute) == pytest.approx(40.0)
+    assert ours["eta"] == pytest.approx((60 - 45) / (60 - 40))
 
 
-@pytest.mark.parametrize("value", ["all", "blocks,", "none:max-autotune", "whole:fast"])
-def test_compile_is_checked(value):
-    with pytest.raises(UserError, match="compile="):
-        bench_train.parse_compile(value)
-    assert bench_train.parse_compile("none,whole:max-autotune") == [("none", ""), ("whole", "max-autotune")]
+# ---- checkpoint, generate, text -------------------------------------------------------------------------------------
 
 
 def test_checkpoint_rates_are_of_the_bytes_on_the_disk(tmp_path):
-    learnt = tokenizer.train(["Three letters, and a few more: abc."], 384)
-    lines = bench_checkpoint.measure("tiny", bench_train.SHAPES["tiny"], learnt, 1, tmp_path)
+    lines = list(bench_run.checkpoint_row(options(tmp_path, checkpoint_dir=str(tmp_path))))
     assert [line.side for line in lines] == [
-        "disk", "disk, through the cache", "torch.save", "ours", "ours, what training waits for",
-        "disk", "torch.load", "ours",
+        "disk", "torch.save", "ours", "ours, training waits", "disk", "torch.load", "ours",
     ]  # fmt: skip
-    n_bytes = (tmp_path / "plain.pt").stat().st_size
+    n = sum(p.numel() for p in Transformer(bench_train.SHAPES["tiny"]).parameters())
     shown = float(lines[0].case.split(", ")[1].removesuffix(" MB"))
-    assert shown == pytest.approx(n_bytes / 1e6, abs=1)
-    assert (tmp_path / "raw.bin").stat().st_size == pytest.approx(n_bytes, rel=0.1)
+    assert shown == pytest.approx(3 * 4 * n / 1e6, abs=1)  # weights and two moments
+    assert not list(tmp_path.iterdir())
 
 
 def test_transformers_compiles_itself_only_where_that_is_meant(monkeypatch):
@@ -231,15 +260,15 @@ def test_transformers_compiles_itself_only_where_that_is_meant(monkeypatch):
     compiled, told = [], []
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: compiled.append(f) or f)
     monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, idx, **kwargs: told.append(kwargs) or idx)
-    model = Transformer(bench_generate.SHAPES["tiny"])
+    model = Transformer(bench_train.SHAPES["tiny"])
     for kind in ("dynamic", "static", "compiled"):
-        bench_generate.their_call(model, [[1, 2]], torch.float32, kind, 4)()
+        bench_generate.their_call(model, [[1, 2]], options(), kind, 4)()
     assert len(compiled) == 1
     assert [kwargs.get("disable_compile") for kwargs in told] == [None, True, True]
 
 
-def test_ratios_are_to_all_peers(monkeypatch):
-    lines = bench_generate.compare("tiny", 1, torch.float32, CPU, 1, 4, 4, kinds=["static", "dynamic"], compiled=False)
+def test_ratios_are_to_all_peers():
+    lines = bench_generate.compare("tiny", 1, options(peers="static,dynamic"), 4)
     assert [list(line.ratios) for line in lines] == [[], [], ["transformers, static", "transformers, dynamic"]]
 
 
@@ -257,7 +286,7 @@ def test_many_shapes_of_a_compiled_step(monkeypatch):
 
 
 def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path):
-    megabytes = bench_tokenizer.write_corpus(iter(["a\ud83d", "猫", "a?"]), tmp_path / "c.json", 1.0)
+    megabytes = bench_text.write_corpus(iter(["a\ud83d", "猫", "a?"]), tmp_path / "c.json", 1.0)
     assert json.loads((tmp_path / "c.json").read_text(encoding="utf-8")) == ["a?", "猫"] and megabytes == 5e-6
 
 
@@ -268,13 +297,13 @@ def test_the_peers_survivors_are_those_of_single_updates():
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(50)}" for _ in range(200)) for _ in range(20)]
     texts[5], texts[9] = texts[2] + " end", texts[3]
-    sets = bench_data.elements(texts)
+    sets = bench_text.elements(texts)
     one, all_at_once = (MinHash(num_perm=128, seed=1, hashfunc=int) for _ in range(2))
     for number in sets[0]:
         one.update(number)
     all_at_once.update_batch(sets[0])
     assert (one.hashvalues == all_at_once.hashvalues).all()
-    assert bench_data.plain_survivors(sets) == bench_data.our_survivors(texts) == [5, 9]
+    assert bench_text.plain_survivors(sets) == bench_text.our_survivors(texts) == [5, 9]
 
 
 def test_a_library_that_is_broken_is_not_a_missing_one():
@@ -286,51 +315,41 @@ def test_a_library_that_is_broken_is_not_a_missing_one():
     assert (made, missing) == ({"ours": 1}, {"theirs": said})
 
 
-def some_lines(n: int, folder: Path):
+def some_lines(options: "timing.Options"):
     yield timing.Line("dedup", "x", "ours", "s", [1.0])
     raise KeyError("what nobody expected")
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(bench.ROWS, "dedup", some_lines)
-    first, last = bench.attempted("dedup", 1, tmp_path / "dedup")
+    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    first, last = bench.attempted("dedup", options(tmp_path / "dedup"))
     assert first.samples == [1.0] and not first.failed
     assert last.failed and last.note == "failed: KeyError: 'what nobody expected'"
     assert "Traceback" in capsys.readouterr().err and "failed: KeyError" in timing.text(last)
 
-    def mistaken(n: int, folder: Path):
-        raise UserError("config: mistaken")
-        yield
 
-    monkeypatch.setitem(bench.ROWS, "bpe", mistaken)
-    with pytest.raises(UserError, match="mistaken"):
-        list(bench.attempted("bpe", 1, tmp_path / "bpe"))
-
-
-def test_the_program_ends_with_status_1_and_its_file(tmp_path):
-    """datasketch is there and fails: a line says so, the file is written."""
-    (tmp_path / "datasketch.py").write_text("raise RuntimeError('planted')\n", encoding="utf-8")
-    path = {"PYTHONPATH": f"{tmp_path}"}
-    done = run("--rows=dedup", "--quick=True", "--repeats=1", f"--out={tmp_path / 'b.json'}", env=os.environ | path)
-    assert done.returncode == 1 and "failed: RuntimeError: planted" in done.stdout
-    (line,) = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["lines"]
-    assert line["failed"] and not line["samples"]
+def test_a_failed_row_is_status_1_and_in_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_text, "dedup_row", some_lines)
+    assert bench.main(options(rows="dedup", out=str(tmp_path / "b.json")).keys) == 1
+    assert "failed: KeyError" in capsys.readouterr().out
+    lines = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["lines"]
+    assert [line["failed"] for line in lines] == [False, True]
 
 
-def test_repeats_that_are_asked_for_are_made(monkeypatch):
-    assert (bench.few(7), bench.few(2)) == (3, 2)
-    monkeypatch.setattr(bench, "repeats", 7)
-    assert bench.few(7) == 7
+def test_repeats_that_the_user_sets_are_made():
+    assert timing.Options({"repeats": 0}, CPU, None, None, 7).few == 3
+    assert timing.Options({"repeats": 0}, CPU, None, None, 2).few == 2
+    assert timing.Options({"repeats": 7}, CPU, None, None, 7).few == 7
 
 
 def test_encoders_that_differ_are_not_timed(tmp_path, monkeypatch):
     texts = ["The spring garden has a cat. " * 20, "春天的花园里有一只猫。" * 20]
     tokenizer.train(texts, 384).save(tmp_path)
-    lines = bench_tokenizer.compare_encoding("x", texts, tmp_path, 1)
+    lines = bench_text.compare_encoding("x", texts, tmp_path, 1)
     assert [line.side for line in lines] == ["tiktoken", "tokenizers", "ours", "ours, arrays"]
     monkeypatch.setattr(tokenizer.Tokenizer, "encode_array", lambda self, text: [1, 2])
-    with pytest.raises(timing.BenchError, match="ids of ours, arrays"):
-        bench_tokenizer.compare_encoding("x", texts, tmp_path, 1)
+    with pytest.raises(UserError, match="ids of ours, arrays"):
+        bench_text.compare_encoding("x", texts, tmp_path, 1)
 
 
 def test_the_program(tmp_path):
@@ -347,36 +366,24 @@ def test_the_program(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag, words",
+    "key, value, words",
     [
-        ("--rows=trian", "rows='trian' is none of train, ddp"),
-        ("--nanogpt=/nowhere", "holds no model.py; give a checkout"),
-        ("--optimizer=adam", "optimizer='adam' is none of adamw, muon"),
-        ("--repeats=-1", "must not be negative"),
-        ("--shapes=10M,11M", "shapes='11M' is none of tiny, 10M"),
-        ("--compile=whole:fast", "compile='whole:fast' must list"),
-        ("--device=tpu", "device.*tpu"),
-        ("--input=books", "give every part a name"),
-        ("--input=en:/nowhere/*.txt", "/nowhere"),
+        ("rows", "trian", "rows='trian' is none of all, train, sft"),
+        ("nanogpt", "/nowhere", "holds no model.py; give a checkout"),
+        ("optimizer", "adam", "optimizer='adam' is none of adamw, muon"),
+        ("repeats", -1, "repeats=-1 must be at least 0"),
+        ("shapes", "10M,11M", "shapes='11M' is none of auto, tiny, 10M"),
+        ("compile", "whole", "compile='whole' is none of"),
+        ("device", "tpu", "device.*tpu"),
+        ("input", "books", "give every part a name"),
+        ("input", "en:/nowhere/*.txt", "/nowhere"),
     ],
 )
-def test_mistakes_are_one_line(flag, words, monkeypatch):
-    key, _, value = flag[2:].partition("=")
-    monkeypatch.setattr(bench, key, int(value) if key == "repeats" else value)
-    with pytest.raises(ValueError, match=words) as caught:
-        bench.check()
-    assert isinstance(caught.value, UserError)
+def test_mistakes_are_one_line(key, value, words):
+    with pytest.raises(UserError, match=words):
+        bench.main(options(rows="dedup").keys | {key: value})
 
 
 def test_all_rows_are_named_in_help():
     text = next(line for line in (ROOT / "tools/bench.py").read_text("utf-8").splitlines() if line.startswith("rows ="))
-    assert text.endswith(",".join(bench.ROWS))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_and_whole_model_compile():
-    """With a peer for what is compiled, and one for what is not."""
-    compiles = bench_train.parse_compile("none,blocks,whole,whole:reduce-overhead")
-    lines = bench_train.compare("tiny", options(device=torch.device("cuda"), dtype=torch.bfloat16, compiles=compiles))
-    assert all(line.samples for line in lines) and len(lines) == 6
+    assert text.endswith(",".join(bench.MODULES))

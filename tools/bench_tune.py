@@ -1,0 +1,206 @@
+"""Rows sft and dpo: tuning a model of random weights on conversations and preference pairs.
+
+sft compares packed rows with padded ones, in labelled tokens per second, and the memory of adapters with that of all
+weights. dpo compares steps of dpo.py with those of trl's DPOTrainer on the same pairs with the same ids: ours in
+batches of similar length, as dpo.py makes them, trl's in its random order. trl runs twice: with precomputed
+log-probabilities of the reference, as ours has them, and with a second model. Whole steps are timed, with loading.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import timing
+import torch
+from bench_train import SHAPES, attempted, compile_ways, memory, shapes_of, wants_memory
+from timing import Line, Options
+
+import ddp
+from groundup.align.losses import answer_logps, compute_reference, losses_and_metrics
+from groundup.demo.python_docs import debug_texts
+from groundup.demo.python_talks import docs_rows
+from groundup.errors import UserError
+from groundup.tokens.conversations import ChatCorpus
+from groundup.tokens.pairs import PairCorpus, load_pairs
+from groundup.train import checkpoint, ranks
+from groundup.train.device import autocast
+from groundup.train.optim import Optimizer, stays_whole
+from model import Transformer, cross_entropy
+from tokenizer import Tokenizer, chat_ready
+from tokenizer import train as train_tokenizer
+
+STEPS = {True: 2, False: 16}  # of a side in a round, with quick and without: dpo.py sorts the pairs of so many
+LOSS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.0, "nll_weight": 0.0}
+LEARNING_RATE = 1e-6
+Side = tuple[Callable[[np.ndarray], float], torch.Tensor | None]  # (numbers of pairs -> seconds, reference's logps)
+
+
+def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path]:
+    """Return (data, a tokenizer, a checkpoint of random weights with it)."""
+    data = options.keys["data"]
+    if not data:
+        data = f"{options.folder / kind}.jsonl"
+        rows = [json.dumps(row) + "\n" for _, row in zip(range(4000), docs_rows(kind), strict=False)]
+        Path(data).write_text("".join(rows), encoding="utf-8")
+    tokenizer = chat_ready(train_tokenizer(debug_texts(), 2048))
+    cfg = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, block_size=options.keys["block_size"])
+    torch.manual_seed(0)
+    (options.folder / shape).mkdir(exist_ok=True)
+    checkpoint.write_model(options.folder / shape, Transformer(cfg), tokenizer)
+    return data, tokenizer, options.folder / shape
+
+
+# ---- sft ------------------------------------------------------------------------------------------------------------
+
+
+def sft_row(options: Options) -> Iterator[Line]:
+    """Labelled tokens/s of packed and of padded rows; then the memory of all weights and of adapters."""
+    for shape in shapes_of(options, ["tiny" if options.quick else "25M"]):
+        yield from attempted("sft", shape, "all", lambda shape=shape: layouts(shape, options))
+        if not wants_memory(options):
+            continue
+        data, _, base = start("chat", shape, options)
+        flags = [f"--{key}={options.keys[key]}" for key in ("block_size", "batch_size")]
+        flags += [f"--init_from={base}", f"--data={data}", "--eval_answers=0", "--compile=False"]
+        for side in ("all", "lora"):
+            case, more = f"{shape}, memory", [*flags, f"--trainable={side}"]
+            yield from attempted("sft", case, side, partial(memory, "sft", case, side, "sft.py", more, options))
+
+
+def layouts(shape: str, options: Options) -> list[Line]:
+    timing.release()
+    data, tokenizer, base = start("chat", shape, options)
+    model = checkpoint.load_model(base, options.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    B, columns = options.keys["batch_size"], options.keys["block_size"]
+    corpora = {name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1) for name in ("padded", "packed")}
+
+    def load(name: str, step: int) -> tuple:
+        numbers = (step * B + np.arange(B)) % corpora[name].train[0].n_rows
+        return corpora[name].load(np.zeros_like(numbers), numbers * (columns + 1))
+
+    def step(batch: tuple) -> None:
+        with autocast(options.device, options.dtype):
+            hidden = model(batch.x, documents=batch.documents, index=batch.index)
+            loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def side(name: str) -> float:
+        """Seconds per labelled token."""
+        batches = [load(name, k).to(options.device).even() for k in range(STEPS[options.quick])]
+        n_labels = sum(int((batch.targets >= 0).sum()) for batch in batches)
+        return timing.device_seconds(lambda: list(map(step, batches)), options.device) / n_labels
+
+    places = {name: sum(load(name, k).x.numel() for k in range(-(-corpora[name].train[0].n_rows // B)))
+              for name in corpora}  # fmt: skip
+    packed = corpora["packed"].train[0]
+    n_used = int(packed.n_rows * columns - packed.n_padding)
+    notes = {name: f"padding {100 * max(0.0, 1 - n_used / n):.1f} %" for name, n in places.items()}
+    found = timing.alternate({name: partial(side, name) for name in corpora}, options.few)
+    return timing.lines("sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes)
+
+
+# ---- dpo ------------------------------------------------------------------------------------------------------------
+
+
+def dpo_row(options: Options) -> Iterator[Line]:
+    """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are from trl's."""
+    for shape in shapes_of(options, ["tiny" if options.quick else "25M"]):
+        yield from attempted("dpo", shape, "all", lambda shape=shape: preference(shape, options))
+
+
+def preference(shape: str, options: Options) -> list[Line]:
+    timing.release()
+    data, tokenizer, base = start("preference", shape, options)
+    corpus = PairCorpus(data, tokenizer, options.keys["block_size"], seed=1, val_fraction=0.0)
+    n_pairs, n_used = corpus.train[0].n_rows, STEPS[options.quick] * options.keys["batch_size"]
+    if n_pairs < n_used:
+        raise UserError(f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round")
+    args = base, corpus, options
+    makers = {f"trl{', precomputed' * ready}": partial(trl_side, *args, ready) for ready in (True, False)}
+    makers |= {f"ours{', blocks' * (way == 'blocks')}": partial(our_side, *args, way) for way in compile_ways(options)}
+    made, missing = timing.build(makers)
+    rng, rounds = np.random.default_rng(0), {}
+
+    def side(name: str, turns: Iterator[int]) -> float:
+        numbers = rounds.setdefault(next(turns), rng.permutation(n_pairs)[:n_used])  # every side takes the same pairs
+        return made[name][0](numbers)
+
+    sides = {name: partial(side, name, iter(range(options.few + 1))) for name in made}
+    found = timing.alternate(sides, options.few)
+    theirs = made["trl, precomputed"][1] if "trl, precomputed" in made else None
+    notes = {}
+    for name, (_, table) in made.items():
+        if name.startswith("ours") and theirs is not None:
+            far = (table[:n_pairs] - theirs[:n_pairs]).abs().max().item()
+            notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
+    case, peers = f"{shape}, {options.keys['batch_size']} pairs", [name for name in made if name.startswith("trl")]
+    lines = timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
+    return lines + timing.missing_lines("dpo", case, missing)
+
+
+def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side:
+    """Return the steps of dpo.py."""
+    device, dtype, batch_size = options.device, options.dtype, options.keys["batch_size"]
+    model = checkpoint.load_model(base, device)
+    if way == "blocks":
+        torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
+        model.compile_blocks(partial(torch.compile, dynamic=False))
+    table = compute_reference(model, corpus, batch_size, ranks.init(device.type), device, dtype)
+    on_device = table.to(device)
+    parallel = ddp.DDP(model, keep_whole=partial(stays_whole, "adamw"))
+    opt = Optimizer(parallel.buckets, "adamw", (0.9, 0.999), weight_decay=0.0)
+    model.train()
+
+    def step(numbers: np.ndarray) -> None:
+        batch = load_pairs(corpus.train, np.zeros_like(numbers), numbers).to(device)
+        parallel.expect_step(opt, LEARNING_RATE)
+        logps, n_tokens = answer_logps(model, batch, device, dtype)
+        losses, _ = losses_and_metrics(logps, on_device[batch.number].T, n_tokens, LOSS)
+        losses.mean().backward()
+        parallel.step(opt, lr=LEARNING_RATE, clip=1.0)
+
+    def seconds(numbers: np.ndarray) -> float:
+        by_length = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")]
+        batches = by_length.reshape(-1, batch_size)
+        return timing.device_seconds(lambda: list(map(step, batches)), device)
+
+    return seconds, table
+
+
+def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool) -> Side:
+    """Return DPOTrainer.train, from its first step to its last."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl import DPOConfig, DPOTrainer
+
+    class SameIds(DPOTrainer):
+        def _prepare_dataset(self, dataset: Dataset, *_: object) -> Dataset:
+            return dataset
+
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    ids = (corpus.train[0].ids(i) for i in range(corpus.train[0].n_rows))
+    rows = Dataset.from_list([dict(zip(names, map(np.ndarray.tolist, parts), strict=True)) for parts in ids])
+    args = DPOConfig(
+        tempfile.gettempdir(), save_strategy="no", per_device_train_batch_size=options.keys["batch_size"],
+        max_steps=STEPS[options.quick], learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=LOSS["beta"],
+        bf16=options.dtype == torch.bfloat16, use_cpu=options.device.type == "cpu", gradient_checkpointing=False,
+        max_length=None, logging_strategy="no", precompute_ref_log_probs=precomputed, report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    trainer = SameIds(model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(base))
+    trainer.remove_callback(PrinterCallback)
+    rows = trainer.train_dataset
+
+    def seconds(numbers: np.ndarray) -> float:
+        trainer.train_dataset = rows.select(numbers)
+        return timing.device_seconds(trainer.train, options.device)
+
+    return seconds, torch.tensor([rows["ref_chosen_logps"], rows["ref_rejected_logps"]]).T if precomputed else None
