@@ -20,7 +20,7 @@ import numpy as np
 from groundup.files import row_formats
 from groundup.text.pipeline import said
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_rows_manifest, read_source
-from groundup.tokens.token_files import file_sha256, map_array, npy_header, token_dtype
+from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, token_dtype
 from tokenizer import Tokenizer
 
 SUFFIXES = (".npy", ".mask.npy", ".off.npy")
@@ -99,31 +99,22 @@ class ConversationWriter:
     """Writes the token files of a split, conversation by conversation."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype) -> None:
-        self.paths = [directory / f"{split}_00000{suffix}" for suffix in SUFFIXES]
-        self.files = [open(path, "wb", buffering=2**20) for path in self.paths]
-        self.dtypes = [np.dtype(dtype), np.dtype(np.uint8), np.dtype(np.int64)]
-        self.lengths = [0, 0, 0]
-        for file, kind in zip(self.files, self.dtypes, strict=True):
-            file.write(npy_header(kind, 0))  # `close` fills in the length
-        self._write(2, np.zeros(1, np.int64))
+        kinds = zip(SUFFIXES, (dtype, np.uint8, np.int64), strict=True)
+        self.files = [NpyWriter(directory / f"{split}_00000{suffix}", kind) for suffix, kind in kinds]
+        self.tokens, self.mask, self.offsets = self.files
+        self.offsets.add([0])
 
     def add(self, ids: np.ndarray, mask: np.ndarray) -> None:
-        self._write(0, ids)
-        self._write(1, mask)
-        self._write(2, np.array([self.lengths[0]]))
+        self.tokens.add(ids)
+        self.mask.add(mask)
+        self.offsets.add([self.tokens.length])
 
     def close(self) -> dict:
         """Complete the files and return their entry for the manifest."""
-        for file, kind, length in zip(self.files, self.dtypes, self.lengths, strict=True):
-            file.seek(0)
-            file.write(npy_header(kind, length))
+        for file in self.files:
             file.close()
-        sha256 = {path.name: file_sha256(path) for path in self.paths}
-        return {"ids": self.lengths[0], "conversations": self.lengths[2] - 1, "sha256": sha256}
-
-    def _write(self, which: int, values: np.ndarray) -> None:
-        self.files[which].write(values.astype(self.dtypes[which].newbyteorder("<")).tobytes())
-        self.lengths[which] += len(values)
+        sha256 = {file.path.name: file_sha256(file.path) for file in self.files}
+        return {"ids": self.tokens.length, "conversations": self.offsets.length - 1, "sha256": sha256}
 
 
 def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:

@@ -1,9 +1,9 @@
 """What the training data of all trainers share: named sources, their weights by stage, epochs, validation, resume.
 
-    batches.TextCorpus          token files, for pretrain.py
-    conversations.ChatCorpus    conversations, for sft.py
-    pairs.PairCorpus            preference pairs, for dpo.py and reward.py
-    prompts.PromptCorpus        prompts, for rl.py
+batches.TextCorpus          token files, for pretrain.py
+conversations.ChatCorpus    conversations, for sft.py
+pairs.PairCorpus            preference pairs, for dpo.py and reward.py
+prompts.PromptCorpus        prompts, for rl.py
 """
 
 import math

@@ -1,39 +1,27 @@
 """Pack documents into rows of block_size tokens with few cuts, and read such rows.
 
-prepare.py --pack=block_size writes the plan of the rows; pretrain.py --pack reads them.
+prepare.py --pack=block_size writes the rows beside the token files; pretrain.py --pack=True reads them.
 """
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.tokens import token_files
 from groundup.tokens.mixture import hash_words, permute
-from groundup.tokens.token_files import (
-    FORMAT,
-    SHARD_TOKENS,
-    TokenData,
-    file_sha256,
-    map_array,
-    npy_header,
-    read_packing,
-    token_dtype,
-    write_json,
-)
-
-# ---- packing ---------------------------------------------------------------------------------------------------------
+from groundup.tokens.token_files import FORMAT, SHARD_TOKENS, TokenData, write_npy
 
 
 class Packing(NamedTuple):
-    """Which piece of which document lies in which row; int64, one element per piece, in the order of the rows."""
+    """Which piece of which document is in which row; int64, one element per piece, in the order of the rows."""
 
     document: np.ndarray
-    begin: np.ndarray  # of the piece within its document, not counting the document's delimiter
-    length: np.ndarray  # with the delimiter that opens the piece
+    begin: np.ndarray  # of the piece in its document, without the document's delimiter
+    length: np.ndarray  # including the delimiter that opens the piece
     row: np.ndarray
     n_rows: int
     n_cut: int  # documents longer than a row
@@ -45,12 +33,12 @@ class Packing(NamedTuple):
 
 
 def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
-    """Documents of `lengths` tokens (delimiter included) -> rows of row_tokens that each begin with a delimiter.
+    """Pack documents of `lengths` tokens (delimiter included) into rows of row_tokens that begin with a delimiter.
 
-    Best fit decreasing: the longest pieces first, equal ones in a seeded order, each to the fullest row that has room
-    (Ding et al. 2024, arXiv:2404.10830). A longer document is cut into pieces, each opened by a delimiter of its own.
+    Best fit decreasing: the longest pieces first, equal ones in a seeded order, each to the fullest row with room
+    (Ding et al. 2024, arXiv:2404.10830). A longer document is cut into pieces, each opened by its own delimiter.
     """
-    room = row_tokens - 1  # behind the delimiter
+    room = row_tokens - 1  # after the delimiter
     content = np.asarray(lengths, dtype=np.int64) - 1
     n_pieces = np.maximum(1, -(-content // room))
     document = np.repeat(np.arange(len(content)), n_pieces)
@@ -60,15 +48,15 @@ def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
     falling = np.lexsort((shuffled, -length))
     row = np.empty_like(document)
     row[falling] = best_fit(length[falling].tolist(), row_tokens)
-    by_row = np.lexsort((shuffled, row))  # within a row not by length: long ones would always come first
+    by_row = np.lexsort((shuffled, row))  # not by length within a row: long pieces would always come first
     n_rows, n_cut = int(row.max(initial=-1)) + 1, int((n_pieces > 1).sum())
     return Packing(document[by_row], begin[by_row], length[by_row], row[by_row], n_rows, n_cut)
 
 
 def best_fit(lengths: list[int], row_tokens: int) -> list[int]:
-    """The row of each piece, in turn: the one with the least room that is enough, else a new one."""
+    """Return the row of each piece, placed in turn: the row with the least sufficient room, else a new one."""
     rows: list[int] = []
-    n_rows, with_room = 0, [[] for _ in range(row_tokens + 1)]  # rows by the room they have left
+    n_rows, with_room = 0, [[] for _ in range(row_tokens + 1)]  # rows by the room left
     rooms = 0  # bit r is set if with_room[r] is not empty: the least r >= length is the lowest bit of a shift
     for length in lengths:
         enough = rooms >> length
@@ -87,26 +75,26 @@ def best_fit(lengths: list[int], row_tokens: int) -> list[int]:
 
 
 def pack(data_dir: str | Path, block_size: int, seed: int = 0, shard_tokens: int = SHARD_TOKENS) -> dict:
-    """Pack the train split of each source into rows of block_size + 1 tokens; the record that says what became of it.
+    """Pack the train split of each source into rows of block_size + 1 tokens and return the record of it.
 
-    Beside the train shards there are then train_pack1024_00000.npy, ..., rows one after the other, and
-    train_pack1024.len.npy, int32: how many tokens of each row are to be trained on. What documents leave of a row is
-    filled with delimiters, of which the first counts: it ends the last document. train_pack1024.json is written last.
+    It writes, beside the train shards, train_pack1024_00000.npy, ... (the rows end to end), train_pack1024.len.npy
+    (int32: how many tokens of each row are trained on) and last the record, train_pack1024.json. The rest of a row is
+    filled with delimiters, of which the first counts: it ends the last document.
     """
     assert block_size > 0, f"{block_size=}"
     shards = TokenData(data_dir, "train").entries
     record = {"format": FORMAT, "block_size": block_size, "seed": seed, "sources": {}}
     path = Path(data_dir, f"train_pack{block_size}.json")
-    path.unlink(missing_ok=True)  # of an earlier packing, whose files are overwritten now
+    path.unlink(missing_ok=True)  # of an earlier packing, whose files are now overwritten
     for source in dict.fromkeys(shard.get("source", "") for shard in shards):
         data = TokenData(data_dir, "train", source)
         record["sources"][source] = pack_source(data, source, block_size, seed, shard_tokens)
-    write_json(path, record)
+    token_files.write_json(path, record)
     return record
 
 
 def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_tokens: int) -> dict:
-    """Write the packed rows of one source; its entry for the record."""
+    """Write the packed rows of one source and return its entry for the record."""
     begins = data.ends - [len(shard) for shard in data.shards]
     starts = np.concatenate([begin + offsets[:-1] for begin, offsets in zip(begins, data.offsets, strict=True)])
     packing = pack_rows(np.concatenate([np.diff(offsets) for offsets in data.offsets]), block_size + 1, seed)
@@ -116,22 +104,22 @@ def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_
         "pieces": len(packing.row), "filled": int((block_size + 1 - used).sum()),
         "lengths": f"{name}.len.npy", "shards": [], "sha256": {},
     }  # fmt: skip
-    save_array(data.dir / entry["lengths"], np.minimum(used + 1, block_size + 1).astype(np.int32))
+    write_npy(data.dir / entry["lengths"], np.minimum(used + 1, block_size + 1).astype(np.int32))
     per_shard = max(1, shard_tokens // (block_size + 1))
     for k, first in enumerate(range(0, packing.n_rows, per_shard)):
         rows = packed_rows(data, starts, packing, first, min(first + per_shard, packing.n_rows), block_size + 1)
         entry["shards"].append({"file": f"{name}_{k:05d}.npy", "tokens": rows.size})
-        save_array(data.dir / f"{name}_{k:05d}.npy", rows.ravel())
+        write_npy(data.dir / f"{name}_{k:05d}.npy", rows.ravel())
     files = [entry["lengths"], *(shard["file"] for shard in entry["shards"])]
-    entry["sha256"] = {file: file_sha256(data.dir / file) for file in files}
+    entry["sha256"] = {file: token_files.file_sha256(data.dir / file) for file in files}
     return entry
 
 
 def packed_rows(
     data: TokenData, starts: np.ndarray, packing: Packing, first: int, end: int, row_tokens: int
 ) -> np.ndarray:
-    """Rows first to end - 1, (end - first, row_tokens), of documents that start at `starts`."""
-    rows = np.full((end - first, row_tokens), data.eot_id, dtype=token_dtype(data.vocab_size))
+    """Return the rows first to end - 1, (end - first, row_tokens), of documents that start at `starts`."""
+    rows = np.full((end - first, row_tokens), data.eot_id, dtype=token_files.token_dtype(data.vocab_size))
     row, place = -1, 0
     for piece in range(*np.searchsorted(packing.row, [first, end])):
         place = place if packing.row[piece] == row else 0
@@ -142,16 +130,8 @@ def packed_rows(
     return rows
 
 
-def save_array(path: Path, array: np.ndarray) -> None:
-    """Write a 1-D .npy file, whole or not at all."""
-    with open(f"{path}.tmp", "wb") as f:
-        f.write(npy_header(array.dtype, len(array)))
-        f.write(array.astype(array.dtype.newbyteorder("<")).tobytes())
-    os.replace(f"{path}.tmp", path)
-
-
 class PackedData(TokenData):
-    """The train split of one source as `pack` has laid it out: window (row, block_size + 1) begins with a document."""
+    """The train split of one source as packed rows: each window, of block_size + 1 tokens, begins with a document."""
 
     packed = True
 
@@ -161,20 +141,18 @@ class PackedData(TokenData):
         how = f"run: python prepare.py {self.dir}/config.py --pack={block_size}"
         if not path.exists():
             raise UserError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
-        record = read_packing(path)
+        record = token_files.read_packing(path)
         self.packed = record["sources"].get(source)
         if not self.packed or self.packed["fingerprint"] != super().fingerprint:
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
-        self.lengths = map_array(self.dir / self.packed["lengths"], "int32", self.packed["rows"])
+        self.lengths = token_files.map_array(self.dir / self.packed["lengths"], "int32", self.packed["rows"])
         self._map_tokens(self.packed["shards"])
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what decides the rows."""
+        """The sha256 of everything that decides the rows."""
         return hashlib.sha256(json.dumps([FORMAT, self.block_size, self.packed["sha256"]]).encode()).hexdigest()
 
     def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(n,) int64: how many of the tokens of these rows belong to documents, and the delimiter after the last."""
+        """Return (n,) int64: how many tokens of these rows belong to documents, with the delimiter after the last."""
         return self.lengths[starts // (self.block_size + 1)].astype(np.int64)
-
-

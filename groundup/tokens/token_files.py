@@ -1,6 +1,6 @@
-"""Token files, and the batches that training reads from them in the order of mixture.py.
+"""Token files: the format in which prepare.py writes text for pretraining, its writer, its reader and its check.
 
-    python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes the format described here
+    python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes it
     python pretrain.py --data_dir=data/x                            # reads it
 
 A data directory holds, for each split that has text (train, val, test):
@@ -31,11 +31,11 @@ class NoSplit(UserError):
     """A split that a data directory or a source does not have, or too short for one window."""
 
 
-# ---- token files: writer ---------------------------------------------------------------------------------------------
+# ---- writer ----------------------------------------------------------------------------------------------------------
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every id < vocab_size."""
+    """Return the smallest type that holds every id < vocab_size."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -48,9 +48,35 @@ def file_sha256(path: Path) -> str:
 
 
 def npy_header(dtype: np.dtype, length: int) -> bytes:
-    """The header that `np.save` gives a 1-D array: 128 bytes whatever the length, so it can be filled in at the end."""
+    """Return the header that `np.save` gives a 1-D array: 128 bytes for any length, so it can be filled in last."""
     fields = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': ({length},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode("ascii") + b"\n"
+
+
+class NpyWriter:
+    """Writes a 1-D .npy file piece by piece. The file appears under its name when it is complete."""
+
+    def __init__(self, path: Path, dtype: np.dtype | type) -> None:
+        self.path, self.dtype, self.length = path, np.dtype(dtype).newbyteorder("<"), 0
+        self.file = open(f"{path}.tmp", "wb", buffering=2**20)
+        self.file.write(npy_header(self.dtype, 0))  # `close` fills in the length
+
+    def add(self, values: np.ndarray | list[int]) -> None:
+        self.file.write(np.asarray(values).astype(self.dtype).tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        self.file.write(npy_header(self.dtype, self.length))
+        self.file.close()
+        os.replace(f"{self.path}.tmp", self.path)
+
+
+def write_npy(path: Path, array: np.ndarray) -> None:
+    """Write a 1-D array, whole or not at all."""
+    writer = NpyWriter(path, array.dtype)
+    writer.add(array)
+    writer.close()
 
 
 class ShardWriter:
@@ -64,73 +90,58 @@ class ShardWriter:
         assert source == Path(source).name, f"{source=} must be a plain directory name"
         self.dir, self.split, self.source = Path(data_dir), split, source
         self.vocab_size, self.eot_id, self.shard_tokens = vocab_size, eot_id, shard_tokens
-        self.dtype = token_dtype(vocab_size)
-        self.shards: list[dict] = []  # manifest entries of the shards that are complete
-        self.file = None  # of the shard being written
+        self.shards: list[dict] = []  # manifest entries of the complete shards
+        self.file: NpyWriter | None = None  # of the shard being written
 
     def add(self, ids: np.ndarray, n_bytes: int) -> None:
         """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
 
-        Raises DataError for an id outside the vocabulary: a cast would wrap it silently into another token.
+        Raise UserError for an id outside the vocabulary: a cast would silently turn it into another token.
         """
         ids = np.asarray(ids)
         assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.shape=} {ids.dtype=}"
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise UserError(f"data: token id {bad} is outside the tokenizer's vocab_size={self.vocab_size}")
-        if self.file and self.n_tokens + 1 + len(ids) > self.shard_tokens:
+        if self.file and self.file.length + 1 + len(ids) > self.shard_tokens:
             self._finish_shard(closing=False)
         if not self.file:
-            self._open_shard()
-        self.starts.append(self.n_tokens)
-        self._write([self.eot_id])
-        self._write(ids)
+            (self.dir / self.source).mkdir(parents=True, exist_ok=True)
+            self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
+            self.file = NpyWriter(self.dir / f"{self.name}.npy", token_dtype(self.vocab_size))
+            self.n_bytes, self.starts = 0, []
+        self.starts.append(self.file.length)
+        self.file.add([self.eot_id])
+        self.file.add(ids)
         self.n_bytes += n_bytes
 
     def close(self) -> list[dict]:
-        """Finish the split; its shards as entries for `write_manifest`. A split without documents has none."""
+        """Finish the split and return its shards' entries for `write_manifest`; without documents there are none."""
         if self.file:
             self._finish_shard(closing=True)
         return self.shards
 
-    def _open_shard(self) -> None:
-        (self.dir / self.source).mkdir(parents=True, exist_ok=True)
-        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
-        self.file = open(self.dir / f"{self.name}.npy.tmp", "wb", buffering=2**20)
-        self.file.write(npy_header(self.dtype, 0))  # the length is filled in when it is known
-        self.n_tokens, self.n_bytes, self.starts = 0, 0, []
-
-    def _write(self, ids: np.ndarray | list[int]) -> None:
-        self.file.write(np.asarray(ids).astype(self.dtype.newbyteorder("<")).tobytes())
-        self.n_tokens += len(ids)
-
     def _finish_shard(self, closing: bool) -> None:
-        n_documents, end = len(self.starts), self.n_tokens
+        offsets = np.array([*self.starts, self.file.length], np.int64)
         if closing:
-            self._write([self.eot_id])
-        self.file.seek(0)
-        self.file.write(npy_header(self.dtype, self.n_tokens))
+            self.file.add([self.eot_id])
         self.file.close()
-        self.file = None
-        tokens, offsets = self.dir / f"{self.name}.npy", self.dir / f"{self.name}.off.npy"
-        with open(f"{offsets}.tmp", "wb") as f:
-            f.write(npy_header(np.dtype(np.int64), n_documents + 1))
-            f.write(np.array([*self.starts, end], dtype="<i8").tobytes())
-        for path in (tokens, offsets):
-            os.replace(f"{path}.tmp", path)
+        write_npy(self.dir / f"{self.name}.off.npy", offsets)
         self.shards.append({
             "split": self.split, "source": self.source, "file": f"{self.name}.npy", "offsets": f"{self.name}.off.npy",
-            "tokens": self.n_tokens, "documents": n_documents, "bytes": self.n_bytes, "sha256": file_sha256(tokens),
-            "offsets_sha256": file_sha256(offsets),
+            "tokens": self.file.length, "documents": len(self.starts), "bytes": self.n_bytes,
+            "sha256": file_sha256(self.dir / f"{self.name}.npy"),
+            "offsets_sha256": file_sha256(self.dir / f"{self.name}.off.npy"),
         })  # fmt: skip
+        self.file = None
 
 
 def write_manifest(
     data_dir: str | Path, vocab_size: int, eot_id: int, tokenizer_fingerprint: str, shards: list[dict], info: dict,
     weights: Mapping[str, float] = {},
 ) -> dict:  # fmt: skip
-    """Declare the directory complete. `info` is the preparer's own record (inputs, configuration, counts); `weights`
-    are the named sources' shares in training, if they have any."""
+    """Write manifest.json, which declares the directory complete, and return it. info: the record of the preparation
+    (inputs, settings, counts). weights: of the named sources in training, if they have any."""
     manifest = {
         "format": FORMAT, "vocab_size": vocab_size, "eot_id": eot_id, "dtype": token_dtype(vocab_size).name,
         "tokenizer_fingerprint": tokenizer_fingerprint, "splits": {}, "info": info,
@@ -152,7 +163,7 @@ def write_manifest(
 
 
 def source_totals(manifest: dict, names: Sequence[str]) -> dict[str, dict]:
-    """What the train split holds of each named source: tokens, documents, bytes."""
+    """Return the tokens, documents and bytes of each named source in the train split."""
     found = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in names}
     for shard in manifest["splits"].get("train", {"shards": []})["shards"]:
         for total in found[shard["source"]]:
@@ -169,11 +180,11 @@ def write_json(path: Path, value: dict) -> None:
     os.replace(f"{path}.tmp", path)
 
 
-# ---- token files: reader ---------------------------------------------------------------------------------------------
+# ---- reader ----------------------------------------------------------------------------------------------------------
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """manifest.json of a data directory. Raises DataError where there is none, or another program's."""
+    """Return manifest.json of a data directory. Raise UserError if there is none, or that of another format."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
     if not Path(data_dir).is_dir():
@@ -204,7 +215,7 @@ def locate(path: str | Path) -> tuple[Path, str | None]:
 
 
 def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
-    """Read-only memory map of a 1-D .npy file. Raises DataError if it is not what the manifest says."""
+    """Return a read-only memory map of a 1-D .npy file. Raise UserError if it is not what the manifest says."""
     header = npy_header(np.dtype(dtype), length)
     try:
         with open(path, "rb") as f:
@@ -222,7 +233,7 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None:
-    """Raise DataError naming the first id >= vocab_size; ids[0] is token `offset` of the file."""
+    """Raise UserError naming the first id >= vocab_size; ids[0] is token `offset` of the file."""
     if ids.max(initial=0) >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
         raise UserError(
@@ -240,7 +251,7 @@ class TokenData:
     packed = False  # windows may begin anywhere, see mixture.Sampler
 
     def __init__(self, data_dir: str | Path, split: str, source: str | None = None) -> None:
-        """source: None = all that data_dir names, one after the other."""
+        """source: None = all sources that data_dir names, one after the other."""
         self.split = split
         self.dir, found = locate(data_dir)
         source = found if source is None else source
@@ -275,13 +286,13 @@ class TokenData:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what decides the token stream: equal fingerprints, equal tokens."""
+        """The sha256 of everything that decides the token stream: equal fingerprints, equal tokens."""
         parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
         parts += [shard["sha256"] for shard in self.entries]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_tokenizer(self, fingerprint: str) -> None:
-        """Raise DataError unless `fingerprint` (`Tokenizer.fingerprint()`) made these tokens."""
+        """Raise UserError unless the tokenizer with this fingerprint has made these tokens."""
         if fingerprint != self.tokenizer_fingerprint:
             raise UserError(
                 f"data: {self.dir} was prepared with another tokenizer ({self.tokenizer_fingerprint[:12]}, not "
@@ -289,7 +300,8 @@ class TokenData:
             )
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as int64, across shards. Raises DataError for an id beyond the vocabulary."""
+        """Return tokens [start, start + length) as int64, across shards. Raise UserError for an id beyond the
+        vocabulary."""
         assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=} {self.n_tokens=}"
         out = np.empty(length, dtype=np.int64)
         filled, k = 0, int(np.searchsorted(self.ends, start, side="right"))
@@ -303,14 +315,14 @@ class TokenData:
         return out
 
     def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """How many tokens of the windows that begin at `starts` are to be trained on: here all `length`."""
+        """Return how many tokens of the windows at `starts` are trained on: here all `length`."""
         return np.full(len(starts), length)
 
 
 def verify(data_dir: str | Path) -> dict:
-    """Read every byte of a data directory and compare it with the manifest, which is returned.
+    """Read every byte of a data directory, compare it with the manifest, and return the manifest.
 
-    Raises DataError for the first file whose sha256, size, offsets, document starts, ids or totals are not as promised.
+    Raise UserError for the first file whose sha256, size, offsets, document starts, ids or totals differ from it.
     """
     manifest = read_manifest(data_dir)
     for split, entry in manifest["splits"].items():
@@ -342,7 +354,7 @@ def verify_sha256(path: Path, sha256: str) -> None:
 
 
 def verify_shard(data: TokenData, k: int, last: bool) -> None:
-    """Ids, offsets and delimiters of one shard, a block at a time."""
+    """Check the ids, offsets and delimiters of one shard, a block at a time."""
     tokens, offsets, path = data.shards[k], data.offsets[k], data.paths[k]
     for begin in range(0, len(tokens), 2**24):
         check_ids(tokens[begin : begin + 2**24], data.vocab_size, path, begin)
