@@ -1,11 +1,13 @@
 """tokenizer.py against brute force, a reference encoder in plain Python, tokenizers, transformers and sentencepiece."""
 
 import ast
-import base64
+import contextlib
+import io
 import json
 import os
 import pickle
 import random
+import runpy
 import subprocess
 import sys
 import unicodedata
@@ -25,9 +27,11 @@ from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brut
 
 import tokenizer as tokenizer_module
 from groundup.errors import UserError
+from groundup.files.readers import scrub
 from groundup.tokens import bpe as bpe_module
-from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, scrub, train_bpe
-from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, extended, mix_texts, train
+from groundup.tokens import foreign
+from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, train_bpe
+from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready, extended, mix_texts, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -152,12 +156,12 @@ def replaced_words(word: list[str], pair: tuple[str, str]) -> list[str]:
 
 def test_encoding_is_the_reference_encoders(bpe: Tokenizer):
     description = json.loads(bpe.files["tokenizer.json"])
-    for text in [*TEXTS, *random_texts(400, seed=2)]:
+    for text in [*TEXTS, *random_texts(200, seed=2)]:
         assert bpe.encode(text) == reference_encode(description, text), text
 
 
 def test_stored_ids(bpe: Tokenizer):
-    """Merges and ids that were computed once by this trainer and by the library tokenizers: nothing may drift."""
+    """Merges and ids computed once by this trainer and by the library tokenizers: nothing may drift."""
     stored = json.loads((ROOT / "tests" / "tokenizer_ids.json").read_text(encoding="utf-8"))
     assert [list(pair) for pair in train_bpe(count_chunks(CORPUS), 380)] == stored["merges"]
     assert len(stored["cases"]) == 200
@@ -191,7 +195,7 @@ def test_sentencepiece_ids_are_its_own(sp: Tokenizer):
             assert sp.decode(sp.encode(text)) == processor.decode(processor.encode(text))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=st.text())
 def test_any_text_comes_back(bpe: Tokenizer, sp: Tokenizer, text: str):
     for tok in (bpe, sp):
@@ -235,7 +239,7 @@ def test_surrogates_become_replacement_characters(tok: Tokenizer):
     assert tok.decode(tok.encode("a" + "\ud83d\ude00" * 60_000)) == "a" + "😀" * 60_000  # no half lost where it is cut
 
 
-@pytest.mark.parametrize("run", [" ", "\n", "a", "甲", "=", "\t", "\r\n", "a1"])
+@pytest.mark.parametrize("run", [" ", "\r\n", "甲", "a1"])
 def test_a_million_of_anything(tok: Tokenizer, run: str):
     text = run * (1_000_000 // len(run))
     ids = tok.encode(text)
@@ -557,28 +561,26 @@ def test_truncated_files_are_refused(tok: Tokenizer, tmp_path: Path):
                 Tokenizer.load(tmp_path)
 
 
-def test_options_that_would_be_ignored_are_refused(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
-    bpe.save(tmp_path)
-    for options in (("gpt2", ""), ("", "<|x|>")):
-        with pytest.raises(UserError, match="leave out"):
-            Tokenizer.load(tmp_path, *options)
-    sp.save(tmp_path)
-    with pytest.raises(UserError, match="no use for pattern='gpt2'"):
-        Tokenizer.load(tmp_path, "gpt2")
+def test_options_that_would_be_ignored_are_refused():
     with pytest.raises(UserError, match="pattern='zh' is for backend=bpe"):
         train(CORPUS, 640, "sentencepiece", "zh")
+    with pytest.raises(UserError, match="unknown pattern 'o200k'"):
+        train(CORPUS, 640, pattern="o200k")
 
 
 def test_nothing_to_load(tmp_path: Path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="no tokenizer.json or tokenizer.model"):
             Tokenizer.load(directory)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(UserError, match="no tokenizer_config.json"):
+        Tokenizer.load(tmp_path)
 
 
 # ---- the tokenizers of others ----------------------------------------------------------------
 
 
-def foreign(directory: Path, description: dict | str, config: dict, generation: dict | None = None) -> Path:
+def foreign_dir(directory: Path, description: dict | str, config: dict, generation: dict | None = None) -> Path:
     text = description if isinstance(description, str) else json.dumps(description)
     (directory / "tokenizer.json").write_text(text, encoding="utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
@@ -622,23 +624,31 @@ def trained_by_library(pattern: str | None, specials: list[str]) -> tokenizers.T
 def test_loads_what_the_library_trains(tmp_path: Path, pattern: str | None):
     lib = trained_by_library(pattern, ["<|endoftext|>", "[PAD]"])
     pad = {"__type": "AddedToken", "content": "[PAD]", "special": True}
-    directory = foreign(tmp_path, lib.to_str(), {"eos_token": "<|endoftext|>", "pad_token": pad})
+    directory = foreign_dir(tmp_path, lib.to_str(), {"eos_token": "<|endoftext|>", "pad_token": pad})
     tok = assert_same_ids(directory, TEXTS)
     assert (tok.eot_id, tok.pad_id, tok.im_start_id, tok.im_end_id, tok.stop_ids) == (0, 1, -1, -1, {0})
     with pytest.raises(UserError, match="has no <.im_start.>"):
         tok.render(TALK)
 
 
-def test_loads_like_llama_3(bpe: Tokenizer, tmp_path: Path):
-    """Every split of every token is listed as a merge, "a b" in one string, and whole chunks are taken first, among
-    them words to which no merges lead. A text begins with a token of its own, which is the caller's to write."""
-    d = json.loads(bpe.files["tokenizer.json"])
-    vocab = d["model"]["vocab"]
-    vocab["Ġzyzzyva"] = len(vocab)
+def whole_chunks_first(tok: Tokenizer, words: list[str], size: int = 636) -> dict:
+    """A tokenizer.json with `size` of the tokens and `words` to which no merges lead. Every split of every token is
+    listed as a merge, "a b" in one string, and whole chunks are taken first: as Llama 3's is."""
+    d = json.loads(tok.files["tokenizer.json"])
+    vocab = {word: i for word, i in d["model"]["vocab"].items() if i < size}
+    vocab |= {foreign.in_chars(word.encode()): size + i for i, word in enumerate(words)}
     splits = [(w[:i], w[i:]) for w in sorted(vocab, key=vocab.get) for i in range(1, len(w))]
-    d["model"]["merges"] = [f"{a} {b}" for a, b in splits if a in vocab and b in vocab]
+    merges = [f"{a} {b}" for a, b in splits if a in vocab and b in vocab]
+    d["model"] |= {"vocab": vocab, "merges": merges, "ignore_merges": True}
+    d["added_tokens"] = [token | {"id": len(vocab) + i} for i, token in enumerate(d["added_tokens"])]
+    return d
+
+
+def test_loads_like_llama_3(bpe: Tokenizer, tmp_path: Path):
+    """A text begins with a token of its own, which the caller has to write."""
+    d = whole_chunks_first(bpe, [" zyzzyva"])
+    vocab = d["model"]["vocab"]
     assert len(d["model"]["merges"]) > 380  # more than it has tokens from merges
-    d["model"]["ignore_merges"] = True
     d["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3_PATTERN
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>"]
     d["added_tokens"] = [d["added_tokens"][0] | {"id": len(vocab) + i, "content": name} for i, name in enumerate(names)]
@@ -649,15 +659,15 @@ def test_loads_like_llama_3(bpe: Tokenizer, tmp_path: Path):
         "type": "TemplateProcessing", "single": sequence, "pair": sequence, "special_tokens": {names[0]: ids},
     }
     config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    directory = foreign(tmp_path, d, config, generation={"eos_token_id": [1, 2], "pad_token_id": len(vocab) + 3})
+    directory = foreign_dir(tmp_path, d, config, generation={"eos_token_id": [1, 2], "pad_token_id": len(vocab) + 3})
     tok = assert_same_ids(directory, [*TEXTS, "a zyzzyva", "zyzzyva zyzzyvas"])
     assert (tok.bos_id, tok.eot_id, tok.pad_id) == (len(vocab), len(vocab) + 1, len(vocab) + 3)
     assert tok.encode(" zyzzyva") == [vocab["Ġzyzzyva"]]
 
-    foreign(tmp_path, d, {}, generation={"eos_token_id": [len(vocab) + 2, len(vocab) + 1]})
+    foreign_dir(tmp_path, d, {}, generation={"eos_token_id": [len(vocab) + 2, len(vocab) + 1]})
     assert Tokenizer.load(tmp_path).eot_id == len(vocab) + 2
     d["model"]["ignore_merges"] = False  # then the word could not be reached, but tiktoken would take it
-    foreign(tmp_path, d, config)
+    foreign_dir(tmp_path, d, config)
     with pytest.raises(UserError, match="zyzzyva"):
         Tokenizer.load(tmp_path)
 
@@ -674,7 +684,7 @@ def test_loads_like_qwen(bpe: Tokenizer, tmp_path: Path):
     ]
     d["model"]["vocab"] = {w: i for w, i in d["model"]["vocab"].items() if i < 636}
     config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
-    directory = foreign(tmp_path, d, config, generation={"bos_token_id": 636, "eos_token_id": [638, 636]})
+    directory = foreign_dir(tmp_path, d, config, generation={"bos_token_id": 636, "eos_token_id": [638, 636]})
     composed = [text for text in TEXTS if unicodedata.is_normalized("NFC", text)]
     texts = ["e\u0301\u0327 \u1100\u1161", "\u212a", "<think>\n不\n</think>\n\n2<think><thin", *composed, *TEXTS]
     tok = assert_same_ids(directory, texts)
@@ -684,24 +694,6 @@ def test_loads_like_qwen(bpe: Tokenizer, tmp_path: Path):
     assert ids[0] == 639 and tok.token_bytes(639) == b"<think>" and not tok.special_ids & set(ids)
     assert all(tok.decode(tok.encode(text)) == text for text in composed)
     assert tok.render(TALK[1:3])[0][0] == 637
-
-
-def test_loads_a_sentencepiece_model_with_a_prefix(tmp_path: Path):
-    """Llama 2's kind: <s> </s>, and a space put in front of every text."""
-    model = tmp_path / "tokenizer.model"
-    with open(model, "wb") as f:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter("".join(CORPUS).split("\n")), model_writer=f, vocab_size=640, model_type="bpe",
-            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-        )
-    config = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    tok = Tokenizer.load(tmp_path)
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    assert (tok.bos_id, tok.eot_id, tok.pad_id) == (1, 2, -1)
-    for text in TEXTS:
-        if text and "\u2581" not in text:
-            assert tok.encode(text) == processor.encode(text) and tok.decode(tok.encode(text)) == " " + text
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -716,104 +708,43 @@ def test_patterns_travel_with_the_tokenizer(tmp_path: Path, name: str):
     assert longest <= 4 or name != "zh"
 
 
-# ---- lists of ranks, bare models of sentencepiece --------------------------------------------
-
-# As their publishers write them: tiktoken's openai_public.py, and Qwen's tokenization_qwen.py.
-PUBLISHED = {
-    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
-    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-    "qwen": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"""
-    r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
-}
-
-
-def rank_list(pattern: str, by_hand: bool = False) -> dict[bytes, int]:
-    """Ranks as OpenAI numbers them, bytes in the order of GPT-2's characters; perhaps with a word put in by hand."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    order = printable + [b for b in range(256) if b not in printable]
-    tokens = [bytes([b]) for b in range(256)]
-    for left, right in train_bpe(count_chunks(CORPUS, pattern), 400):
-        tokens.append(tokens[left] + tokens[right])
-    return {token: i for i, token in enumerate([*(bytes([b]) for b in order), *tokens[256:], *[b" zyzzyva"] * by_hand])}
-
-
-def write_ranks(path: Path, ranks: dict[bytes, int]) -> Path:
-    lines = [base64.b64encode(token) + b" %d" % i for token, i in ranks.items()]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return path
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_lists_of_ranks_have_the_ids_of_tiktoken(tmp_path: Path, name: str, by_hand: bool):
-    ranks = rank_list(PUBLISHED[name], by_hand)
-    peer = tiktoken.Encoding(name, pat_str=PUBLISHED[name], mergeable_ranks=ranks, special_tokens={})
-    tok = Tokenizer.load(write_ranks(tmp_path / f"{name}.tiktoken", ranks))
-    config = {"model_max_length": 8192, "tokenizer_class": "QWenTokenizer"}  # Qwen's first directories have this too
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert Tokenizer.load(tmp_path).fingerprint() == tok.fingerprint()  # the directory, too
-    hf = saved_hf(tok, tmp_path / "hf")
-    assert Tokenizer.load(tmp_path / "hf").fingerprint() == tok.fingerprint() and len(hf) == tok.vocab_size
-    for text in ["a zyzzyva", " zyzzyva zyzzyvas", "e\u0301", *TEXTS, *random_texts(300, seed=len(name))]:
-        normal = unicodedata.normalize("NFC", text) if name == "qwen" else text
-        assert tok.encode(text) == peer.encode_ordinary(normal) == hf_ids(hf, text), text
-        assert tok.decode(tok.encode(text)) == normal
-    first = len(ranks)
-    known = {
-        "gpt2": {"<|endoftext|>": first},
-        "cl100k_base": {"<|endoftext|>": first + 1, "<|fim_suffix|>": first + 4, "<|endofprompt|>": first + 20},
-        "qwen": {"<|endoftext|>": first, "<|im_start|>": first + 1, "<|im_end|>": first + 2, "<|extra_0|>": first + 3},
-    }[name]
-    assert known.items() <= tok.special_tokens.items() and tok.eot_id == known["<|endoftext|>"]
-    assert hf.convert_tokens_to_ids(list(tok.special_tokens)) == list(tok.special_tokens.values())
-
-
-def test_ranks_with_other_names_and_gaps(tmp_path: Path):
-    """Llama 3's tokenizer.model is such a list, and p50k_base has its special token between the ranks."""
-    ranks = rank_list(PATTERNS["cl100k"])
-    spread = {token: i + (i >= 300) for token, i in ranks.items()}
-    path = write_ranks(tmp_path / "tokenizer.model", spread)
-    with pytest.raises(UserError, match="--pattern=gpt2"):
-        Tokenizer.load(path)
-    tok = Tokenizer.load(tmp_path, "cl100k", "<|begin|>, <|end|>")
-    top = len(ranks) + 1
-    assert tok.special_tokens == {"<|begin|>": top, "<|end|>": top + 1, "<|reserved_0|>": 300}
-    hf = saved_hf(tok, tmp_path / "hf")
-    peer = tiktoken.Encoding("x", pat_str=PUBLISHED["cl100k_base"], mergeable_ranks=spread, special_tokens={})
-    for text in [*TEXTS, "<|begin|> <|reserved_0|>"]:
-        assert tok.encode(text) == peer.encode_ordinary(text) == hf_ids(hf, text)
-    with pytest.raises(UserError, match="unknown pattern 'o200k'"):
-        Tokenizer.load(path, "o200k")
-    path.write_bytes(b"AA== 0\nAA== 1\n")
-    with pytest.raises(UserError, match="1 of its tokens are listed twice"):
-        Tokenizer.load(path, "cl100k")
-    for damaged in (b"AA== 0\nAQ== x\n", b"AA== 0\n!! 1\n", b"AA== 0\nAQ==\n", b"AA== 0\nAQ== 0\n"):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match="damaged|cannot use"):
-            Tokenizer.load(path, "cl100k")
-
-
-def llama_model(directory: Path, texts: list[str] = CORPUS, vocab_size: int = 700) -> Path:
-    """A tokenizer.model with the options of Llama's: <unk> <s> </s>, byte fallback, a space put before every text."""
+def llama_model(
+    directory: Path, texts: list[str] = CORPUS, vocab_size: int = 700, added: tuple[str, ...] = ()
+) -> Tokenizer:
+    """A tokenizer like Llama 2's: <unk> <s> </s>, byte fallback, a space put before every text; perhaps with special
+    tokens behind its pieces, as ChatGLM2's code adds them."""
     with open(directory / "tokenizer.model", "wb") as f:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter("".join(texts).split("\n")), model_writer=f, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             split_digits=True, allow_whitespace_only_pieces=True, minloglevel=2,
         )
-    return directory / "tokenizer.model"
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": False, "add_eos_token": False}
+    config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokens = {str(i): foreign.added_token(name) for i, name in enumerate(added, start=vocab_size)}
+    config |= {"add_prefix_space": True, "added_tokens_decoder": tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return Tokenizer.load(directory)
 
 
-def test_a_bare_model_has_the_ids_of_sentencepiece(tmp_path: Path):
-    model = llama_model(tmp_path)
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    tok = Tokenizer.load(model)
-    assert Tokenizer.load(tmp_path).fingerprint() == tok.fingerprint()
-    assert (tok.bos_id, tok.eot_id, tok.pad_id, tok.vocab_size) == (1, 2, -1, processor.get_piece_size())
-    texts = [*TEXTS, *random_texts(500, seed=12), "a\u2581\u2581b", "<s> </s> <unk> <0x41>"]
+CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+
+
+@pytest.mark.parametrize("added", [(), CHATGLM])
+def test_a_model_with_a_prefix_has_the_ids_of_sentencepiece(tmp_path: Path, added: tuple[str, ...]):
+    """Whatever its configuration adds: "sop" in a text is only a word."""
+    tok = llama_model(tmp_path, added=added)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    n = processor.get_piece_size()
+    assert (tok.bos_id, tok.eot_id, tok.pad_id, tok.vocab_size) == (1, 2, -1, n + len(added))
+    assert {name: n + i for i, name in enumerate(added)}.items() <= tok.special_tokens.items()
+    hard = ["a\u2581\u2581b", "<s> </s> <unk> <0x41>", "[gMASK]sop eop 你好 [MASK]", "microphone sops"]
+    texts = [*TEXTS, *random_texts(300, seed=12), *hard]
     assert all(tok.encode(text) == processor.encode(text) for text in texts)
-    assert_transformers_agrees(tok, saved_hf(tok, tmp_path / "hf"), texts)
+    assert all(tok.decode(tok.encode(text)) == " " + text for text in texts if text and "\u2581" not in text)
+    hf = saved_hf(tok, tmp_path / "hf")
+    assert hf.convert_tokens_to_ids(list(added)) == [n + i for i in range(len(added))] and len(hf) == tok.vocab_size
+    assert_transformers_agrees(tok, hf, texts)
 
 
 def assert_transformers_agrees(tok: Tokenizer, hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> None:
@@ -821,23 +752,6 @@ def assert_transformers_agrees(tok: Tokenizer, hf: transformers.PreTrainedTokeni
     for text in texts:
         if "\u2581" not in text and not (tok.engine.has_prefix and text.startswith(" ")):
             assert tok.encode(text) == hf_ids(hf, text), text
-
-
-def test_chatglms_tokens_come_after_the_models(tmp_path: Path):
-    """Its code adds them to the pieces of its model; "sop" in a text is only a word."""
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(llama_model(tmp_path)))
-    config = {"name_or_path": "THUDM/chatglm-6b", "remove_space": False, "tokenizer_class": "ChatGLMTokenizer"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    tok = Tokenizer.load(tmp_path)
-    n = processor.get_piece_size()
-    added = {"[MASK]": n, "[gMASK]": n + 1, "[sMASK]": n + 2, "sop": n + 3, "eop": n + 4}
-    assert added.items() <= tok.special_tokens.items() and tok.vocab_size == n + 5 and tok.eot_id == 2
-    texts = [*TEXTS, "[gMASK]sop eop 你好 [MASK]", "microphone sops"]
-    assert all(tok.encode(text) == processor.encode(text) for text in texts)
-    assert Tokenizer.load(tmp_path / "tokenizer.model", specials=",".join(added)).fingerprint() == tok.fingerprint()
-    hf = saved_hf(tok, tmp_path / "hf")
-    assert hf.convert_tokens_to_ids(list(added)) == list(added.values()) and len(hf) == tok.vocab_size
-    assert_transformers_agrees(tok, hf, texts)
 
 
 # ---- more tokens for another language --------------------------------------------------------
@@ -885,21 +799,10 @@ def test_bpe_is_extended(tmp_path: Path):
     assert extended(more, [ENGLISH.upper()] * 2, 100).vocab_size > more.vocab_size  # and again
 
 
-def test_an_imported_list_of_ranks_is_extended(tmp_path: Path):
-    ranks = rank_list(PATTERNS["qwen"], by_hand=True)
-    old = Tokenizer.load(write_ranks(tmp_path / "qwen.tiktoken", {t: i for t, i in ranks.items() if i < 400}))
-    more = extended(old, [CHINESE] * 3, 200)
-    assert_extends(more, old, tmp_path / "more")
-    assert old.vocab_size % 128 != 0 and more.special_tokens["<|im_end|>"] == 402
-
-
-def test_tokens_put_in_by_hand_stay_reachable(tmp_path: Path):
+def test_tokens_put_in_by_hand_stay_reachable(bpe: Tokenizer, tmp_path: Path):
     """To some no merges lead (so in Llama 3's list); new tokens may be their parts, or would be the same."""
-    ranks = {token: i for token, i in rank_list(PATTERNS["cl100k"]).items() if i < 300}
-    for word in ("不亦", "说乎", "学而时习", "习之"):
-        ranks[word.encode()] = len(ranks)
-    old = Tokenizer.load(write_ranks(tmp_path / "cl100k.tiktoken", ranks))
-    assert json.loads(old.files["tokenizer.json"])["model"]["ignore_merges"]
+    d = whole_chunks_first(bpe, ["不亦", "说乎", "学而时习", "习之"], size=300)
+    old = Tokenizer.load(foreign_dir(tmp_path, d, {"eos_token": "<|endoftext|>"}))
     more = extended(old, [CHINESE.replace("学", "问学"), CHINESE] * 3, 200)
     assert_extends(more, old, tmp_path / "more")
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path / "more")
@@ -914,7 +817,7 @@ def test_a_file_of_the_library_is_extended(tmp_path: Path):
     d = json.loads(trained_by_library(None, ["<|endoftext|>", "[PAD]"]).to_str())
     d["model"]["merges"] = [f"{a} {b}" for a, b in d["model"]["merges"][:100]]
     d["model"]["vocab"] = {word: i for word, i in d["model"]["vocab"].items() if i < 358}
-    old = Tokenizer.load(foreign(tmp_path, d, {"eos_token": "<|endoftext|>"}))
+    old = Tokenizer.load(foreign_dir(tmp_path, d, {"eos_token": "<|endoftext|>"}))
     assert_extends(extended(old, [CHINESE] * 3, 150), old, tmp_path / "more")
 
 
@@ -924,8 +827,11 @@ def test_sentencepiece_is_extended(tmp_path: Path, kind: str):
     if kind == "ours":
         old = train([ENGLISH, CODE] * 2, 512, "sentencepiece")
     else:
-        names = "" if kind == "Llama" else "[MASK],[gMASK],[sMASK],sop,eop"
-        old = Tokenizer.load(llama_model(tmp_path, [ENGLISH, CODE], 400), specials=names)
+        old = llama_model(tmp_path, [ENGLISH, CODE], 400, CHATGLM if kind == "ChatGLM2" else ())
+    if kind == "Llama":  # its directory has the same in a second form, which is not that of the new tokens
+        saved_hf(old, tmp_path / "both").save_pretrained(tmp_path / "both")
+        old = Tokenizer.load(tmp_path / "both")
+        assert {"tokenizer.json", "tokenizer.model"} <= set(old.files)
     more = extended(old, [CHINESE * 3, "苟利国家生死以，岂因祸福避趋之。" * 5, "A sop to the sops."], 150)
     assert_extends(more, old, tmp_path / "more")
 
@@ -938,6 +844,16 @@ def test_nothing_to_extend_with(bpe: Tokenizer, sp: Tokenizer, monkeypatch: pyte
         extended(bpe, CORPUS, 0)
     with pytest.raises(UserError, match="no text"):
         extended(bpe, [], 100)
+
+
+def test_conversations_add_only_what_is_missing(bpe: Tokenizer, tmp_path: Path):
+    assert chat_ready(bpe).fingerprint() == bpe.fingerprint()
+    old = llama_model(tmp_path)
+    ready = chat_ready(old)
+    assert (ready.im_start_id, ready.im_end_id, ready.pad_id) == (700, 701, 702) and ready.vocab_size == 768
+    assert [ready.encode(text) for text in TEXTS] == [old.encode(text) for text in TEXTS]
+    hf = saved_hf(ready, tmp_path / "ready")
+    assert hf.chat_template == CHAT_TEMPLATE and len(hf) == 768 and hf.pad_token_id == 702
 
 
 # ---- mixtures --------------------------------------------------------------------------------
@@ -974,13 +890,26 @@ def test_a_mixture_goes_on_when_a_source_ends(capsys):
 # ---- command line ----------------------------------------------------------------------------
 
 
-def run(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tokenizer.py", *args]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """The script, in this process."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def started(*args: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["tokenizer.py", *args])
+        status, out, err = 0, io.StringIO(), ""
+        with contextlib.redirect_stdout(out):
+            try:
+                runpy.run_path(str(ROOT / "tokenizer.py"), run_name="__main__")
+            except UserError as error:
+                status, err = 1, f"{error}\n"
+        return subprocess.CompletedProcess(args, status, out.getvalue(), err)
+
+    return started
 
 
 @pytest.mark.parametrize("backend", ["bpe", "sentencepiece"])
-def test_command_line_trains_and_inspects(tmp_path: Path, backend: str):
+def test_command_line_trains_and_inspects(run, tmp_path: Path, backend: str):
     (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")
     (tmp_path / "zh.txt").write_text(CHINESE * 3, encoding="utf-8")
     out_dir = tmp_path / "tok"
@@ -1003,7 +932,7 @@ def test_command_line_trains_and_inspects(tmp_path: Path, backend: str):
     assert b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces).decode() == "the 𠮷 <|im_end|>"
 
 
-def test_command_line_mixes_and_reports_each_source(tmp_path: Path):
+def test_command_line_mixes_and_reports_each_source(run, tmp_path: Path):
     (tmp_path / "en.jsonl").write_text((json.dumps({"text": ENGLISH}) + "\n") * 300 + "{broken\n", encoding="utf-8")
     (tmp_path / "zh.txt").write_text(CHINESE * 30, encoding="utf-8")
     mixture = f"--input={tmp_path}/en.jsonl=0.7, {tmp_path}/zh.txt=.3"
@@ -1022,24 +951,20 @@ def test_command_line_mixes_and_reports_each_source(tmp_path: Path):
         assert done.returncode == 1 and "give every part a weight" in done.stderr
 
 
-def test_command_line_converts_and_extends(tmp_path: Path):
-    ranks = {token: i for token, i in rank_list(PATTERNS["qwen"]).items() if i < 380}
-    write_ranks(tmp_path / "qwen.tiktoken", ranks)
+def test_command_line_extends(run, bpe: Tokenizer, tmp_path: Path):
     (tmp_path / "zh.txt").write_text(CHINESE * 3, encoding="utf-8")
-    done = run(f"--convert={tmp_path}/qwen.tiktoken", f"--out_dir={tmp_path}/hf")
-    assert done.returncode == 0, done.stderr
-    old = Tokenizer.load(tmp_path / "hf")
-    assert old.fingerprint() == Tokenizer.load(tmp_path / "qwen.tiktoken").fingerprint()
-    sizes = f"--input={tmp_path}/zh.txt", "--vocab_size=700"
-    done = run(f"--extend={tmp_path}/hf", *sizes, f"--out_dir={tmp_path}/more")
+    bpe.save(tmp_path / "old")
+    done = run(
+        f"--extend={tmp_path}/old", f"--input={tmp_path}/zh.txt", "--vocab_size=800", f"--out_dir={tmp_path}/more"
+    )
     assert done.returncode == 0, done.stderr
     more = Tokenizer.load(tmp_path / "more")
-    assert more.fingerprint() == extended(old, [CHINESE * 3], 700 - old.vocab_size).fingerprint()
-    for tok in (old, more):
+    assert more.fingerprint() == extended(bpe, [CHINESE * 3], 800 - bpe.vocab_size).fingerprint()
+    for tok in (bpe, more):
         assert f"{len(CHINESE.encode()) / len(tok.encode(CHINESE)):.2f} bytes per token" in done.stdout
 
 
-def test_command_line_errors_are_one_line(tmp_path: Path):
+def test_command_line_errors_are_one_line(run, tmp_path: Path):
     empty = tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
     for args in (
@@ -1050,24 +975,19 @@ def test_command_line_errors_are_one_line(tmp_path: Path):
         [f"--inspect={tmp_path}/nowhere", "--text=a"],
         [f"--input={empty}", "--backend=wordpiece"],
         [f"--input={empty}", "--pattern=o200k"],
-        [f"--convert={empty}", f"--out_dir={tmp_path}/x"],
         [],
     ):
         done = run(*args)
         assert done.returncode == 1 and done.stderr.count("\n") == 1, (args, done.stderr)
+    done = subprocess.run([sys.executable, ROOT / "tokenizer.py"], capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "x").exists()
 
 
-def test_command_line_says_what_it_does_not_read(tmp_path: Path):
+def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     rows = [json.dumps({"text": ENGLISH * 100}), "{broken", json.dumps({"body": "x"})] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(rows), encoding="utf-8")
     done = run(f"--input={tmp_path}", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
     assert done.returncode == 0 and "a.jsonl:2: bad_json" in done.stdout and "4 documents" in done.stdout
     done = run(f"--input={tmp_path}/a.jsonl", f"--out_dir={tmp_path}/tok", "--vocab_size=512", "--max_mb=0")
     assert done.returncode == 1 and "the first 0 MB are read" in done.stdout and "no text" in done.stderr
-
-
-def test_import_does_nothing_and_needs_no_torch():
-    code = "import sys, tokenizer; assert 'torch' not in sys.modules, 'torch'"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

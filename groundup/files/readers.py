@@ -708,7 +708,7 @@ def count_lines(path: str, begin: int) -> int:
 def mend(value: Any) -> tuple[Any, int]:
     """`value` with every text in it encodable, and how many were not."""
     if isinstance(value, str):
-        return (value, 0) if is_encodable(value) else (join_surrogates(value), 1)
+        return (value, 0) if is_encodable(value) else (scrub(value), 1)
     if isinstance(value, dict):
         pairs = [(mend(key), mend(item)) for key, item in value.items()]
         return {key[0]: item[0] for key, item in pairs}, sum(key[1] + item[1] for key, item in pairs)
@@ -718,14 +718,16 @@ def mend(value: Any) -> tuple[Any, int]:
     return value, 0
 
 
+def scrub(text: str) -> str:
+    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half of one U+FFFD."""
+    if is_encodable(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def join_surrogates(text: str) -> str:
-    r"""JSON's \ud83d\ude00 written as two halves becomes the character; half of one becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,12 +1,12 @@
-"""Byte pair encoding, the training half: from text to the list of merges, exact, in numpy.
+"""Training of byte pair encoding: from text to merges (ours, exact, in numpy) or to a model of sentencepiece.
 
-Text is cut into chunks by a regular expression; chunks are counted, so a corpus of any size becomes a table of distinct
-chunks; then the most frequent pair of neighbours inside chunks is joined, again and again (Sennrich et al., 2016,
-arXiv:1508.07909, on bytes as in GPT-2). tokenizer.py turns the merges into a tokenizer. Also the way back: the merges
-that a list of tokens comes from.
+Ours (Sennrich et al., 2016, arXiv:1508.07909, on bytes as in GPT-2): a regular expression cuts text into chunks; equal
+chunks are counted, so a corpus of any size becomes a table of distinct chunks; then the most frequent pair of
+neighbours inside chunks is merged into one token, again and again. tokenizer.py makes a tokenizer of the result.
 """
 
 import heapq
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,55 +14,52 @@ from operator import itemgetter
 
 import numpy as np
 import regex
+import sentencepiece
 from tqdm import tqdm
 
-from groundup.files.readers import is_encodable, join_surrogates
+from groundup.errors import UserError
+from groundup.files.readers import scrub
 
-# How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they took. Only
-# what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike is used: no sets less sets, no "{1,3}+".
+# How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they matched.
+# Only what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike: no set differences, no "{1,3}+".
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PATTERNS = {
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # what HF's "ByteLevel" means
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # Hugging Face's "ByteLevel"
     # cl100k with at most two digits per chunk instead of three: better for vocabularies of about 32k (nanochat).
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # For text that is mostly Chinese. To the others a clause is one chunk, so that a large vocabulary fills with whole
-    # clauses of its own corpus, the comma before them included. Here a token has at most four characters, the length of
-    # an idiom (most words have two); runs are cut in fours blindly, which costs 6 % (8k ids) to 12 % (32k) more tokens
-    # on text like that which was learnt from. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
+    # For mostly Chinese text. The other patterns make a whole clause one chunk, so that a large vocabulary fills with
+    # clauses of its training text, comma included. Here a token has at most four characters, the length of an idiom
+    # (most words have two). Runs are cut every four characters blindly, which costs 6 % (8k ids) to 12 % (32k) more
+    # tokens on text like the training text. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
     "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "cl100k": CL100K,
     "qwen": CL100K.replace("{1,3}", ""),
 }
 PATTERN = PATTERNS["gpt4"]
+SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
+SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
 MIN_COUNT = 2  # a pair seen once is not worth an id
-FEW = 16  # places of a pair up to which plain Python merges faster than numpy
-MAX_BYTES = 24_000_000  # of distinct chunks held; beyond it the rarest are let go. `Corpus` takes 50 times as much
+FEW = 16  # positions of a pair up to which plain Python merges faster than numpy
+MAX_BYTES = 24_000_000  # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
+SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
 
-# tiktoken's regular expressions overflow their stack on about a million white-space characters, so it is given text
-# in blocks. A text may be cut between a letter or digit and one of these: no pattern in use has a chunk across the two,
-# or looks back, or looks further ahead than to the end of a run of white space. U+3001 and the others are the
+# tiktoken's regular expressions overflow their stack on about a million white-space characters, so it gets text in
+# blocks. A text may be cut between a letter or digit and one of these: no pattern here has a chunk across the two,
+# looks back, or looks further ahead than to the end of a run of white space. U+3001 and the others are the
 # punctuation of Chinese, which has no spaces.
 MAX_CHARS = 100_000
 SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
 
-# ---- text to counted chunks ----
-
-
-def scrub(text: str) -> str:
-    """`text` as valid Unicode: surrogate pairs are joined, lone surrogates (which UTF-8 cannot hold) become U+FFFD."""
-    return text if is_encodable(text) else join_surrogates(text)
-
-
 def blocks(text: str) -> Iterator[str]:
-    """`text` in parts of at most MAX_CHARS, cut where that cannot change the ids, or anywhere in a stretch of more than
-    MAX_CHARS / 2 characters without such a place."""
+    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the ids, or anywhere in a stretch of
+    more than MAX_CHARS / 2 characters without such a place."""
     start = 0
     while len(text) - start > MAX_CHARS:
         cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
@@ -73,7 +70,7 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
-    """{chunk of text as UTF-8: how often it occurs}, over all texts; memory is bounded by MAX_BYTES."""
+    """Return {chunk in UTF-8: how often it occurs in all texts}; memory is bounded by MAX_BYTES."""
     split = regex.compile(pattern).findall
     counts: Counter[str] = Counter()
     unchecked = 0
@@ -93,12 +90,12 @@ def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, in
 
 
 def n_bytes(chunk: str) -> int:
-    """At least as many as in UTF-8, for all but the rarest characters."""
+    """Return the bytes in UTF-8 or more (not for the rarest characters, which have four)."""
     return len(chunk) if chunk.isascii() else 3 * len(chunk)
 
 
 def drop_rarest(counts: Counter[str]) -> Counter[str]:
-    """The most frequent chunks of `counts`, of equally frequent ones the first, up to half of MAX_BYTES."""
+    """Return the most frequent chunks, the first of equally frequent ones, up to half of MAX_BYTES."""
     kept, room = {}, MAX_BYTES // 2
     for chunk, count in sorted(counts.items(), key=itemgetter(1), reverse=True):
         room -= n_bytes(chunk)
@@ -106,34 +103,34 @@ def drop_rarest(counts: Counter[str]) -> Counter[str]:
             break
         kept[chunk] = count
     lost = len(counts) - len(kept)
-    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are let go")
+    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are dropped")
     return Counter(kept)
 
 
 def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
-    """The merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
+    """Return the merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
 
-    Repeatedly joins the neighbours that occur most often (ties: the smallest (left, right)), everywhere, left to right
-    inside each chunk. Exact, and independent of the order of `counts`. Ends early when no pair occurs MIN_COUNT times.
+    Again and again merges the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left to
+    right inside each chunk. Exact; independent of the order of `counts`. Stops when no pair occurs MIN_COUNT times.
     """
     lengths = np.fromiter(map(len, counts), np.int64, len(counts))
     weights = np.fromiter(counts.values(), np.int64, len(counts))
-    return Corpus(np.frombuffer(b"".join(counts), np.uint8), lengths, weights).train(max_merges, first_id=256)
+    return Chunks(np.frombuffer(b"".join(counts), np.uint8), lengths, weights).train(max_merges, first_id=256)
 
 
-class Corpus:
+class Chunks:
     """All distinct chunks laid end to end in numpy arrays, one slot per token, with a sentinel slot around each chunk.
 
-    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has swallowed it
-    after, before (slots,) int32: the neighbouring live slots;  weight (slots,) int64: how often the chunk occurs
-    pair_counts {pair: weighted count} of all pairs that occurred at least MIN_COUNT times when they were born
-    places {pair: the slots where it began at its birth, ascending}, a list if at most FEW, else an array
-    waiting {count: heap of the pairs that had this count when last looked at}; levels: heap of its keys, negative
+    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has absorbed it
+    after, before (slots,) int32: the neighbouring slots in use;  weight (slots,) int64: how often the chunk occurs
+    pair_counts {pair: weighted count}, without pairs that were below MIN_COUNT when first seen
+    places {pair: the slots where it began when first seen, ascending}: a list if at most FEW, else an array
+    waiting {count: heap of the pairs that had this count when last looked at};  levels: heap of its keys, negated
     A pair is the integer left << 32 | right.
 
-    A pair can only come into being when the later of its two tokens does; from then on its count only falls. Hence the
-    most frequent pair is among those waiting at the highest level, once the ones that have fallen since are moved down,
-    and the places listed at a pair's birth are all that it will ever have.
+    A new pair appears only when the later of its two tokens does; from then on its count only falls. So the places
+    recorded when it was first seen are all it will ever have, and the most frequent pair is the first at the highest
+    level whose count is still right.
     """
 
     SENTINEL, GONE = -1, -2
@@ -155,10 +152,10 @@ class Corpus:
         self.waiting: dict[int, list[int]] = {}
         self.levels: list[int] = []
         first = np.flatnonzero(inside[:-1] & inside[1:]).astype(np.int32)
-        self.give_birth(joined(self.token[first], self.token[first + 1]), first)
+        self.add_pairs(joined(self.token[first], self.token[first + 1]), first)
 
     def train(self, max_merges: int, first_id: int) -> list[tuple[int, int]]:
-        """The merges [(left id, right id), ...], at most max_merges; number i makes the token first_id + i."""
+        """Return at most max_merges merges [(left id, right id), ...]; merge i makes the token first_id + i."""
         merges: list[tuple[int, int]] = []
         progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
         while self.levels and len(merges) < max_merges:
@@ -187,7 +184,8 @@ class Corpus:
         heapq.heappush(self.waiting[count], pair)
 
     def merge(self, pair: int, new: int) -> None:
-        """Replace `pair` by the token `new` wherever it occurs; count what that takes from other pairs and begins."""
+        """Replace `pair` by the token `new` wherever it occurs; lower the counts of pairs that this destroys, and add
+        the pairs that it creates."""
         del self.pair_counts[pair]
         places = self.places.pop(pair)
         if len(places) <= FEW:
@@ -202,8 +200,7 @@ class Corpus:
         second = self.after[first]
         following = self.after[second]
         preceding = self.before[first]
-        # In "abab" one occurrence follows the other: the pair between them is seen from the first, not again from the
-        # second.
+        # In "abab" the second "ab" follows the first: count the pair between them once, from the first.
         apart = np.ones(len(first), bool)
         apart[1:] = preceding[1:] != second[:-1]
 
@@ -216,16 +213,16 @@ class Corpus:
         ahead = token_after != self.SENTINEL
         behind = apart & (token_before != self.SENTINEL)
         pairs = np.concatenate((joined(new, token_after[ahead]), joined(token_before[behind], new)))
-        born, counts = self.give_birth(pairs, np.concatenate((first[ahead], preceding[behind])))
-        # What a new pair has gained, the pair in whose place it stands has lost.
-        old_left, old_right = np.where(born >> 32 == new, right, born >> 32), born & 0xFFFF_FFFF
+        added, counts = self.add_pairs(pairs, np.concatenate((first[ahead], preceding[behind])))
+        # What a new pair gained, the pair in whose place it stands has lost.
+        old_left, old_right = np.where(added >> 32 == new, right, added >> 32), added & 0xFFFF_FFFF
         old_right = np.where(old_right == new, left, old_right)
         for pair, count in zip(joined(old_left, old_right).tolist(), counts.tolist(), strict=True):
             if pair in self.pair_counts:
                 self.pair_counts[pair] -= count
 
-    def give_birth(self, pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Enter the new pairs, int64 (n,), that begin at places (n,); return the distinct ones and their counts."""
+    def add_pairs(self, pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Enter new pairs, int64 (n,), that begin at places (n,); return the distinct ones and their counts."""
         order = np.argsort(pairs, kind="stable")
         pairs, places = pairs[order], places[order]
         del order
@@ -245,7 +242,7 @@ class Corpus:
         return pairs, counts
 
     def merge_few(self, left: int, right: int, new: int, places: list[int]) -> None:
-        """What merge_many does, one place at a time: the overhead of numpy is that of about ten places."""
+        """Do what merge_many does, one place at a time: numpy's overhead is that of about ten places."""
         token, after, before, weight = map(memoryview, (self.token, self.after, self.before, self.weight))
         counts, first = self.pair_counts, []
         for here in places:
@@ -261,14 +258,14 @@ class Corpus:
             after[here] = following
             before[following] = here
             first.append(here)
-        born: dict[int, list[int]] = {}
+        added: dict[int, list[int]] = {}
         for here in first:
             preceding, following = before[here], after[here]
             if token[following] != self.SENTINEL:
-                born.setdefault(new << 32 | token[following], []).append(here)
+                added.setdefault(new << 32 | token[following], []).append(here)
             if token[preceding] not in (self.SENTINEL, new):
-                born.setdefault(token[preceding] << 32 | new, []).append(preceding)
-        for pair, places in born.items():
+                added.setdefault(token[preceding] << 32 | new, []).append(preceding)
+        for pair, places in added.items():
             count = sum([weight[place] for place in places])
             if count >= MIN_COUNT:
                 counts[pair] = count
@@ -281,12 +278,12 @@ def joined(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
 
 
 def halves(pair: int) -> tuple[int, int]:
-    """(left id, right id) of left << 32 | right."""
+    """Return (left id, right id) of left << 32 | right."""
     return pair >> 32, pair & 0xFFFF_FFFF
 
 
 def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Of the places where "aa" occurs, those that merging from left to right uses: in "aaaaa" the 1st and the 3rd."""
+    """Return the places of "aa" at which merging from left to right happens: in "aaaaa" the 1st and the 3rd."""
     n = np.arange(len(first))
     starts_run = np.ones(len(first), bool)
     starts_run[1:] = first[1:] != after[first[:-1]]
@@ -294,35 +291,65 @@ def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
     return first[(n - run_start) % 2 == 0]
 
 
-# ---- from ranks back to merges ---------------------------------------------------------------
+# ---- sentencepiece -----------------------------------------------------------------------------------------
 
 
-def merges_of(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """(merges, whether some token was put in by hand) of a vocabulary {token: rank} as tiktoken has it.
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, specials: Iterable[str], exactly: bool = True) -> bytes:
+    """Return a model of sentencepiece (the content of tokenizer.model) that gives text back exactly.
 
-    A token's merge joins the two parts into which the lower ranks turn its bytes. Where these are more than two, no
-    merges lead to the token: all its splits into two tokens are listed, and it must be taken where it is a whole chunk.
+    exactly: raise UserError if the text is too small for vocab_size, instead of making a smaller model.
     """
-    merges, by_hand = [], False
-    for token, rank in sorted(ranks.items(), key=itemgetter(1)):
-        parts = merge_below(token, rank, ranks)
-        if len(parts) == 2:
-            merges.append((parts[0], parts[1]))
-        elif len(parts) > 2:
-            by_hand = True
-            splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-            merges += [split for split in splits if split[0] in ranks and split[1] in ranks]
-    return merges, by_hand
+    lines = list(lines_of(texts))  # an error of `texts` would be lost inside sentencepiece
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=exactly,
+            character_coverage=0.9995,  # the rarest characters are written as bytes
+            byte_fallback=True,
+            split_digits=True,
+            control_symbols=list(specials),  # unlike user_defined_symbols, never found in text
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            normalization_rule_name="identity",  # the rest undoes defaults that change the text
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 20,  # bytes; longer lines would be dropped silently, see lines_of
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise UserError(f"tokenizer: {sentencepiece_advice(str(error), vocab_size)}") from None
+    return model.getvalue()
 
 
-def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of `token` after all merges that make a token with an id below `limit`."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        made = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
-        least = min(made)
-        if least >= limit:
-            break
-        at = made.index(least)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+def lines_of(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of `texts`, long ones in parts, up to SENTENCEPIECE_MB. Line ends become byte tokens."""
+    room = SENTENCEPIECE_MB * 1_000_000
+    for text in texts:
+        for line in scrub(text).split("\n"):
+            for start in range(0, len(line), MAX_CHARS):
+                part = line[start : start + MAX_CHARS]
+                room -= len(part.encode())
+                yield part
+        if room <= 0:
+            print(f"tokenizer: sentencepiece learns from the first {SENTENCEPIECE_MB} MB; the rest is not read")
+            return
+
+
+def sentencepiece_advice(error: str, vocab_size: int) -> str:
+    """Return what to do about an error of sentencepiece's trainer."""
+    if found := re.search(r"value <= (\d+)", error):
+        most = int(found[1]) // SIZE_STEP * SIZE_STEP
+        smaller = f"vocab_size <= {most}, " if most >= SMALLEST else ""
+        return f"the text is too small for vocab_size={vocab_size}; use {smaller}more text, or backend=bpe"
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"vocab_size={vocab_size} is too small for the characters of the text; use >= {found[1]}, or backend=bpe"
+    if "sentences_.empty" in error:
+        return "the input holds no text to learn from"
+    return f"sentencepiece: {' '.join(error.split())}"

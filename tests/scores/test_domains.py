@@ -171,7 +171,8 @@ def test_bytes_are_those_of_the_text_where_a_tokenizer_normalises_it(tmp_path):
         sentence_iterator=iter([ENGLISH, CHINESE] * 9), model_prefix=str(tmp_path / "tokenizer"), vocab_size=340,
         model_type="bpe", byte_fallback=True, minloglevel=2,
     )  # fmt: skip
-    tokenizer = Tokenizer.load(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}', encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.decode(tokenizer.encode(text)).strip() == CHINESE.replace("\uff0c", ",") + " ABC 1"
     torch.manual_seed(0)
     model = Transformer(ModelConfig(tokenizer.vocab_size, BLOCK, 1, 2, 0, 16))

@@ -10,7 +10,7 @@ import tiktoken
 import tokenizers
 
 from groundup.tokens import bpe as bpe_module
-from groundup.tokens.bpe import PATTERN, PATTERNS, Corpus, count_chunks, train_bpe
+from groundup.tokens.bpe import PATTERN, PATTERNS, Chunks, count_chunks, train_bpe
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
 repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
@@ -97,7 +97,7 @@ def random_counts(rng: random.Random, alphabet: bytes, n_chunks: int, longest: i
 def test_trainer_is_brute_force(alphabet: bytes):
     """Small alphabets are full of the hard cases: aaaa, abab, a pair that touches itself, ties."""
     rng = random.Random(len(alphabet))
-    for _ in range(150):
+    for _ in range(60):
         counts = random_counts(rng, alphabet, n_chunks=rng.randint(1, 12), longest=rng.choice((4, 12, 40)))
         max_merges = rng.choice((1, 5, 60))
         assert train_bpe(counts, max_merges) == brute_force(counts, max_merges), counts
@@ -108,7 +108,7 @@ def test_one_place_at_a_time_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch
     """The two ways to merge, by numpy and by plain Python, each alone and both together."""
     monkeypatch.setattr(bpe_module, "FEW", few)
     rng = random.Random(few)
-    for _ in range(150):
+    for _ in range(60):
         counts = random_counts(rng, rng.choice((b"a", b"ab", b"abc")), n_chunks=12, longest=40)
         assert train_bpe(counts, 60) == brute_force(counts, 60), counts
     assert train_bpe(count_chunks(CORPUS), 200) == brute_force(count_chunks(CORPUS), 200)
@@ -122,8 +122,8 @@ def test_training_goes_on_from_any_tokens():
     for new, pair in enumerate(whole[:100], start=256):
         ids = [replaced(chunk, pair, new) for chunk in ids]
     lengths, weights = np.array([len(chunk) for chunk in ids]), np.array(list(counts.values()))
-    corpus = Corpus(np.array([i for chunk in ids for i in chunk]), lengths, weights)
-    assert corpus.train(100, first_id=356) == whole[100:]
+    chunks = Chunks(np.array([i for chunk in ids for i in chunk]), lengths, weights)
+    assert chunks.train(100, first_id=356) == whole[100:]
 
 
 def test_trainer_is_brute_force_on_text():
@@ -163,13 +163,13 @@ def test_chunks_are_the_matches_of_the_pattern():
     assert count_chunks(["don't  stop 1234 你好，世界!\n\n  x"]) == Counter(chunk.encode() for chunk in chunks)
 
 
-def test_long_chunks_are_counted_in_parts_and_rare_ones_let_go(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_long_chunks_are_counted_in_parts_and_rare_ones_dropped(monkeypatch: pytest.MonkeyPatch, capsys):
     counts = count_chunks(["=" * 1000 + " " + "甲" * 300])
     assert counts == {b"=" * 256: 3, b"=" * 232: 1, (" " + "甲" * 255).encode(): 1, ("甲" * 45).encode(): 1}
     monkeypatch.setattr(bpe_module, "MAX_BYTES", 100)
     counts = count_chunks([f"word word word x{chr(97 + i)}{chr(97 + j)}" for i in range(9) for j in range(9)])
     assert sum(map(len, counts)) <= 120 and counts[b" word"] == 2 * 81  # the frequent ones keep their exact counts
-    assert "let go" in capsys.readouterr().out
+    assert "are dropped" in capsys.readouterr().out
 
 
 # ---- patterns --------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ ALL_PATTERNS = [*PATTERNS.values(), LLAMA3_PATTERN, O200K_PATTERN]
 def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, pattern: str):
     """At each place where a text may be cut, the chunks of the parts are the chunks of the whole."""
     cuts = 0
-    for text in [*TEXTS, *random_texts(2000, seed=5)]:
+    for text in [*TEXTS, *random_texts(700, seed=5)]:
         whole = regex.findall(pattern, text)
         for cut in bpe_module.SAFE_CUT.finditer(text):
             cuts += 1
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())
-    assert cuts > 3000
+    assert cuts > 1000
 
 
 def chunks_of_tiktoken(pattern: str, texts: list[str], chunks: list[list[str]]) -> list[bool]:

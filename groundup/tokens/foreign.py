@@ -1,0 +1,345 @@
+"""Tokenizers in the file formats of other libraries: written, read, checked, and extended by new tokens.
+
+A tokenizer is here its files, {name: content}, as in a Hugging Face directory: tokenizer.json (byte-level BPE) or
+tokenizer.model (sentencepiece), with tokenizer_config.json. tokenizer.py runs them.
+"""
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import sentencepiece
+import tiktoken
+
+from groundup.errors import UserError
+from groundup.files.readers import scrub
+from groundup.tokens.bpe import PATTERNS, SIZE_STEP, Chunks, count_chunks, train_sentencepiece
+
+# ---- tokenizer.json: byte-level BPE --------------------------------------------------------------------------
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return {byte: the printable character that stands for it in tokenizer.json}, as in GPT-2: printable Latin-1 for
+    itself, the characters from U+0100 on for the other 68 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+TO_CHAR = byte_alphabet()
+TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
+
+
+def in_chars(token: bytes) -> str:
+    return "".join([TO_CHAR[byte] for byte in token])
+
+
+def in_bytes(word: str) -> bytes:
+    """Return the bytes of a word of tokenizer.json, the inverse of in_chars."""
+    try:
+        return bytes([TO_BYTE[char] for char in word])
+    except KeyError:
+        raise UserError(f"its token {word!r} is not written in byte-level BPE's alphabet") from None
+
+
+def bpe_description(merges: Iterable[tuple[int, int]], specials: Iterable[str], pattern: str) -> dict:
+    """Return the content of tokenizer.json: 256 bytes, then merges, then special tokens, in this order of ids."""
+    tokens = [bytes([b]) for b in range(256)]
+    pairs = []
+    for left, right in merges:
+        pairs.append([in_chars(tokens[left]), in_chars(tokens[right])])
+        tokens.append(tokens[left] + tokens[right])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(name, i) for i, name in enumerate(specials, start=len(tokens))],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {in_chars(token): i for i, token in enumerate(tokens)},
+            "merges": pairs,
+        },
+    }
+
+
+def added_token(content: str, token_id: int = -1) -> dict:
+    """Return a special token's entry in tokenizer.json, or without an id in tokenizer_config.json."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return ({"id": token_id} if token_id >= 0 else {}) | {"content": content} | flags
+
+
+def to_json(value: dict) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+class ByteLevel(NamedTuple):
+    """A tokenizer.json as tiktoken runs it."""
+
+    ranks: dict[bytes, int]  # {token: id}
+    specials: dict[str, int]  # {text: id} of tokens that ordinary text never becomes
+    words: dict[str, int]  # {text: id} of words added to the vocabulary (Qwen's "<think>"), found before text is split
+    pattern: str  # the regular expression that splits text into chunks
+    nfc: bool  # whether text is first brought to Unicode's form C (Qwen)
+
+
+def read_bpe(description: dict) -> ByteLevel:
+    """Return the content of a parsed tokenizer.json. Raise UserError if tiktoken would not give the same ids."""
+    model, added = description["model"], description.get("added_tokens") or []
+    specials = {token["content"]: token["id"] for token in added if token["special"]}
+    words = added_words(added)
+    nfc = needs_nfc(description.get("normalizer"))
+    pattern = split_pattern(description.get("pre_tokenizer"))
+    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model.get("type") != "BPE" or any(model.get(key) for key in others):
+        raise UserError(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+    ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in specials and word not in words}
+    ids = [*ranks.values(), *specials.values(), *words.values()]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
+        raise UserError("two of its tokens have the same id, or an id is not a number")
+    merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
+    check_merges(ranks, merges, model.get("ignore_merges", False))
+    return ByteLevel(ranks, specials, words, pattern, nfc)
+
+
+def added_words(added: list[dict]) -> dict[str, int]:
+    """Return the added words of tokenizer.json. Raise UserError where tiktoken would find others."""
+    words = {token["content"]: token["id"] for token in added if not token["special"]}
+    flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
+    names = sorted(token["content"] for token in added)
+    if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
+        raise UserError("its added words overlap, or take in the white space around them, which is not supported")
+    return words
+
+
+def needs_nfc(normalizer: dict | None) -> bool:
+    if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
+        return False
+    if normalizer["type"] != "NFC":
+        raise UserError(f"its normalizer {normalizer['type']!r} is not supported; none and NFC are")
+    return True
+
+
+def split_pattern(pre_tokenizer: dict | None) -> str:
+    """Return the regular expression that splits text into chunks. Raise UserError for other ways to split."""
+    steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    *splits, last = steps
+    kinds = [step.get("type") for step in steps]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        own_regex = last.get("use_regex", True)
+        if not splits and own_regex:
+            return PATTERNS["gpt2"]
+        if kinds[:-1] == ["Split"] and not own_regex and "Regex" in splits[0]["pattern"]:
+            # Both keep every match as a chunk. ByteLevelBPE tries whether the pattern matches all text.
+            if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
+                return splits[0]["pattern"]["Regex"]
+    raise UserError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+
+
+def merge_words(model: dict) -> list[list[str]]:
+    """Return the merges of a tokenizer.json's "model" as [left, right]; older files write "left right"."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+
+
+def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole_chunks: bool) -> None:
+    """Raise UserError unless tiktoken, which has no list of merges, does what the list says.
+
+    tiktoken joins the two neighbours whose union has the smallest id. That is the same if the ids are in the order of
+    the merges, and joining a token's bytes, up to its own id, ends in a pair of the list.
+    whole_chunks ("ignore_merges"): a chunk that is a token is taken at once, as tiktoken always does. Then no merges
+    need to lead to a token if the list has all its splits into two tokens (Llama 3's was made from the tokens).
+    """
+    if missing := sum(bytes([b]) not in ranks for b in range(256)):
+        raise UserError(f"{missing} of the 256 bytes have no token")
+    order = [ranks.get(left + right, -1) for left, right in merges]
+    if order and (order[0] < 0 or any(a > b for a, b in zip(order, order[1:], strict=False))):
+        raise UserError("its merges are not in the order of the token ids, or make tokens that do not exist")
+    listed = set(merges)
+    for token, rank in ranks.items():
+        parts = merge_below(token, rank, ranks)
+        if len(parts) == 2 and tuple(parts) not in listed:
+            raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
+        if len(parts) > 2 and not (whole_chunks and listed.issuperset(splits_of(token, ranks))):
+            raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
+
+
+def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return the parts of `token` after all merges that make a token with an id below `limit`."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        made = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
+        least = min(made)
+        if least >= limit:
+            break
+        at = made.index(least)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def splits_of(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return all splits of `token` into two tokens."""
+    splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+    return [(left, right) for left, right in splits if left in ranks and right in ranks]
+
+
+# ---- tokenizer.model: sentencepiece --------------------------------------------------------------------------
+
+
+class SentencePieceBPE:
+    """The backend "sentencepiece": a tokenizer.model, run by sentencepiece. Attributes as in ByteLevelBPE."""
+
+    def __init__(self, model: bytes, added_tokens: dict) -> None:
+        """Take the content of tokenizer.model, and "added_tokens_decoder" of tokenizer_config.json."""
+        self.processor = open_model(model)
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.special_tokens = {token["content"]: int(i) for i, token in added_tokens.items() if token["special"]}
+        self.token_bytes = {}
+        for i in range(self.processor.get_piece_size()):
+            piece = self.processor.id_to_piece(i)
+            if self.processor.is_control(i) or self.processor.is_unknown(i):
+                self.special_tokens[piece] = i
+            elif self.processor.is_byte(i):
+                self.token_bytes[i] = bytes([int(piece[3:5], 16)])  # written <0xE4>
+            else:
+                self.token_bytes[i] = piece.replace(SPACE, " ").encode()
+        # Llama 2's puts a space before every text, so it would put one after each U+2581 too: its own ids are given.
+        self.has_prefix = self.processor.encode("a", out_type=str)[0].startswith(SPACE)
+        self.space_in_bytes = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+
+    def encode(self, text: str) -> list[int]:
+        if self.has_prefix:
+            return self.processor.encode(scrub(text))
+        first, *rest = scrub(text).split(SPACE)
+        ids = self.processor.encode(first)
+        for part in rest:
+            ids += self.space_in_bytes + self.processor.encode(part)
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def identity(self) -> list:
+        return [self.sha256]
+
+
+SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
+
+
+def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
+    except RuntimeError:
+        raise UserError("tokenizer.model is damaged") from None
+
+
+# ---- more tokens ---------------------------------------------------------------------------------------------
+
+
+def reserved(n: int, taken: Iterable[str]) -> list[str]:
+    """Return `n` names for special tokens without a meaning, numbered on from those that are taken."""
+    found = [re.fullmatch(r"<\|reserved_(\d+)\|>", name) for name in taken]
+    start = 1 + max((int(match[1]) for match in found if match), default=-1)
+    return [f"<|reserved_{start + i}|>" for i in range(n)]
+
+
+def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict[str, bytes]:
+    """Return `files` with the special tokens `names` added; their ids count from `first`."""
+    if "tokenizer.model" in files:
+        config = json.loads(files["tokenizer_config.json"])
+        tokens = {str(i): added_token(name) for i, name in enumerate(names, start=first)}
+        config["added_tokens_decoder"] = (config.get("added_tokens_decoder") or {}) | tokens
+        files = {name: content for name, content in files.items() if name != "tokenizer.json"}  # a copy without these
+        return files | {"tokenizer_config.json": to_json(config)}
+    description = json.loads(files["tokenizer.json"])
+    description["added_tokens"] += [added_token(name, i) for i, name in enumerate(names, start=first)]
+    # A library that reads the file numbers added tokens on from the size of "vocab", unless they are in it.
+    description["model"]["vocab"] |= {token["content"]: token["id"] for token in description["added_tokens"]}
+    return files | {"tokenizer.json": to_json(description)}
+
+
+def extended_bpe(files: dict[str, bytes], texts: Iterable[str], first: int, size: int) -> dict[str, bytes]:
+    """Return `files` with tokenizer.json extended by merges learnt from `texts`, which go on where the old merges leave
+    the text; ids from `first` up to `size`, rounded up to SIZE_STEP by reserved special tokens."""
+    description = json.loads(with_specials(files, [], first)["tokenizer.json"])  # no merge may make an old one
+    old, model = read_bpe(description), description["model"]
+    counts = count_chunks((unicodedata.normalize("NFC", text) if old.nfc else text for text in texts), old.pattern)
+    if not counts:
+        raise UserError("tokenizer: the input holds no text to learn from")
+    whole = tiktoken.Encoding("chunks", pat_str="(?s:.+)", mergeable_ranks=old.ranks, special_tokens={})
+    ids = [whole.encode_to_numpy(chunk.decode(), disallowed_special=()) for chunk in counts]
+    lengths, weights = np.array([len(i) for i in ids]), np.array(list(counts.values()))
+    merges = Chunks(np.concatenate(ids), lengths, weights).train(size - first, first)
+
+    vocab, pairs, top = model["vocab"], merge_words(model), first
+    words = {i: in_chars(token) for token, i in old.ranks.items()}
+    for i, (left, right) in enumerate(merges, start=first):
+        words[i] = words[left] + words[right]
+        if words[i] not in vocab:  # else an old token to which the old merges do not lead, see below
+            vocab[words[i]] = top
+            pairs.append([words[left], words[right]])
+            top += 1
+    if model.get("ignore_merges"):  # new parts may lead to old tokens to which no merges led, see check_merges
+        listed = {(left, right) for left, right in pairs}
+        splits = [(word[:i], word[i:]) for word in set(words.values()) for i in range(1, len(word))]
+        pairs += [list(s) for s in splits if s[0] in vocab and s[1] in vocab and s not in listed]
+        pairs.sort(key=lambda pair: (vocab[pair[0] + pair[1]], len(pair[0])))
+    model["merges"] = pairs
+    names = reserved(-top % SIZE_STEP, old.specials)
+    return with_specials(files | {"tokenizer.json": to_json(description)}, names, top)
+
+
+def extended_model(files: dict[str, bytes], texts: Iterable[str], first: int, size: int) -> dict[str, bytes]:
+    """Return `files` with tokenizer.model extended by the pieces that a model of `texts` has and the old one lacks,
+    ranked after the old ones. Tokens outside the model (ChatGLM2's code adds some) move into it; transformers, unlike
+    sentencepiece, then makes "sop" of an "s" and an "op" in text. Raise UserError without protobuf."""
+    try:
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    except ImportError:
+        raise UserError("tokenizer: to extend a sentencepiece model: pip install protobuf") from None
+    model, control = ModelProto(), ModelProto.SentencePiece.CONTROL
+    model.ParseFromString(files["tokenizer.model"])
+    decoder = json.loads(files["tokenizer_config.json"]).get("added_tokens_decoder") or {}
+    for i in range(len(model.pieces), first):  # ids outside the model, which no new piece may take
+        model.pieces.add(piece=decoder[str(i)]["content"], score=0, type=control)
+    lowest = min(piece.score for piece in model.pieces)
+    known = {piece.piece for piece in model.pieces}
+    for i, piece in enumerate(missing_pieces(known, texts, size - first), start=1):
+        model.pieces.add(piece=piece, score=lowest - i)
+    top = len(model.pieces)
+    names = reserved(-top % SIZE_STEP, known)
+    for name in names:
+        model.pieces.add(piece=name, score=0, type=control)
+    return with_specials(files | {"tokenizer.model": model.SerializeToString()}, names, top)
+
+
+def missing_pieces(known: set[str], texts: Iterable[str], n: int) -> list[str]:
+    """Return at most n pieces of a model of `texts` that are not in `known`, in its order, each after its characters,
+    since pieces are built from these."""
+    # Many of the pieces are known, so more than needed are learnt and the first missing ones taken; 16,384 because
+    # sentencepiece wants room for all characters, of which Chinese text has thousands.
+    learnt = open_model(train_sentencepiece(texts, 2 * n + 16_384, specials=(), exactly=False))
+    missing: dict[str, None] = {}
+    for i in range(learnt.get_piece_size()):
+        if learnt.is_unknown(i) or learnt.is_byte(i):
+            continue
+        piece = learnt.id_to_piece(i)
+        new = dict.fromkeys(part for part in (*piece, piece) if part not in known and part not in missing)
+        if len(missing) + len(new) <= n:
+            missing |= new
+    return list(missing)
