@@ -45,7 +45,8 @@ from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_conversations, docs_rows
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.text import dedup
+from groundup.files.splits import SPLITS
+from groundup.text import answer_pairs, dedup
 from groundup.text.decontaminate import Evals
 from groundup.text.difficulty import NgramModel
 from groundup.text.pipeline import (
@@ -68,7 +69,6 @@ from groundup.text.pipeline import (
 )
 from groundup.text.selection import (
     ROW_SPLITS,
-    SPLITS,
     Selection,
     Share,
     check_train,
@@ -84,7 +84,6 @@ from groundup.text.selection import (
     write_report,
 )
 from groundup.text.show import show_rows
-from groundup.tokens import answer_pairs
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.chat_files import ConversationWriter, map_tokens
 from groundup.tokens.packing import PackedData

@@ -19,9 +19,9 @@ import evaluate
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
+from groundup.files.row_formats import as_score
 from groundup.scores import likelihood
 from groundup.scores import rows as row_scores
-from groundup.text.pipeline import as_score
 from groundup.train import checkpoint
 from model import ModelConfig, Transformer
 from tokenizer import train

@@ -10,16 +10,23 @@ nobody knows which model gave them, and after which system message.
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
 from groundup.errors import UserError
+from groundup.files import readers, row_formats
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
 HINT = "sample.py writes it beside its answers, keep the two together"
 
 
+class NoPair(Exception):
+    """Why a line gives no pair."""
 
+
+class BadLine(NoPair):
+    """Why a line is not one of answers."""
 
 
 def settings_path(path: str | Path) -> Path:
@@ -81,3 +88,57 @@ def check_settings(path: str | Path, settings: dict) -> None:
         missing = settings_path(path).name
         raise UserError(f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out")
     write_settings(path, settings)
+
+
+# ---- its lines ----------------------------------------------------------------------------------------------------
+
+
+def is_answers(path: str) -> bool:
+    """Return whether the first readable row of a file is one of answers."""
+    rows = (record.value for record in readers.read_records(path) if not record.problem)
+    first = next(rows, None)
+    return isinstance(first, dict) and "completions" in first
+
+
+def row_of(record: readers.Record) -> dict:
+    """Return a line with a list of answers. Raise BadLine."""
+    if record.problem:
+        raise BadLine(record.problem)
+    listed = record.value.get("completions") if isinstance(record.value, dict) else None
+    if not isinstance(listed, list):
+        raise BadLine("no list of completions")
+    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
+        raise BadLine("a completion without a text")
+    return record.value
+
+
+def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
+    """Return (the messages that the model answered, the data set's own answer or ""). Raise NoPair, BadLine."""
+    key = next((key for key in ("messages", "prompt") if key in row), "")
+    if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
+        raise NoPair("a text that was continued, not a question that was answered")
+    if isinstance(row[key], str):
+        prompt, own = [{"role": "user", "content": row[key]}], own_answer(row)
+    else:
+        prompt, problem = row_formats.messages_of({"messages": row[key]})
+        if problem:
+            raise BadLine("messages that are not understood")
+        own = prompt.pop()["content"] if prompt[-1]["role"] == "assistant" else ""
+    if not prompt:
+        raise NoPair("no question before the answer")
+    system = settings.get("system")
+    if system and prompt[0]["role"] != "system":  # which sample.py put in front
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return prompt, own
+
+
+def own_answer(row: dict) -> str:
+    """Return the answer of a row of prompt and response, or of prompt and answer, "" if it has none."""
+    messages, problem = row_formats.messages_of(row)
+    return "" if problem else messages[-1]["content"]
+
+
+def reward_of(answer: dict) -> float | None:
+    value = answer.get("reward")
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None

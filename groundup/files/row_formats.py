@@ -202,6 +202,15 @@ def keys_of(row: dict) -> str:
     return f"keys {', '.join(map(str, row))}"[:200]
 
 
+def as_score(row: object, key: str) -> float:
+    """Return the number under a key of a row, nan if there is none. CSV has text for it, parquet may have Decimal."""
+    value = row.get(key) if isinstance(row, dict) else None
+    try:
+        return float("nan" if isinstance(value, bool) or value is None else value)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
 # ---- texts by key -----------------------------------------------------------------------------------------
 
 

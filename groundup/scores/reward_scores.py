@@ -21,8 +21,16 @@ import torch
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
-from groundup.files.answer_files import is_settings_file, need_settings, read_settings, settings_path, write_settings
-from groundup.tokens.answer_pairs import NoPair, conversation_of, is_answers
+from groundup.files.answer_files import (
+    NoPair,
+    conversation_of,
+    is_answers,
+    is_settings_file,
+    need_settings,
+    read_settings,
+    settings_path,
+    write_settings,
+)
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 

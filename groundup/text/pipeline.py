@@ -27,7 +27,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from hashlib import blake2b
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -37,6 +36,8 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
+from groundup.files.row_formats import as_score
+from groundup.files.splits import first_question, is_held_out, said, split_position
 from groundup.text import dedup
 from groundup.text import quality as filters
 from groundup.text.decontaminate import Evals
@@ -48,7 +49,6 @@ GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
-SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
 PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
 ANSWER_PLACE = "@answers"  # [line, byte] of the line that a pair was made of, in a row of answer_pairs.py
@@ -302,24 +302,6 @@ def understand(
     return (None, problem) if problem else (pair_item(row, pair, scores, clean), "")
 
 
-def as_score(row: object, key: str) -> float:
-    """nan if there is none. csv has text for numbers, parquet may have Decimal."""
-    value = row.get(key) if isinstance(row, dict) else None
-    try:
-        return float("nan" if isinstance(value, bool) or value is None else value)
-    except (TypeError, ValueError):
-        return float("nan")
-
-
-def said(messages: list[dict]) -> str:
-    """What users and assistants say."""
-    return "\n".join(m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"])
-
-
-def first_question(messages: list[dict]) -> str:
-    return next((m["content"] for m in messages if m["role"] == "user"), "")
-
-
 def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> Item:
     cleaned = [message | {"content": clean(message["content"])} for message in messages]
     problem = row_formats.chat_problem(cleaned)
@@ -352,20 +334,6 @@ def pair_notes(row: dict) -> str:
     notes: dict = {key: value for key, value in numbers if math.isfinite(value)}
     notes |= {"made_by": row["made_by"]} if isinstance(row.get("made_by"), str) else {}
     return json.dumps(notes, ensure_ascii=False) if notes else ""
-
-
-def is_held_out(question: str, share: float) -> bool:
-    """Whether a conversation's first question is in the share that is kept from training: by another hash than that of
-    the splits, and whatever follows, as tuning learns the answer to each turn. Without a question there is nothing to
-    ask a model, so a conversation that has none never is."""
-    digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
-    return bool(question.strip()) and int.from_bytes(digest, "little") < share * 2**64
-
-
-def split_position(raw: bytes) -> int:
-    """Where in [0, 2**64) a document falls, by a keyed hash of its text, or a pair, by that of its prompt: adding
-    others never moves it, and a text or prompt that occurs twice is in one split."""
-    return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
 def pieces_of(text: str) -> list[str]:

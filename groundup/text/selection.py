@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files.splits import SPLITS, assign
 from groundup.text import dedup
 from groundup.text.pipeline import (  # fmt: skip
     EXACT,
@@ -34,7 +35,6 @@ from groundup.text.pipeline import (  # fmt: skip
     unit_rows,
 )
 
-SPLITS = ("train", "val", "test")
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
 
@@ -131,42 +131,14 @@ def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
 # ---- splits ----------------------------------------------------------------------------------
 
 
-def split_ends(recipe: Recipe) -> tuple[int, int, int]:
-    """(where val begins, where it ends, where test ends) in [0, 2**64]: test lies in front, val behind it or in its
-    fold, the rest is train."""
-    if recipe.fold:
-        i, k = map(int, recipe.fold.split("/"))
-        return 2**64 * (i - 1) // k, 2**64 * i // k, 0
-    test_end = int(recipe.test_fraction * 2**64)
-    return test_end, int((recipe.test_fraction + recipe.val_fraction) * 2**64), test_end
-
-
 def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
     """As `assign`, with a word to the user if val takes a document that it would not."""
-    splits, moved = assign(positions, recipe)
+    by_prompt = recipe.kind == "preference"
+    splits, moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
     if moved:
         of, share = f" of source {name}" if name else "", recipe.fold or recipe.val_fraction
         print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
     return splits
-
-
-def assign(positions: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, bool]:
-    """Index in SPLITS of documents, from their positions (n,) uint64; whether val, else empty, took the next one. A
-    source's only document, and of pairs the only prompt, is to be learnt."""
-    val_begin, val_end, test_end = split_ends(recipe)
-    last = np.uint64(val_end - 1) if val_end else np.uint64(0)
-    splits = np.zeros(len(positions), np.uint8)
-    if val_end > val_begin:
-        splits[(positions >= np.uint64(val_begin)) & (positions <= last)] = 1
-    if test_end:
-        splits[positions <= np.uint64(test_end - 1)] = 2
-    if len(positions) == 1 or (recipe.kind == "preference" and len(np.unique(positions)) == 1):
-        return np.zeros(len(positions), np.uint8), False
-    moved = val_end > val_begin and len(positions) > 0 and not (splits == 1).any()
-    if moved:
-        others = positions[splits == 0] if (splits == 0).any() else positions
-        splits[positions == others.min()] = 1  # with its copies: no text is in two splits
-    return splits, moved
 
 
 def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:

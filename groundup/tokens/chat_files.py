@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.files import row_formats
-from groundup.text.pipeline import said
+from groundup.files.splits import said
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_rows_manifest, read_source
 from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, token_dtype
 from tokenizer import Tokenizer

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from groundup.files import row_formats
-from groundup.text.pipeline import as_score, said
+from groundup.files.splits import said
 from groundup.tokens.batches import in_each
 from groundup.tokens.chat_files import fingerprint_of, sha256_of
 from groundup.tokens.conversations import columns_for
@@ -88,7 +88,7 @@ class PairReader(RowReader):
             raise Unusable(f"does not fit in block_size={self.block_size}", f"{length} tokens")
         if np.array_equal(ids.chosen, ids.rejected):
             raise Unusable("equal answers", "as tokens")
-        margin = as_score(row, "margin")
+        margin = row_formats.as_score(row, "margin")
         return said(pair.prompt), ids._replace(margin=margin if math.isfinite(margin) else 0.0)
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.files import row_formats
-from groundup.text.pipeline import said
-from groundup.tokens.answer_pairs import NoPair, conversation_of
+from groundup.files.answer_files import NoPair, conversation_of
+from groundup.files.splits import said
 from groundup.tokens.corpus import RowCorpus
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.row_reader import RowReader, SourceRows, Unusable

@@ -13,8 +13,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
-from groundup.text.pipeline import Recipe, split_position
-from groundup.text.selection import assign
+from groundup.files.splits import assign, split_position
 
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 STRANGE = "not understood"
@@ -100,8 +99,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
             for text, item in reader.read(file):
                 items.append(item)
                 positions.append(split_position(text.encode()))
-        recipe = Recipe(kind="preference" if reader.split_by_prompt else "chat", val_fraction=val_fraction)
-        split_of, _ = assign(np.array(positions, np.uint64), recipe)
+        split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=reader.split_by_prompt)
         train, val = ([item for item, split in zip(items, split_of, strict=True) if split == k] for k in (0, 1))
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)

@@ -10,7 +10,8 @@ import pytest
 import prepare
 from configurator import is_key
 from groundup.errors import UserError
-from groundup.tokens.answer_pairs import describe, is_answers, lengths_fit, write_pairs
+from groundup.files.answer_files import is_answers
+from groundup.text.answer_pairs import describe, lengths_fit, write_pairs
 
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
 MODEL = "step_000200 0123456789abcdef"

@@ -17,16 +17,10 @@ from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files import answer_files, readers, row_formats
-from groundup.text.pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, Problems, as_score, parse_score
+from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of
+from groundup.files.row_formats import as_score
+from groundup.text.pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, Problems, parse_score
 from groundup.tokens.token_files import file_sha256
-
-
-class NoPair(Exception):
-    """Why a line gives no pair."""
-
-
-class BadLine(NoPair):
-    """Why a line is not one of answers."""
 
 
 def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
@@ -56,13 +50,6 @@ def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list
     if len(infos) == len(found) and not any(info["pairs"] for info in infos):
         raise UserError(f"prepare: no pair: {'; '.join(describe(infos))}")
     return found, infos, lost
-
-
-def is_answers(path: str) -> bool:
-    """Whether the first row of a file that can be read is one of answers."""
-    rows = (record.value for record in readers.read_records(path) if not record.problem)
-    first = next(rows, None)
-    return isinstance(first, dict) and "completions" in first
 
 
 def write_pairs(
@@ -133,53 +120,6 @@ def describe(infos: list[dict]) -> list[str]:
             left_out = info[f"{what}_left_out"].items()
             found += [f"{info['path']}: {n:,} {what} left out: {reason}" for reason, n in left_out]
     return found
-
-
-# ---- one line --------------------------------------------------------------------------------
-
-
-def row_of(record: readers.Record) -> dict:
-    """A line with a list of answers. Raises BadLine."""
-    if record.problem:
-        raise BadLine(record.problem)
-    listed = record.value.get("completions") if isinstance(record.value, dict) else None
-    if not isinstance(listed, list):
-        raise BadLine("no list of completions")
-    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
-        raise BadLine("a completion without a text")
-    return record.value
-
-
-def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
-    """(the messages that the model answered, the data set's own answer or ""). Raises NoPair, BadLine."""
-    key = next((key for key in ("messages", "prompt") if key in row), "")
-    if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
-        raise NoPair("a text that was continued, not a question that was answered")
-    if isinstance(row[key], str):
-        prompt, own = [{"role": "user", "content": row[key]}], own_answer(row)
-    else:
-        prompt, problem = row_formats.messages_of({"messages": row[key]})
-        if problem:
-            raise BadLine("messages that are not understood")
-        own = prompt.pop()["content"] if prompt[-1]["role"] == "assistant" else ""
-    if not prompt:
-        raise NoPair("no question before the answer")
-    system = settings.get("system")
-    if system and prompt[0]["role"] != "system":  # as sample.py asked
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return prompt, own
-
-
-def own_answer(row: dict) -> str:
-    """Of a row of prompt and response, or of prompt and answer."""
-    messages, problem = row_formats.messages_of(row)
-    return "" if problem else messages[-1]["content"]
-
-
-def reward_of(answer: dict) -> float | None:
-    value = answer.get("reward")
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
 
 
 def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dict]:

@@ -1,0 +1,62 @@
+"""Splits of data: a keyed hash of a text decides whether it is for training, validation or testing, or held out."""
+
+from hashlib import blake2b
+
+import numpy as np
+
+SPLITS = ("train", "val", "test")
+SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
+
+
+def said(messages: list[dict]) -> str:
+    """Return the text of users and assistants, by which conversations are compared and split."""
+    return "\n".join(m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"])
+
+
+def first_question(messages: list[dict]) -> str:
+    return next((m["content"] for m in messages if m["role"] == "user"), "")
+
+
+def is_held_out(question: str, fraction: float) -> bool:
+    """Return whether a conversation is kept out of training, by its first question: tuning learns the answer to each
+    turn, so everything after that question goes with it. Another hash than that of the splits decides. A conversation
+    without a question never is: there is nothing to ask a model."""
+    digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
+    return bool(question.strip()) and int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def split_position(raw: bytes) -> int:
+    """Return the position in [0, 2**64) of a document by a hash of its text, or of a pair by that of its prompt: other
+    rows do not move it, and copies of a text or prompt are in one split."""
+    return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
+
+
+def split_ends(val_fraction: float, test_fraction: float, fold: str) -> tuple[int, int, int]:
+    """Return (where val begins, where val ends, where test ends) in [0, 2**64]: test is in front, then val, or val is
+    the fold 'i/k', the rest is train."""
+    if fold:
+        i, k = map(int, fold.split("/"))
+        return 2**64 * (i - 1) // k, 2**64 * i // k, 0
+    test_end = int(test_fraction * 2**64)
+    return test_end, int((test_fraction + val_fraction) * 2**64), test_end
+
+
+def assign(
+    positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = "", by_prompt: bool = False
+) -> tuple[np.ndarray, bool]:
+    """Return the index in SPLITS of each document, from their positions (n,) uint64, and whether val was empty and got
+    one. A single document, or with by_prompt a single prompt, is for training."""
+    val_begin, val_end, test_end = split_ends(val_fraction, test_fraction, fold)
+    last = np.uint64(val_end - 1) if val_end else np.uint64(0)
+    splits = np.zeros(len(positions), np.uint8)
+    if val_end > val_begin:
+        splits[(positions >= np.uint64(val_begin)) & (positions <= last)] = 1
+    if test_end:
+        splits[positions <= np.uint64(test_end - 1)] = 2
+    if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
+        return np.zeros(len(positions), np.uint8), False
+    moved = val_end > val_begin and len(positions) > 0 and not (splits == 1).any()
+    if moved:
+        others = positions[splits == 0] if (splits == 0).any() else positions
+        splits[positions == others.min()] = 1  # with its copies: no text is in two splits
+    return splits, moved
