@@ -1,7 +1,9 @@
 # make demo        raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
 #                  download, two CPU cores
 # make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
-# make test        every test         make lint    ruff         make clean    remove what the others made, but .venv
+# make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
+#                  before a commit; make lint: ruff alone
+# make clean       remove what the others made, but .venv
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,10 +11,12 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-chat test lint clean
+.PHONY: demo demo-chat test quick lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: %s is Python %s; 3.11 or newer is needed, \
+	for example: make PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
@@ -43,6 +47,9 @@ demo-chat: demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
+
+quick: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile -m 'not dist and not slow'
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .
