@@ -21,14 +21,12 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 
 from groundup.errors import UserError
 
 TYPES = (bool, int, float, str)
-
-
-
 
 
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
@@ -43,7 +41,7 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
         if "--help" in argv or "-h" in argv:
             print(help_text(namespace, keys))
             raise SystemExit(0)
-        config = resolve(keys, argv)
+        config = resolve(keys, argv, namespace.get("REMOVED", {}))
     except UserError as error:
         line = " ".join(str(error).splitlines())  # a value or another's message may hold line breaks
         raise SystemExit(line) from None  # SystemExit with a text: the text on stderr, exit status 1
@@ -51,13 +49,14 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     return config
 
 
-def resolve(keys: Mapping[str, object], argv: list[str]) -> dict:
-    """Defaults `keys` overridden by the files, then by the flags of `argv`. Raises ConfigError."""
+def resolve(keys: Mapping[str, object], argv: list[str], removed: Mapping[str, object] | None = None) -> dict:
+    """Defaults `keys` overridden by the files, then by the flags of `argv`. Raise UserError for a mistake. removed:
+    {former key: the value that meant off}, which a file may still set to that value."""
     files = [arg for arg in argv if not arg.startswith("-")]
     flags = [arg for arg in argv if arg.startswith("-")]
     config = dict(keys)
     for path in files:
-        config.update(read_file(path, config))
+        config.update(read_file(path, config, removed))
     seen = set()
     for flag in flags:
         key, value = parse_flag(flag, keys)
@@ -68,7 +67,7 @@ def resolve(keys: Mapping[str, object], argv: list[str]) -> dict:
     return config
 
 
-def read_file(path: str, config: Mapping[str, object]) -> dict:
+def read_file(path: str, config: Mapping[str, object], removed: Mapping[str, object] | None = None) -> dict:
     """Values that the override file `path` sets, checked. It sees the current values as names."""
     try:
         with open(path, encoding="utf-8") as f:
@@ -86,6 +85,10 @@ def read_file(path: str, config: Mapping[str, object]) -> dict:
         raise UserError(f"config: {path}:{last_line(error, path)}: {type(error).__name__}: {error}") from None
     imported = imported_names(tree)
     found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config, imported)}
+    for key in (removed or {}).keys() & found.keys() - config.keys():
+        value = found.pop(key)
+        if value != removed[key]:
+            raise UserError(f"config: {key}={value!r} in {path}: there is no such setting any more; remove the line")
     return {k: checked(k, v, config, path) for k, v in found.items()}
 
 
@@ -168,18 +171,47 @@ def load_function(name: str, key: str) -> Callable:
 
 
 def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> str:
-    """The script's docstring, then one line per key: type, default, and the comment that follows it in the source."""
-    comments = trailing_comments(namespace.get("__file__", ""))
-    lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
+    """The script's docstring, then one line per key: type, default, and the comment that follows it in the source. Keys
+    that come from `from FILE import *` stand under a heading of their own."""
+    path = namespace.get("__file__", "")
+    own, shared = trailing_comments(path), {}
+    for source in star_imports(path):
+        shared |= trailing_comments(source)
     width = max((len(key) for key in keys), default=0)
-    for key, default in keys.items():
-        comment = comments.get(key, "")
-        lines.append(f"  {key:<{width}}  {type(default).__name__:<5}  {default!r:<20}  {comment}".rstrip())
+
+    def lines_of(names: list[str]) -> list[str]:
+        shown = [(key, type(keys[key]).__name__, keys[key], own.get(key) or shared.get(key, "")) for key in names]
+        return [f"  {key:<{width}}  {kind:<5}  {default!r:<20}  {text}".rstrip() for key, kind, default, text in shown]
+
+    lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
+    lines += lines_of([key for key in keys if key not in shared])
+    if shared:
+        lines += ["", "shared keys, the same in every script that trains:", *lines_of([k for k in keys if k in shared])]
     return "\n".join(lines)
 
 
+def star_imports(path: str) -> list[str]:
+    """The files of which a Python file imports everything: `from groundup.train.settings import *`."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8")) if os.path.isfile(path) else ast.Module([])
+    stars = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    return [importlib.util.find_spec(name).origin for name in stars]
+
+
+def defaults_of(path: str | Path) -> dict:
+    """{name: value} of the literals that a script assigns at its left margin, and the settings it imports with a *."""
+    found = {}
+    for source in [*star_imports(str(path)), path]:
+        for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                try:
+                    found[node.targets[0].id] = ast.literal_eval(node.value)
+                except ValueError:  # an expression
+                    continue
+    return found
+
+
 def trailing_comments(path: str) -> dict[str, str]:
-    """{name: comment} for the `name = value  # comment` lines at the left margin of a Python file."""
+    """{name: comment} of the `name = value  # comment` lines at the left margin of a Python file; "" without one."""
     try:
         with open(path, encoding="utf-8") as f:
             tokens = list(tokenize.generate_tokens(io.StringIO(f.read()).readline))

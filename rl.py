@@ -11,7 +11,6 @@ a reward model, a Python function, or a sum of several (rewards.py); the KL dive
 """
 
 import copy
-import gc
 import math
 import os
 import sys
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import ddp as dist
 import prepare
 from configurator import configure
 from groundup.align import policy_gradient as pg
@@ -43,16 +41,17 @@ from groundup.align.rollouts import (
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
 from groundup.tokens.prompts import PromptCorpus
-from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
+from groundup.train.base import adapters_of, frozen_base, load_start, open_base
 from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
-from groundup.train.log import RunLog, clock
-from groundup.train.lora import LoRAConfig, adapters_off, set_trainable, trainable_table
-from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.log import RunLog
+from groundup.train.lora import adapters_off, set_trainable, trainable_table
+from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, chat_ready
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
@@ -60,9 +59,6 @@ init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; 
 data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the prompts
 val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
-resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
-overwrite = False  # with resume='never': delete what out_dir holds
-seed = 1337  # order of the prompts, what is drawn, held-out answers too, minibatches, adapters, a tiny new model
 # reward
 reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
 normalise_rewards = False  # less their mean over their standard deviation, both of all finished answers so far
@@ -78,15 +74,13 @@ draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 
 # algorithm
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
 loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | bnpo | dr_grpo (see normalise)
-scale_rewards = "none"  # grpo: advantages over the standard deviation of: none | group | batch
+scale_rewards = "none"  # grpo: divide advantages by the standard deviation of: none | group
 clip_low = 0.2  # how far a token's probability may fall below its old one, as a share of it
 clip_high = 0.2  # how far it may rise
 epochs_per_step = 1  # times that a step's answers are learnt; ppo wants 2 to 4
 minibatches = 1  # updates per epoch
 kl_coef = 0.04  # weight of the KL divergence; 0 where rewards cannot be cheated
 kl = "rho_k3"  # grpo: its estimate in the loss, rho_k3 | k2 | k3 (see kl_penalty); ppo: k1, in the rewards
-kl_target = 0.0  # nats per answer to which kl_coef adapts itself; 0 = it is fixed
-kl_horizon = 10000.0  # answers in which it may grow by a fifth
 reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
 # critic, of ppo
 critic_from = ""  # reward model that it begins with (with normalise_rewards its body); "" = init_from's, head of zeros
@@ -94,11 +88,6 @@ value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
 value_clip = 0.2  # how far a value may move in one step before its loss keeps it; 0 = off
 gamma = 1.0  # discount per token
 lam = 0.95  # of generalised advantage estimation: 1 = whole returns, 0 = one token ahead
-# what is trained
-trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
-lora_rank = 16  # of the matrices that are added
-lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
-lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
 # data
 block_size = 1024  # most tokens of a prompt and an answer; a prompt without room for an answer is left out
 epochs = 1.0  # passes over the prompts of all sources
@@ -106,47 +95,14 @@ max_steps = 0  # 0 = as many as epochs takes
 # batch
 batch_size = 8  # answers per rank and micro-step
 # optimizer
-optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
 learning_rate = 1e-6  # peak; adapters take ten times as much
-min_lr = 0.0  # at the end of the schedule
-schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
-warmup_steps = 0  # steps of rising learning rate
-warmup_fraction = 0.1  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
-decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
-decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
-stable_lr = 0.0  # wcsd: the plateau
-weight_decay = 0.0  # on matrices only
-beta1 = 0.9
-beta2 = 0.95
-momentum = 0.95  # Muon's
-grad_clip = 1.0  # global norm; 0.0 = off
-max_skipped = 20  # stop after so many updates in a row without a finite gradient (looked at every log_every steps)
-# system
-device = "auto"  # auto | cpu | cuda | mps
-dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
-compile = True  # torch.compile, block by block
-activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
-bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
-compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
-compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
-compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
-compress_embedding = False  # powersgd: the embedding and the head too
-overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
-zero1 = False  # share the optimizer's state and work out among the ranks
-ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
-timeout_s = 300.0  # give up on a collective after this long
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
-plan_only = False  # print the plan and stop
+warmup_fraction = 0.1
 # evaluation, log, checkpoints
 eval_every = 20  # steps; also before the first and after the last step
 eval_prompts = 64  # held-out prompts, one answer to each; 0 = all
 eval_answers = 2  # of these answers, how many are shown
 log_every = 1  # steps
-tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 100  # steps; also after the last step
-async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
-keep_last = 2  # newest checkpoints kept; 0 = all
-keep_best = 2  # best checkpoints kept besides (0 to 2), by the held-out reward of those saved at an evaluation
 
 # These decide which prompts a step sees; a resumed run must not change them.
 DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_step", "val_fraction")
@@ -157,8 +113,8 @@ TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped
 
 
 def check_config(config: dict, world_size: int) -> int:
-    """Number of updates per step. Raises ConfigError; nothing exists yet when it does."""
-    run.check_config(config | {"total_batch_tokens": 0, "eval_steps": 0})
+    """Return the number of updates per step. Raise UserError; nothing exists yet when it does."""
+    run.check_config(config)
     for key, allowed in {
         "algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES, "kl": pg.KL_PENALTIES,
         "reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask"),
@@ -166,18 +122,17 @@ def check_config(config: dict, world_size: int) -> int:
         run.check_choice(config, key, allowed)
     least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
     least |= {"group_size": 2 if config["algorithm"] == "grpo" else 1}
-    least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef", "kl_target"), 0)
+    least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef"), 0)
     least |= dict.fromkeys(("clip_high", "value_clip", "value_learning_rate", "eval_prompts", "eval_answers"), 0)
     for key, minimum in least.items():
         run.check_least(config, key, minimum)
     for key in ("clip_low", "gamma", "lam"):
         run.check_share(config, key)
-    for key in ("kl_coef", "kl_target", "unfinished_reward"):
+    for key in ("kl_coef", "unfinished_reward"):
         if not math.isfinite(config[key]):
             raise UserError(f"config: {key} must be a finite number, got {config[key]}")
-    for key in ("temperature", "kl_horizon"):
-        if not 0 < config[key] < math.inf:
-            raise UserError(f"config: {key} must be above 0, got {config[key]}")
+    if not 0 < config["temperature"] < math.inf:
+        raise UserError(f"config: temperature must be above 0, got {config['temperature']}")
     check_combinations(config)
     return count_updates(config, world_size)
 
@@ -186,10 +141,8 @@ def check_combinations(config: dict) -> None:
     """Raise ConfigError for settings that do not go together."""
     if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
         raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    if config["reference"] == "none" and (config["kl_coef"] or config["kl_target"]):
-        raise UserError(f"config: reference='none' needs kl_coef=0 and kl_target=0, got {config['kl_coef']}")
-    if config["kl_target"] and not config["kl_coef"]:
-        raise UserError("config: kl_target needs a kl_coef above 0 to begin with")
+    if config["reference"] == "none" and config["kl_coef"]:
+        raise UserError(f"config: reference='none' needs kl_coef=0, got {config['kl_coef']}")
     if config["algorithm"] == "ppo" and config["filter_groups"]:
         raise UserError("config: filter_groups is for algorithm='grpo', which learns nothing from equal rewards")
     if config["algorithm"] == "grpo" and config["critic_from"]:
@@ -204,7 +157,7 @@ def check_combinations(config: dict) -> None:
 
 
 def count_updates(config: dict, world_size: int) -> int:
-    """Updates per step: epochs_per_step x minibatches. Raises ConfigError if the ranks cannot share the work evenly."""
+    """Updates per step: epochs_per_step x minibatches. Raise UserError if the ranks cannot share the work evenly."""
     if config["prompts_per_step"] % world_size:
         raise UserError(
             f"config: prompts_per_step={config['prompts_per_step']} must be a multiple of the {world_size} ranks"
@@ -230,15 +183,15 @@ def rows_at_a_time(config: dict, world_size: int) -> int:
 
 
 def plan(
-    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
-    peak: float, rewards: Rewards,
+    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
+    rewards: Rewards,
 ) -> str:  # fmt: skip
-    """What this run will take at most, as text: parameters, steps, memory by part, time."""
-    trained, total = trainable_table(cfg, config["trainable"], adapters), parameter_table(cfg)["total"]
+    """What this run will take at most, as text: parameters, steps, memory by part, time of the updates."""
+    trained, total = trainable_table(cfg, config["trainable"], adapters_of(config)), parameter_table(cfg)["total"]
     answers = config["prompts_per_step"] * config["group_size"]
     rows = rows_at_a_time(config, world_size)
-    judges = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
-    reward_bytes = float(sum(4 * p.numel() for judge in judges for p in judge.parameters()))
+    scorers = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
+    reward_bytes = float(sum(4 * p.numel() for model in scorers for p in model.parameters()))
     other = {"reference": 4.0 * total * (config["reference"] == "model")}
     other |= {"reward models": reward_bytes, "cache": float(cache_bytes(cfg, rows, config["block_size"], dtype))}
     other |= {"copy to draw with": float(dtype.itemsize * total)}  # see generate.for_inference
@@ -246,18 +199,14 @@ def plan(
         other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]}
         copied = config["async_save"] and device.type == "cpu"
         other |= {"critic's copy to save from": 12.0 * trained["trainable"]} if copied else {}
-    n_tokens = answers * config["max_steps"] * config["block_size"]
-    seconds = n_tokens * config["epochs_per_step"] * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
-    return "\n".join([
-        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
-        f"batch       {config['prompts_per_step']} prompts x {config['group_size']} answers per step, "
-        f"{config['epochs_per_step'] * config['minibatches']} updates, {config['max_steps']:,} steps",
-        memory_plan.describe_parts(
-            memory_plan.memory_parts(cfg, config, trained, False, world_size, device, dtype, other)
-        ),
-        f"time        of the updates below {clock(seconds / 0.4)} at 40 % of {world_size} x "
-        f"{peak / 1e12:,.2f} TFLOP/s",
-    ])  # fmt: skip
+    memory = memory_plan.memory_parts(cfg, config, trained, False, world_size, device, dtype, other)
+    batch = (
+        f"{config['prompts_per_step']} prompts x {config['group_size']} answers per step, "
+        f"{config['epochs_per_step'] * config['minibatches']} updates, {config['max_steps']:,} steps"
+    )
+    tokens = answers * config["max_steps"] * config["block_size"] * config["epochs_per_step"]
+    flops, note = tokens * flops_per_token(cfg, config["block_size"]), "of the updates below "
+    return memory_plan.describe(trained, config["trainable"], batch, memory, flops, world_size, peak, note)
 
 
 def mean_of_finite(values: list[float]) -> float:
@@ -299,16 +248,9 @@ if __name__ == "__main__":
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
-    source = checkpoint.resolve(init_from) if init_from else None
-    if source is None and data != DEBUG_DATA:
-        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), debug_rows)
-    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = run.tuned_architecture(config | {"dropout": 0.0}, source, tokenizer.vocab_size)
-    adapters = LoRAConfig(lora_rank, lora_alpha, 0.0, tuple(lora_modules.split(",")))
-    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_critic(config, source, tokenizer)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
@@ -323,73 +265,40 @@ if __name__ == "__main__":
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
-    if source and reference == "model":  # a run that goes on must not measure its KL to other weights
+    if source and reference == "model":  # a resumed run must measure its KL to the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
-        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, rewards)
+        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
         print("\n".join([*corpus.report(), text]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
-    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
-    start_step = state.get("step", 0)
-    if resume_from:
-        saved = {key: order[key] for key in ("reference_weights",) if key in order} | state["order"]  # it may lack that
-        run.check_data_order(saved, order, {}, resume_from, start_step)
-        run.check_same_parts(resume_from, state["config"], config)
-        if rank == 0:
-            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+    resumed = run.find_checkpoint(config, cfg, order, {})
 
-    # ---- processes
+    # ---- processes, policy, reference, optimizer, critic, state
     stop_signal = StopSignal()
-    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
-    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
-    if world.is_main:
-        run.prepare_out_dir(asked, "rl")
-
-    # ---- policy, reference, optimizer, critic
+    world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     seed_everything(seed)
     raw_model = Transformer(cfg)
-    if source and (reference == "model" or not resume_from):
-        run.load_start(raw_model, source, n_known)
+    if source and (reference == "model" or not resumed.path):
+        load_start(raw_model, source, n_known)
     first_model = raw_model
     if reference == "model":
         first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
-    set_trainable(raw_model, trainable, adapters)
-    base = run.frozen_base(resume_from, source)
-    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
-    if compile:
-        torch._dynamo.config.recompile_limit = 128  # eight lengths, with gradients and without, of three models
-        for one in {raw_model, first_model}:
-            one.compile_blocks(partial(torch.compile, dynamic=False))
-    model = raw_model  # compiled block by block, so it is the same object
-    if resume_from:
-        checkpoint.load_weights(raw_model, resume_from)
-    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
-    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
-    compress_from = n_updates * warmup if compress_start_step < 0 else compress_start_step
-    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
-    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
-    opt = Optimizer(
-        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
-        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
-    )  # fmt: skip
+    if compile and reference == "model":
+        run.compile_blocks(first_model)
+    set_trainable(raw_model, trainable, adapters_of(config))
+    base = frozen_base(resumed.path, source)
+    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, n_updates)
+    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     critic = None
     if algorithm == "ppo":
-        saved = state.get("critic", {})
-        critic = make_critic(config, critic_source, tokenizer, adapters, saved, world, torch_device, torch_dtype)
-
-    # ---- state: fresh, or exactly as it was
-    seed_everything(seed + 1_000_003 * start_step, world.rank)
-    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    value_skipped = torch.tensor(state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
-    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
-    if resume_from:
-        run.restore(parts, resume_from, state, rank_state, compress)
-    ddp.n_steps = start_step * n_updates
-    kl_control = pg.AdaptiveKL(state["kl_coef"] if resume_from and kl_target else kl_coef, kl_target, kl_horizon)
-    seen_scores = torch.tensor(state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
-    state = rank_state = saved = None  # as large as the optimizer's
+        critic = make_critic(
+            config, critic_source, tokenizer, resumed.state.get("critic", {}), world, torch_device, torch_dtype
+        )
+    value_skipped = torch.tensor(resumed.state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
+    seen_scores = torch.tensor(resumed.state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
+    skipped = run.start(parts, resumed, asked, __file__)
+    ddp.n_steps = resumed.step * n_updates
     n_answers = prompts_per_step * group_size  # of a step, over all ranks
     own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
@@ -397,8 +306,8 @@ if __name__ == "__main__":
         rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
         batch_size=rows_at_a_time(config, world_size), dtype=torch_dtype,
     )  # fmt: skip
-    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
-    stopping = False
+    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
+    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
 
     def policy_logps(batch: RolloutBatch) -> Tensor:
         return answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
@@ -410,9 +319,9 @@ if __name__ == "__main__":
     def critic_values(batch: RolloutBatch) -> Tensor:
         return values_of(critic.model, batch, torch_device, torch_dtype)
 
-    def evaluate_now(step: int) -> float:
-        """Minus the mean reward of one answer to each held-out prompt, with the same seeds each time. All goes to the
-        log."""
+    def evaluate_now(step: int) -> None:
+        """Log the mean reward of one answer to each held-out prompt, with the same seeds each time; minus this mean
+        ranks the checkpoint of this step."""
         held_out = corpus.held_out[: eval_prompts or None]
         seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
         mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
@@ -422,20 +331,19 @@ if __name__ == "__main__":
         report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)
         for one, of_one in list(zip(mine, found[0][0][0].tolist(), strict=False))[:eval_answers]:
             log.print(show_answer(one, of_one))
-        return -scores["reward"]
+        run.rank(parts, step, -scores["reward"], config, log)
 
     # ---- the loop
-    gc.collect()
-    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
-    if start_step == 0:
-        evaluate_now(0)
-    mark_time, mark_step = time.perf_counter(), start_step
+    if ranks.any_rank(log.lacks_evaluation(eval_every)):
+        evaluate_now(resumed.step)
+    warmup, stopping = run.warmup_of(config), False
+    mark_time, mark_step = time.perf_counter(), resumed.step
     since_log: list[dict] = []  # figures of each step since the last log line
-    for update in range(start_step * n_updates, max_steps * n_updates):
+    for update in range(resumed.step * n_updates, max_steps * n_updates):
         step, turn = update // n_updates + 1, update % n_updates
         last = step == max_steps
         lr, value_lr = (
-            learning_rate_at(step, schedule, top, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr)
+            learning_rate_at(step, schedule, top, min_lr, warmup, decay_steps or max_steps, decay_fraction)
             for top in (learning_rate, value_learning_rate)
         )
         if turn == 0:  # answers, and all that stays the same for the updates that are made from them
@@ -461,12 +369,11 @@ if __name__ == "__main__":
                 values = each(critic_values)
                 kls = torch.zeros_like(old) if ref is None else pg.kl_estimate(old, ref, "k1")
                 advantages, returns, figures["explained"] = estimate_advantages(
-                    learnt[own], kls, values, answers, kl_control.coefficient, gamma, lam
+                    learnt[own], kls, values, answers, kl_coef, gamma, lam
                 )
                 values, returns = values.to(torch_device), returns.to(torch_device)
             else:
-                batch_std = learnt[counts].std().item() if scale_rewards == "batch" and counts.sum() > 1 else 0.0
-                of_answers = pg.group_advantages(learnt, group_size, scale_rewards, batch_std, counts)
+                of_answers = pg.group_advantages(learnt, group_size, scale_rewards, counts)
                 advantages = of_answers[own][answers.row]
             advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
             sums = torch.zeros(len(TOKEN_SUMS), device=torch_device)
@@ -485,8 +392,8 @@ if __name__ == "__main__":
             kls = before.new_zeros(2, len(before))
             if ref is not None:
                 kls = torch.stack([pg.kl_estimate(before, ref[batch.place], kind) for kind in ("k1", "k3")])
-            if kl_control.coefficient and not critic:
-                losses = losses + kl_control.coefficient * pg.kl_penalty(logps, before, ref[batch.place], kl)
+            if kl_coef and not critic:
+                losses = losses + kl_coef * pg.kl_penalty(logps, before, ref[batch.place], kl)
             loss_of_micro = pg.normalise(
                 losses, batch.row, len(batch.x), loss, n_answers // minibatches, n_tokens, max_new_tokens
             )
@@ -518,8 +425,7 @@ if __name__ == "__main__":
         n_learnt = int(counts.sum())
         figures |= describe_updates(sums, n_updates, epochs_per_step, n_learnt)
         figures["ratio_max"] = max(ranks.gather_objects(ratio_max.item()))
-        figures |= {"kl_coef": kl_control.coefficient, "positions": sums["positions"]}
-        kl_control.update(figures["kl_answer"], n_learnt)
+        figures |= {"kl_coef": kl_coef, "positions": sums["positions"]}
         since_log.append(figures)
         stopping = ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
@@ -547,27 +453,20 @@ if __name__ == "__main__":
                         f"{key} or continue from an earlier checkpoint"
                     )
             mark_time, mark_step, since_log = time.perf_counter(), step, []
-        pause, val_loss = time.perf_counter(), None
-        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+        pause = time.perf_counter()
+        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
+        if saving or evaluating:
             ddp.flush()  # updates that wait for the next forward
-        if step % eval_every == 0 or last:
-            val_loss = evaluate_now(step)
-        if step % save_every == 0 or last or stopping:
-            other = {"kl_coef": kl_control.coefficient, "seen_scores": seen_scores.tolist()}
+        if saving:
+            other = {"seen_scores": seen_scores.tolist()}
             if critic:
                 other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
                 other |= {"value_skipped": value_skipped.tolist()}
-            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base, other=other)
+            save(step, skipped, other=other)
+        if evaluating:  # after the save: it may run out of memory
+            evaluate_now(step)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = run.finish_saving(parts, log)
-    if stopping:
-        how = "the same command continues" if saved else "the last save failed"
-        log.print(f"stopped by a signal after step {step}; {how}")
-    log.close()
-    if world.is_main:
-        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    ranks.close()
-    sys.exit(stop_signal.exit_code if stopping else int(not saved))
+    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None)

@@ -9,7 +9,6 @@ one or more whole conversations, which do not see each other; the loss is that o
 <|im_end|> behind them, over their number in the whole step.
 """
 
-import gc
 import math
 import os
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-import ddp as dist
 import prepare
 from configurator import configure
 from groundup.errors import UserError
@@ -28,16 +26,18 @@ from groundup.generate.engine import generate, never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.train import checkpoint, ranks, run, run_card
+from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
+from groundup.train.base import adapters_of, frozen_base, load_start, open_base
 from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
-from groundup.train.log import RunLog, clock
-from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
-from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.log import RunLog
+from groundup.train.lora import set_trainable, trainable_table
+from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token
+from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
-from model import IGNORE, ModelConfig, Transformer, cross_entropy, token_scores
-from tokenizer import Tokenizer, chat_ready
+from model import IGNORE, Transformer, cross_entropy, token_scores
+from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
@@ -45,15 +45,7 @@ init_from = "out/pretrain"  # run, checkpoint or Hugging Face Llama/Qwen3 direct
 data = "data/chat"  # conversations: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the conversations
 val_fraction = 0.02  # of the conversations, by their content; for data that have no validation of their own
-resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
-overwrite = False  # with resume='never': delete what out_dir holds
-seed = 1337  # order of the data, dropout, adapters
-# what is trained
-trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
-lora_rank = 16  # of the matrices that are added
-lora_alpha = 32.0  # an adapter's result is multiplied by lora_alpha / lora_rank
-lora_dropout = 0.0  # on what the adapters read
-lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get one
+lora_dropout = 0.0  # on the input of the adapters
 dropout = 0.0
 neftune_alpha = 0.0  # noise on the embeddings in training, 5 is usual (arXiv:2310.05914)
 # data
@@ -64,52 +56,15 @@ epochs = 3.0  # passes over the rows of all sources
 max_steps = 0  # 0 = as many as epochs takes
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
 # batch
-batch_size = 8  # rows per rank and micro-step; 0 = as many as fit, needs total_batch_tokens
+batch_size = 8  # rows per rank and micro-step
 total_batch_tokens = 0  # batch_size x block_size x micro-steps x ranks; 0 = one micro-step on each rank
 # optimizer
-optimizer = "adamw"  # adamw | muon (for the blocks' matrices)
 learning_rate = 2e-5  # peak; give adapters ten times as much: 2e-4
-min_lr = 0.0  # at the end of the schedule
-schedule = "cosine"  # constant | cosine | linear | wsd | wcsd (see optim.py)
-warmup_steps = 0  # steps of rising learning rate
-warmup_fraction = 0.03  # > 0: warm-up as a fraction of max_steps, instead of warmup_steps
-decay_steps = 0  # step at which min_lr is reached; 0 = max_steps; shorter holds min_lr, longer ends above it
-decay_fraction = 0.2  # wsd, wcsd: share of the schedule that the final decay takes
-stable_lr = 0.0  # wcsd: the plateau
-weight_decay = 0.0  # on matrices only
-beta1 = 0.9
-beta2 = 0.95
-momentum = 0.95  # Muon's
-grad_clip = 1.0  # global norm; 0.0 = off
-max_skipped = 20  # stop after this many steps in a row without a finite gradient (looked at every log_every steps)
-# system
-device = "auto"  # auto | cpu | cuda | mps
-dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
-compile = True  # torch.compile, block by block
-activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
-bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
-compress = "none"  # how gradients travel: none | fp16 | bf16 | powersgd (low rank, with error feedback)
-compress_rank = 4  # powersgd: numbers sent per row and column of a matrix
-compress_start_step = -1  # powersgd: steps sent whole before it begins; -1 = the warm-up
-compress_embedding = False  # powersgd: the embedding and the head too
-overlap_step = "off"  # forward = update a block when the next forward comes to it; backward = once its gradient came
-zero1 = False  # share the optimizer's state and work out among the ranks
-ddp_debug = False  # compare every collective and, after each step, all weights across ranks: slow
-timeout_s = 300.0  # give up on a collective after this long
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
-plan_only = False  # print the plan and stop
 # evaluation, log, checkpoints
-eval_every = 100  # steps; also before the first and after the last step
 eval_steps = 50  # batches of batch_size rows, over all ranks; 0 = all of the validation conversations
 eval_answers = 16  # validation questions that are answered greedily, for the share of answers that end by themselves
 eval_new_tokens = 128  # most tokens of such an answer
 sample_prompts = ""  # questions whose answers are printed at each evaluation; several separated by |
-log_every = 10  # steps
-tensorboard = False  # also write event files for tensorboard into out_dir
-save_every = 500  # steps; also after the last step
-async_save = True  # write behind training, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
-keep_last = 2  # newest checkpoints kept; 0 = all
-keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
 
 # These decide which conversations a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction")
@@ -120,45 +75,20 @@ DEBUG_DATA = "data/debug/chat.jsonl"
 
 
 def check_config(config: dict, world_size: int) -> int:
-    """Tokens per step over all ranks. Raises ConfigError; nothing exists yet when it does."""
-    run.check_config(config | {"batch_size": config["batch_size"] or 1})
+    """Return the tokens per step over all ranks. Raise UserError; nothing exists yet when it does."""
+    run.check_config(config)
     for key in ("max_steps", "neftune_alpha", "eval_answers"):
         run.check_least(config, key, 0)
     run.check_share(config, "val_fraction")
     run.check_least(config, "eval_new_tokens", 1)
     if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
         raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-    return run.count_tokens(config, world_size)
+    return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
 
 
 def debug_rows(talks: list[list[dict]]) -> list[dict]:
     """Questions and answers about Python."""
     return [{"messages": talk} for talk in talks]
-
-
-def memory(
-    cfg: ModelConfig, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype, config: dict
-) -> dict[str, float]:
-    """{part: bytes} of what a rank will hold."""
-    trained = trainable_table(cfg, config["trainable"], adapters)
-    return memory_plan.memory_parts(cfg, config, trained, config["pack"], world_size, device, dtype)
-
-
-def plan(
-    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
-    peak: float, epochs: str,
-) -> str:  # fmt: skip
-    """What this run will take, as text: parameters, steps and `epochs` of the data, memory by part, time."""
-    trained = trainable_table(cfg, config["trainable"], adapters)
-    tokens = config["total_batch_tokens"] * config["max_steps"]
-    seconds = tokens * flops_per_token(cfg, config["block_size"]) / (peak * world_size)
-    rows = config["total_batch_tokens"] // config["block_size"]
-    return "\n".join([
-        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
-        f"batch       {rows} rows of {config['block_size']} tokens per step, {config['max_steps']:,} steps, {epochs}",
-        memory_plan.describe_parts(memory(cfg, adapters, world_size, device, dtype, config)),
-        f"time        {clock(seconds / 0.4)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
-    ])  # fmt: skip
 
 
 def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -230,126 +160,82 @@ def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[tuple[
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    config["total_batch_tokens"] = check_config(config, world_size)
-    rows_per_step = config["total_batch_tokens"] // block_size
+    tokens_per_step = config["total_batch_tokens"] = check_config(config, world_size)
+    rows_per_step = tokens_per_step // block_size
     torch_device, torch_dtype = run.choose_device_and_dtype(config)
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
-    source = checkpoint.resolve(init_from) if init_from else None
-    if source is None and data != DEBUG_DATA:
-        raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
     if data == DEBUG_DATA:
         prepare.make_debug_rows(Path(data), debug_rows)
-    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(data).parent)))
-    n_known = run.count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
-    cfg = run.tuned_architecture(config, source, tokenizer.vocab_size)
-    adapters = LoRAConfig(lora_rank, lora_alpha, lora_dropout, tuple(lora_modules.split(",")))
-    run.check_trainable(config, source, tokenizer.vocab_size - n_known)
+    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     if not corpus.val:
         raise UserError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
-    memory_of = partial(memory, cfg, adapters, world_size, torch_device, torch_dtype)
-    samples = rows_per_step // world_size  # of each rank
-    config["batch_size"], chosen = memory_plan.fit_batch_size(config, samples, memory_of, torch_device)
     asked = dict(config)
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
-        epochs_text, warnings = corpus.describe(mixture, max_steps * rows_per_step)
-        text = plan(cfg, config, adapters, world_size, torch_device, torch_dtype, peak, epochs_text)
-        if source and block_size > (learnt := checkpoint.load_config(source).block_size):
-            warnings += [f"warning     {source} has learnt rows of {learnt} tokens, not of block_size={block_size}"]
+        passes, warnings = corpus.describe(mixture, max_steps * rows_per_step)
+        trained = trainable_table(cfg, trainable, adapters_of(config))
+        memory = memory_plan.memory_parts(cfg, config, trained, pack, world_size, torch_device, torch_dtype)
+        batch = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, {passes}"
+        flops = tokens_per_step * max_steps * flops_per_token(cfg, block_size)
+        text = memory_plan.describe(trained, trainable, batch, memory, flops, world_size, peak)
+        if source and block_size > (known := checkpoint.load_config(source).block_size):
+            warnings += [f"warning     {source} was trained on rows of {known} tokens, not of block_size={block_size}"]
         if max_steps < FEW_STEPS:
             warnings += [f"warning     only {max_steps} steps; lower total_batch_tokens, or raise epochs or max_steps"]
-        print("\n".join([*corpus.report(), text, *chosen, *warnings]), flush=True)
+        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resume_from = run.find_resume(config, cfg, verbose=rank == 0)
-    state, rank_state = checkpoint.load_train_state(resume_from, rank) if resume_from else ({}, {})
-    start_step = state.get("step", 0)
-    if resume_from:
-        run.check_data_order(state["order"], order, DATA_DEFAULTS, resume_from, start_step)
-        run.check_same_parts(resume_from, state["config"], config)
-        if rank == 0:
-            print(run.describe_resume(resume_from, start_step, state["config"], config), flush=True)
+    resumed = run.find_checkpoint(config, cfg, order, DATA_DEFAULTS)
 
-    # ---- processes
+    # ---- processes, model, optimizer, state
     stop_signal = StopSignal()
-    world = ranks.init(torch_device.type, timeout_s, ddp_debug)
-    batch_size = memory_plan.agree_batch_size(batch_size, config["batch_size"], verbose=rank == 0)
-    config["batch_size"] = asked["batch_size"] = batch_size
+    world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     accum_steps = rows_per_step // (batch_size * world_size)
-    run.check_ranks_agree({**config, **order, "step": start_step, "dtype": str(torch_dtype)})
-
-    # ---- model, optimizer
     seed_everything(seed)
     raw_model = Transformer(cfg)
-    if source and not resume_from:
-        run.load_start(raw_model, source, n_known)
-    set_trainable(raw_model, trainable, adapters)
-    if resume_from:
-        checkpoint.load_weights(raw_model, resume_from)
-    base = run.frozen_base(resume_from, source)
-    raw_model.to(torch_device).activation_checkpointing = activation_checkpointing
+    if source and not resumed.path:
+        load_start(raw_model, source, n_known)
+    set_trainable(raw_model, trainable, adapters_of(config))
     raw_model.neftune_alpha = neftune_alpha
-    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
-    warmup = round(warmup_fraction * max_steps) if warmup_fraction else warmup_steps
-    compress_from = warmup if compress_start_step < 0 else compress_start_step
-    hook = dist.make_hook(compress, compress_rank, compress_from, compress_embedding, seed, scaler)
-    ddp = dist.DDP(raw_model, bucket_mb, hook, overlap_step, zero1, keep_whole=partial(stays_whole, optimizer))
-    opt = Optimizer(
-        ddp.buckets, optimizer, (beta1, beta2), weight_decay=weight_decay, momentum=momentum,
-        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
-    )  # fmt: skip
-    if compile:
-        torch._dynamo.config.recompile_limit = 64  # padded rows have 8 widths, in training and evaluation
-        raw_model.compile_blocks(partial(torch.compile, dynamic=False))
-    model = raw_model  # compiled block by block, so it is the same object
-
-    # ---- state: fresh, or exactly as it was
-    seed_everything(seed + 1_000_003 * start_step, world.rank)  # dropout and noise differ by rank
-    skipped = torch.tensor(state.get("skipped", [0.0, 0.0]), device=torch_device)  # in all, in a row
-    parts = run.Parts(raw_model, opt, scaler, hook, ddp, world, torch_device, run.Writer(async_save, timeout_s))
-    if resume_from:
-        run.restore(parts, resume_from, state, rank_state, compress)
-    state = rank_state = None  # as large as the optimizer's
-    if world.is_main:
-        run.prepare_out_dir(asked, "sft")
+    base = frozen_base(resumed.path, source)
+    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
+    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
+    skipped = run.start(parts, resumed, asked, __file__)
     batches = Batches(
-        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, start_step,
+        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
         load=corpus.load, valid=corpus.label_weight,
     )  # fmt: skip
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
     questions = [messages for messages, _ in corpus.prompts(eval_answers)]
-    asked = [text for text in sample_prompts.split("|") if text]
+    shown = [text for text in sample_prompts.split("|") if text]
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = RunLog(out_dir, max_steps, start_step, world.is_main, tensorboard)
-    stopping = False
+    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
+    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
 
-    def evaluate_now(step: int) -> float:
-        """The validation loss; all scores go to the log."""
+    def evaluate_now(step: int) -> None:
+        """Log all scores and rank the checkpoint of this step by its validation loss."""
         scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         scores["self_stop"] = answer_questions(model, tokenizer, questions, eval_new_tokens, world)
-        answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in asked], eval_new_tokens)
-        report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(asked, answers, strict=True)])
-        return scores["val_loss"]
+        answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in shown], eval_new_tokens)
+        report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(shown, answers, strict=True)])
+        run.rank(parts, step, scores["val_loss"], config, log)
 
     # ---- the loop
-    gc.collect()
-    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
-    if start_step == 0:
-        evaluate_now(0)
-    mark_time, mark_step = time.perf_counter(), start_step
+    if ranks.any_rank(log.lacks_evaluation(eval_every)):
+        evaluate_now(resumed.step)
+    warmup, stopping = run.warmup_of(config), False
+    mark_time, mark_step = time.perf_counter(), resumed.step
     seen = torch.zeros(2, dtype=torch.float64)  # positions and labels of this rank since the last log line
-    for step in range(start_step + 1, max_steps + 1):
-        lr = learning_rate_at(
-            step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction, stable_lr
-        )
+    for step in range(resumed.step + 1, max_steps + 1):
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
         n_targets = batches.valid_tokens(step - 1)  # labels by their weights, over all micro-steps and ranks
         loss_sum = torch.zeros((), device=torch_device)
         by_source = torch.zeros(len(corpus.names), 2, device=torch_device)  # nats, labels
@@ -380,7 +266,7 @@ if __name__ == "__main__":
             tokens_per_s, labels_per_s = (ranks.all_reduce_sum(seen) / seconds).tolist()
             values = {
                 "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
-                "tokens": step * config["total_batch_tokens"], "tokens_per_s": tokens_per_s,
+                "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(mixture.epochs(step * rows_per_step).max()), "labels_per_s": labels_per_s,
@@ -394,24 +280,16 @@ if __name__ == "__main__":
                 run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
             seen.zero_()
-        pause, val_loss = time.perf_counter(), None
-        if step % eval_every == 0 or step % save_every == 0 or last or stopping:
+        pause = time.perf_counter()
+        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
+        if saving or evaluating:
             ddp.flush()  # updates that wait for the next forward
-        if step % eval_every == 0 or last:
-            val_loss = evaluate_now(step)
-        if step % save_every == 0 or last or stopping:
-            run.save(parts, step, tokenizer, config, order, skipped, val_loss, log, base)
+        if saving:
+            save(step, skipped)
+        if evaluating:  # after the save: it may run out of memory
+            evaluate_now(step)
         mark_time += time.perf_counter() - pause  # evaluations and saves are not training
         if stopping:
             break
 
-    saved = run.finish_saving(parts, log)
-    if stopping:
-        how = "the same command continues" if saved else "the last save failed"
-        log.print(f"stopped by a signal after step {step}; {how}")
-    batches.close()
-    log.close()
-    if world.is_main:
-        run_card.write(out_dir, __file__, config, corpus.report(), torch_device, world_size)
-    ranks.close()
-    sys.exit(stop_signal.exit_code if stopping else int(not saved))
+    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches)

@@ -11,7 +11,6 @@ tokens are of the kind that it was trained on. python tools/merge.py makes a pla
 
 out_dir = "out/continue"
 data_dir = "data/field"
-domain = "field"
 trainable = "embed,lm_head,lora"
 lora_rank = 8
 lora_alpha = 16.0

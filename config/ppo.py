@@ -7,9 +7,8 @@
 
 256 prompts with one answer each per step; four passes over them in two updates each. Four models are in memory:
 policy, reference, reward model, critic. `explained`, the share of the returns' variance that the critic foresees,
-should rise above 0.3 within some ten steps; else raise value_learning_rate. With --kl_target=6 the KL coefficient finds
-itself. A model below 100M parameters takes learning rates of 1e-5 to 1e-4. On CPUs add --compile=False
---prompts_per_step=64 --draw_batch_size=32.
+should rise above 0.3 within some ten steps; else raise value_learning_rate. A model below 100M parameters takes
+learning rates of 1e-5 to 1e-4. On CPUs add --compile=False --prompts_per_step=64 --draw_batch_size=32.
 """
 
 out_dir = "out/ppo"

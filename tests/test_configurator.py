@@ -318,7 +318,8 @@ python script.py --max_steps=5
 
 import os
 
-from configurator import ConfigError, configure
+from configurator import configure
+from groundup.errors import UserError
 
 # ---- config
 learning_rate = 1e-3  # peak; 0 = off
@@ -336,15 +337,11 @@ def helper():
     return inner
 
 
-class UsersMistake(ValueError):
-    one_line = True
-
-
 if __name__ == "__main__":
     config = configure(globals())
     os.makedirs("out")
     if max_steps == 13:
-        raise UsersMistake("script: 13 步 is unlucky; take 14")
+        raise UserError("script: 13 步 is unlucky; take 14")
     if max_steps == 14:
         raise ValueError("a bug")
     print(sorted(config.items()) == sorted((k, globals()[k]) for k in config), learning_rate, max_steps, prompt)

@@ -1,14 +1,18 @@
 """What holds for the repository as a whole: who imports whom, importing does nothing, every script explains itself."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from configurator import read_file
+from configurator import defaults_of, is_key, read_file
+from groundup.train import settings
 
 ROOT = Path(__file__).parent.parent
 # Floors, bottom to top: a file imports from floors below, or from its own room.
@@ -82,15 +86,22 @@ def test_importing_prints_nothing_and_makes_nothing(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_every_key_with_a_comment(script):
+    """In three seconds; of a trainer, the shared settings under a heading of their own."""
+    begin = time.monotonic()
     done = subprocess.run([sys.executable, ROOT / f"{script}.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    keys = done.stdout.partition("keys (")[2].splitlines()[1:]
+    assert time.monotonic() - begin < 3 or os.getloadavg()[0] > os.cpu_count()
+    own, _, shared = done.stdout.partition("keys (")[2].partition("shared keys, ")
+    assert bool(shared) == (script in TRAINERS)
+    keys = [line for part in (own, shared) for line in part.strip().splitlines()[1:] if line]
     assert len(keys) > 2
     bare = {"n_layer", "n_head", "n_embd", "rope_theta", "norm_eps", "tie_embeddings", "dropout", "max_steps"}
-    bare |= {"beta1", "beta2"}
     for line in keys:
         name, _, rest = line.strip().partition(" ")
         assert name in bare or len(rest.split()) > 2, f"{script}: {name} has no comment"
+    if shared:
+        listed = {line.split()[0] for line in shared.strip().splitlines()[1:]}
+        assert listed == {name for name, value in vars(settings).items() if is_key(name, value)}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
@@ -98,14 +109,67 @@ def test_configs_set_known_keys_and_say_how_to_run(path):
     """And open with a docstring that gives the command."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     script = next(name for name in TRAINERS if f"{name}.py config/{path.name}" in doc)
-    source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
-    source = source.partition("# ---- config")[2].partition("\n")[2]
-    source = re.split(r"^(?:ARCHITECTURE|# These decide)", source, flags=re.MULTILINE)[0]
-    defaults: dict = {}
-    exec(source, defaults)  # noqa: S102 - the script's own assignments
-    del defaults["__builtins__"]
-    config = read_file(str(path), defaults)
-    assert config
+    defaults = {k: v for k, v in defaults_of(ROOT / f"{script}.py").items() if is_key(k, v)}
+    assert read_file(str(path), defaults)
+
+
+# ---- the frame of a trainer ----------------------------------------------------------
+
+# What every trainer has, once each and in this order; what stands between is its own.
+FRAME = (
+    "config = configure(globals())", "check_config(config, world_size)", "run.choose_device_and_dtype(",
+    "resumed = run.find_checkpoint(", "stop_signal = StopSignal()", "world = run.join(", "seed_everything(seed)",
+    "set_trainable(raw_model", "parts = run.set_up(", "skipped = run.start(", "log = RunLog(",
+    "save = partial(run.save,", "def evaluate_now(step: int)", "run.rank(parts, step,",
+    "if ranks.any_rank(log.lacks_evaluation(eval_every)):", "warmup, stopping = run.warmup_of(config), False",
+    "learning_rate_at(", "ddp.expect_step(opt, lr)", "ddp.sync = ", "scaler.scale(", ").backward()",
+    "# >>> optimizer step", "# <<< optimizer step", "log.advance()", "ranks.any_rank(stop_signal.received > 0)",
+    "if step % log_every == 0 or last or stopping:", "log.train(step,", ">= max_skipped:",
+    "saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last",
+    "if saving or evaluating:", "ddp.flush()  # updates that wait for the next forward", "        if saving:",
+    "save(step, skipped", "if evaluating:  # after the save", "mark_time += time.perf_counter() - pause",
+    "run.finish(parts, log, config, __file__,", "stop_signal if stopping else None",
+)  # fmt: skip
+# What stands once, in the frame, and so in no trainer.
+FRAMED = (
+    "torch.distributed", "import ddp", "make_hook", "DDP(", "Optimizer(", "GradScaler(", "torch.compile(",
+    "load_train_state", "find_latest", "write_config", "ranks.close", "ranks.init", "exit_code", "run_card",
+    "gc.freeze",
+)  # fmt: skip
+
+
+def missing_of_frame(source: str) -> list[str]:
+    """The parts of FRAME that do not come in their order, and the parts of FRAMED that are there."""
+    missing, place = [], 0
+    for part in FRAME:
+        found = source.find(part, place)
+        if found < 0:
+            missing.append(part)
+        else:
+            place = found + len(part)
+    return missing + [f"not {part}" for part in FRAMED if part in source]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_has_the_whole_frame(name):
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8").partition("check_config(config: dict")[2]
+    assert missing_of_frame(source) == []
+    for part in FRAME:  # each part is seen to be missing
+        assert part in missing_of_frame(source.replace(part, "")), part
+
+
+def test_the_start_and_the_end_of_a_run_stand_once():
+    sources = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
+    for part in ("= ddp.make_hook(", "= ddp.DDP(", "checkpoint.find_latest(", "torch.amp.GradScaler(device"):
+        assert [name for name, text in sources.items() if part in text] == ["groundup.train.run"], part
+
+
+def test_trainers_use_no_name_that_nothing_defines():
+    """With a star import ruff reports what may be undefined (F405) and no longer what is (F821)."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F405", "--output-format=json"]
+    done = subprocess.run([*command, *(f"{name}.py" for name in TRAINERS)], cwd=ROOT, capture_output=True, text=True)
+    names = {re.search("`(.*?)`", found["message"])[1] for found in json.loads(done.stdout)}
+    assert "grad_clip" in names and names <= set(vars(settings)), names - set(vars(settings))
 
 
 def optimizer_step(name: str) -> str:

@@ -19,14 +19,13 @@ from groundup.train.device import choose_device, choose_dtype
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configurator import configure
+from configurator import configure, defaults_of
 from groundup.align.reward_model import is_reward_model
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
 from groundup.train import checkpoint
 from groundup.train.lora import LoRAConfig, trainable_table
 from groundup.train.plan import flops_per_token, memory_table, parameter_table
-from groundup.train.run_card import defaults_of
 from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
 

@@ -6,22 +6,20 @@ own; it trains the parts that the policy trains, and its head.
 """
 
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import ddp as dist
 from groundup.align import policy_gradient as pg
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel, find_model
 from groundup.align.rollouts import RolloutBatch, Rollouts
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks, run
+from groundup.train.base import adapters_of, count_known_ids, tuned_architecture
 from groundup.train.device import autocast
-from groundup.train.lora import LoRAConfig, set_trainable
-from groundup.train.optim import Optimizer, stays_whole
+from groundup.train.lora import set_trainable
 from tokenizer import Tokenizer
 
 
@@ -31,35 +29,25 @@ def find_critic(config: dict, source: Path | None, tokenizer: Tokenizer) -> Path
 
 
 def make_critic(
-    config: dict, source: Path | None, tokenizer: Tokenizer, adapters: LoRAConfig, saved: dict, world: ranks.World,
-    device: torch.device, dtype: torch.dtype,
+    config: dict, source: Path | None, tokenizer: Tokenizer, saved: dict, world: ranks.World, device: torch.device,
+    dtype: torch.dtype,
 ) -> run.Parts:  # fmt: skip
     """The critic and what trains it; with `saved`, of `critic_state`, exactly as it was then. Without a reward model to
     begin with its head is 0, and so is every value. Raises RewardError if the weights it began with have changed."""
-    cfg = run.tuned_architecture(config | {"dropout": 0.0}, source, tokenizer.vocab_size)
+    cfg = tuned_architecture(config, source, tokenizer.vocab_size)
     model = RewardModel(cfg)
     if source:
-        reward_model.load_start(model, source, run.count_known_ids(source, tokenizer, "the chat tokenizer"))
+        reward_model.load_start(model, source, count_known_ids(source, tokenizer, "the chat tokenizer"))
     if config["normalise_rewards"]:  # returns are on another scale than the scores that its head has learnt
         torch.nn.init.zeros_(model.score.weight)
-    set_trainable(model, config["trainable"], adapters)
+    set_trainable(model, config["trainable"], adapters_of(config))
     model.score.requires_grad_(True)
     if saved:
         load(model, saved, source)
-    model.to(device).activation_checkpointing = config["activation_checkpointing"]
-    if config["compile"]:
-        model.compile_blocks(partial(torch.compile, dynamic=False))
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    hook = dist.make_hook("none" if config["compress"] == "powersgd" else config["compress"])
-    keep_whole = partial(stays_whole, config["optimizer"])
-    ddp = dist.DDP(model, config["bucket_mb"], hook, "off", config["zero1"], keep_whole)
-    opt = Optimizer(
-        ddp.buckets, config["optimizer"], (config["beta1"], config["beta2"]), weight_decay=config["weight_decay"],
-        momentum=config["momentum"], muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
-    )  # fmt: skip
-    parts = run.Parts(model, opt, scaler, hook, ddp, world, device)
+    plain = {"compress": "none"} if config["compress"] == "powersgd" else {}
+    parts = run.set_up(config | {"overlap_step": "off"} | plain, model, world, device, dtype, saves=False)
     if saved:
-        run.restore(parts, Path(), saved, {}, "none")
+        run.load_state(parts, saved)
     return parts
 
 

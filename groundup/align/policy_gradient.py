@@ -6,13 +6,11 @@ is the number of the token's answer. What is known per answer, x (R,), is x[row]
 end token if it is finished, is an action like the others. An answer whose tokens are left out has no entry in row.
 """
 
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SCALES = ("none", "group", "batch")  # of group_advantages
+SCALES = ("none", "group")  # of group_advantages
 KL_ESTIMATORS = ("k1", "k2", "k3")  # of kl_estimate: to log, and k1 in the reward
 KL_PENALTIES = ("rho_k3", "k2", "k3")  # of kl_penalty: in the loss
 NORMALISERS = ("dapo", "grpo", "bnpo", "dr_grpo")  # of normalise
@@ -35,14 +33,13 @@ def flat_groups(rewards: Tensor, group_size: int, counts: Tensor | None = None) 
 
 
 def group_advantages(
-    rewards: Tensor, group_size: int, scale: str = "none", batch_std: float = 0.0, counts: Tensor | None = None
+    rewards: Tensor, group_size: int, scale: str = "none", counts: Tensor | None = None
 ) -> Tensor:
     """How much better each answer is than its group's mean, (R,) float32; exactly 0 in flat_groups.
 
     rewards (R,) float32: the answers to one prompt are group_size rewards in a row, at least two. scale: divided by
-    nothing (arXiv:2503.20783), the group's standard deviation (GRPO, arXiv:2402.03300, section 4.1.2), or batch_std:
-    that of all rewards of the step, on all ranks. counts (R,) bool: answers that have a reward; the others are in no
-    mean and get 0."""
+    nothing (arXiv:2503.20783) or the group's standard deviation (GRPO, arXiv:2402.03300, section 4.1.2). counts (R,)
+    bool: answers that have a reward; the others are in no mean and get 0."""
     assert scale in SCALES and group_size > 1, f"{scale=} {group_size=}"
     groups = rewards.view(-1, group_size)
     kept = torch.ones_like(groups, dtype=torch.bool) if counts is None else counts.view_as(groups)
@@ -54,8 +51,6 @@ def group_advantages(
     if scale == "group":
         std = (advantages.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
         advantages = advantages / (std + STD_FLOOR)
-    if scale == "batch":
-        advantages = advantages / (batch_std + STD_FLOOR)
     return advantages.reshape(-1)
 
 
@@ -124,28 +119,6 @@ def kl_penalty(logps: Tensor, old: Tensor, ref: Tensor, kind: str = "rho_k3") ->
     if kind == "k2":
         return ratio.detach() * kl_estimate(logps, ref, "k2")
     return ratio * kl_estimate(logps, ref, "k3")
-
-
-@dataclass
-class AdaptiveKL:
-    """A KL coefficient that keeps the KL per answer near a target; arXiv:1909.08593, section 2.2.
-
-    target: nats per answer, 0 = the coefficient is fixed. horizon: answers in which the coefficient changes by about a
-    fifth at most. The coefficient is all that changes, and all that a checkpoint needs."""
-
-    coefficient: float
-    target: float = 0.0
-    horizon: float = 10_000.0
-
-    def update(self, kl: float, n: int) -> None:
-        """After n answers, on all ranks, whose mean KL was `kl` nats per answer. A KL of nan, of a step whose forward
-        overflowed, says nothing."""
-        if self.target and not math.isnan(kl):
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coefficient *= 1 + error * min(1.0, n / self.horizon)
-
-
-# ---- advantages of tokens and the value's loss: PPO ------------------------------------------------------------------
 
 
 def last_tokens(row: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     model(idx)          -> scores (B, T) float32: what an answer that ended at this token would be worth
     model(idx, index=i) -> scores (n,) at places i of the flat idx; an answer's is at the <|im_end|> that closes it
 
-    bradley_terry, per_token -> losses of pairs, (B,)
+    bradley_terry -> losses of pairs, (B,)
     score(model, tokenizer, conversations) -> [reward of each conversation's last answer]
 
 On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm) with one label, which computes the
@@ -30,7 +30,6 @@ from tokenizer import Tokenizer
 if TYPE_CHECKING:
     from groundup.tokens.pairs import PairBatch
 
-ENDS = ("min", "max")
 HEAD = "lm_head.weight"  # what a language model has and a reward model has not
 
 
@@ -63,38 +62,15 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
     return center * (chosen + rejected) ** 2 - F.logsigmoid(difference)
 
 
-def per_token(scores: Tensor, first: Tensor, ends: Tensor, end: str = "min", margin: Tensor | None = None) -> Tensor:
-    """Mean of -log sigmoid(score chosen - score rejected) from the first token that differs to the end, (B,).
-
-    scores (2B, T), chosen rows first; first (B,): column of that token; ends (2B,): columns behind the last tokens.
-    It scores every beginning of an answer, which a critic wants; but it compares tokens of two texts that only have
-    their number in common. end='min' stops with the shorter answer; 'max' goes on over its padding (DeepSpeed-Chat)."""
-    chosen, rejected = scores.chunk(2)
-    stop = (torch.minimum if end == "min" else torch.maximum)(*ends.chunk(2))
-    span = torch.arange(scores.shape[1], device=scores.device)
-    counted = (span >= first.unsqueeze(1)) & (span < stop.unsqueeze(1))
-    difference = chosen - rejected if margin is None else chosen - rejected - margin.unsqueeze(1)
-    return -(F.logsigmoid(difference) * counted).sum(1) / counted.sum(1)
-
-
 def pair_losses(
     model: RewardModel, batch: "PairBatch", config: dict, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss (B,), score of the chosen answers (B,), of the rejected ones (B,)) of the pairs, all float32. What gets a
     score is the last token of a row, <|im_end|>: known from its length, not looked for."""
-    margin, T = config["margin_scale"] * batch.margin, batch.x.shape[1]
-    last = torch.arange(len(batch.x), device=batch.x.device) * T + batch.lengths - 1
-    if config["loss"] == "last":
-        with autocast(device, dtype):
-            chosen, rejected = model(batch.x, index=last).chunk(2)
-        return bradley_terry(chosen, rejected, margin, config["center"]), chosen, rejected
+    last = torch.arange(len(batch.x), device=batch.x.device) * batch.x.shape[1] + batch.lengths - 1
     with autocast(device, dtype):
-        scores = model(batch.x)
-    chosen, rejected = scores.flatten()[last].chunk(2)
-    one, other = batch.x.chunk(2)
-    first = (one != other).int().argmax(1)  # two answers always differ
-    losses = per_token(scores, first, batch.lengths, config["end"], margin)
-    return losses + config["center"] * (chosen + rejected) ** 2, chosen, rejected
+        chosen, rejected = model(batch.x, index=last).chunk(2)
+    return bradley_terry(chosen, rejected, config["margin_scale"] * batch.margin, config["center"]), chosen, rejected
 
 
 # ---- what a model is worth ------------------------------------------------------------------------------------------

@@ -242,6 +242,7 @@ def commit(temp: Path, final: Path, known: dict[str, str]) -> None:
     files = list(temp.iterdir())
     at_once([partial(sync, path) for path in files])
     sums = {path.name: known[path.name] if path.name in known else checksum(path) for path in files}
+    sums.pop("score.json", None)  # rank() writes it again
     sums.pop(lora.CONFIG_FILE, None)  # where an adapter's base is may change: it is moved, and that file edited then
     write_json(temp / "checksums.json", dict(sorted(sums.items())))
     sync(temp / "checksums.json")
@@ -268,6 +269,23 @@ def tidy(out_dir: Path, step: int, keep_last: int, keep_best: int) -> None:
     for path in steps[:-keep_last] if keep_last else []:
         if path not in best and not (path / KEEP).exists():
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))  # half removed, it must not look finished
+
+
+def rank(out_dir: str | Path, step: int, val_loss: float, keep_last: int, keep_best: int) -> None:
+    """Record the validation loss of a checkpoint that save() wrote, if it exists, and choose best and best2 anew.
+    Call on rank 0 alone. Raise UserError if the disk refuses."""
+    path = Path(out_dir) / f"step_{step:06d}"
+    if not path.exists() or not math.isfinite(val_loss):
+        return
+    try:
+        temp = path / ".score.json.tmp"
+        write_json(temp, {"step": step, "val_loss": float(val_loss)})
+        sync(temp)
+        temp.replace(path / "score.json")
+        sync(path)
+        tidy(path.parent, step, keep_last, keep_best)
+    except OSError as error:
+        raise UserError(f"checkpoint: cannot record the validation loss of {path}: {error.strerror}") from error
 
 
 def point(link: Path, target: Path | None) -> None:

@@ -24,7 +24,7 @@ class RunLog:
     def __init__(
         self, out_dir: str, max_steps: int, start_step: int, enabled: bool, tensorboard: bool = False
     ) -> None:  # fmt: skip
-        self.enabled, self.max_steps, self.board = enabled, max_steps, None
+        self.enabled, self.max_steps, self.step, self.board = enabled, max_steps, start_step, None
         if not enabled:
             return
         if tensorboard:
@@ -37,6 +37,7 @@ class RunLog:
         self.bar = tqdm(total=max_steps, initial=start_step, disable=not sys.stdout.isatty(), leave=False, unit="step")
 
     def advance(self) -> None:
+        self.step += 1
         if self.enabled:
             self.bar.update()
 
@@ -61,6 +62,13 @@ class RunLog:
         found = [event[key] for event in read_events(self.path) if event["event"] == "eval" and key in event]
         found = [math.inf if loss is None else loss for loss in found]
         return len(found) - 1 - found.index(min(found)) if found else 0
+
+    def lacks_evaluation(self, eval_every: int) -> bool:
+        """Whether the first evaluation is still to come, or the run was stopped in one, after its checkpoint; False on
+        other ranks than the first."""
+        due = self.step == 0 or self.step % eval_every == 0 or self.step == self.max_steps
+        events = read_events(self.path) if self.enabled and due else []
+        return self.enabled and due and not any(e["event"] == "eval" and e["step"] == self.step for e in events)
 
     def print(self, text: str) -> None:
         if self.enabled:

@@ -212,12 +212,12 @@ def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
-SCHEDULES = ("constant", "cosine", "linear", "wsd", "wcsd")
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
 
 def learning_rate_at(
     step: int, schedule: str, peak: float, min_lr: float, warmup_steps: int, decay_steps: int,
-    decay_fraction: float = 0.2, stable_lr: float = 0.0,
+    decay_fraction: float = 0.2,
 ) -> float:  # fmt: skip
     """Learning rate of update number `step` (1, 2, ...).
 
@@ -227,7 +227,6 @@ def learning_rate_at(
       cosine    half a cosine from peak to min_lr (arXiv:1608.03983)
       linear    a straight line from peak to min_lr
       wsd       peak, then a straight line to min_lr over the last decay_fraction (MiniCPM, arXiv:2404.06395)
-      wcsd      half a cosine from peak to stable_lr over the first half of what is left, stable_lr, then as wsd
     """
     if step <= warmup_steps:
         return peak * step / (warmup_steps + 1)
@@ -240,13 +239,10 @@ def learning_rate_at(
         return half_cosine(peak, min_lr, t)
     if schedule == "linear":
         return peak + (min_lr - peak) * t
-    plateau = peak if schedule == "wsd" else stable_lr
-    decay_begin = 1 - decay_fraction
-    if t > decay_begin:
-        return plateau + (min_lr - plateau) * (t - decay_begin) / decay_fraction
-    if schedule == "wcsd":
-        return half_cosine(peak, stable_lr, min(1.0, 2 * t / decay_begin))
-    return plateau
+    decay_begin = 1 - decay_fraction  # wsd
+    if t <= decay_begin:
+        return peak
+    return peak + (min_lr - peak) * (t - decay_begin) / decay_fraction
 
 
 def half_cosine(high: float, low: float, t: float) -> float:

@@ -2,14 +2,14 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from groundup.errors import UserError
-from groundup.train import ranks
 from groundup.train.device import ram_bytes
+from groundup.train.log import clock
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 
 MEMORY_SHARE = 0.85  # of a device's memory that a plan may fill
@@ -120,48 +120,19 @@ def describe_parts(memory: Mapping[str, float]) -> str:
     return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
 
 
-def fit_batch_size(
-    config: dict, n_samples: int, memory_of: Callable[[dict], Mapping[str, float]], device: torch.device,
-    usable: float | None = None,
-) -> tuple[int, list[str]]:  # fmt: skip
-    """(batch_size, lines for the plan). Where it is 0: that of the run that goes on, for other sums would round
-    otherwise; else the largest that divides n_samples, those of a rank in a step, and whose memory_of(config) is at
-    most `usable` bytes, None = those of the device. Raises ConfigError if one sample is too much."""
-    if config["batch_size"]:
-        return config["batch_size"], []
-    began = began_with(config)
-    if began and n_samples % began == 0:
-        return began, [f"batch_size  {began}, with which {config['out_dir']} began"]
-    usable = usable_bytes(device) if usable is None else usable
-
-    def needed(batch_size: int, **changes: bool) -> float:
-        return sum(memory_of(config | {"batch_size": batch_size} | changes).values())
-
-    fitting = [size for size in range(1, n_samples + 1) if n_samples % size == 0 and needed(size) <= usable]
-    if fitting:
-        return fitting[-1], [f"batch_size  {fitting[-1]} chosen: {gib(needed(fitting[-1]))} of {gib(usable)} GiB"]
-    advice = "a shorter block_size, a smaller model or trainable='lora'"
-    if not config["activation_checkpointing"]:
-        less = needed(1, activation_checkpointing=True)
-        fits = "fits" if less <= usable else "is still too much"
-        advice = f"activation_checkpointing=True takes {gib(less)} GiB, which {fits}; else {advice}"
-    raise UserError(
-        f"config: batch_size=1 takes {gib(needed(1))} GiB, {gib(usable)} GiB can be used; {advice}"
-    )
-
-
-def gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.2f}"
-
-
-def began_with(config: dict) -> int:
-    """The batch_size in the config.py of the run that will be continued; 0 if there is none. Without a checkpoint there
-    is nothing to continue, and it may have been too much."""
-    path = Path(config["out_dir"]) / "config.py"
-    if config["resume"] == "never" or not path.exists() or not any(path.parent.glob("step_*")):
-        return 0
-    found = re.search(r"^batch_size = (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return int(found[1]) if found else 0
+def describe(
+    trained: Mapping[str, int], trainable: str, batch: str, memory: Mapping[str, float], flops: float, world_size: int,
+    peak: float, note: str = "",
+) -> str:  # fmt: skip
+    """Return the plan of a run as text. trained: from lora.trainable_table; flops: of all steps; peak: FLOP/s of one
+    rank."""
+    seconds = flops / (peak * world_size) / 0.4
+    return "\n".join([
+        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({trainable})",
+        f"batch       {batch}",
+        describe_parts(memory),
+        f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
+    ])  # fmt: skip
 
 
 def usable_bytes(device: torch.device, root: Path = Path("/")) -> float:
@@ -200,15 +171,3 @@ def free_in_groups(root: Path) -> list[int]:
                     held = int((directory / used).read_text(encoding="utf-8")) - int(stat.get(files, 0))
                     found.append(int(most) - held)
     return found
-
-
-def agree_batch_size(asked: int, chosen: int, verbose: bool) -> int:
-    """The smallest that a rank has chosen, on all ranks, if they were asked to: it divides a step and fits on each.
-    What differs otherwise, check_ranks_agree reports."""
-    everyone = ranks.gather_objects((asked, chosen))
-    least = min(size for _, size in everyone)
-    if any(asked for asked, _ in everyone) or least == chosen:
-        return chosen
-    if verbose:
-        print(f"batch_size  {least}, as much as fits on every rank", flush=True)
-    return least

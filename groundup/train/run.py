@@ -1,32 +1,37 @@
-"""A run and its directory, the same for every trainer: settings that all have, where a run begins, what a checkpoint
-brings back and holds, and what stops a run.
+"""The frame of a run, the same in every trainer; the loop between start() and finish() is the trainer's own.
 
-The trainers share this file so that resuming is exact in all of them for the same reason; the loops are their own.
+    find_checkpoint   the checkpoint of out_dir that this run continues, checked against the settings
+    set_up            device, torch.compile, GradScaler, gradient hook, DDP, optimizer
+    start             weights and state as they were in that checkpoint, or seeded; out_dir
+    save, rank        write a checkpoint; then give it its validation loss, by which `best` is chosen
+    finish            wait for the last save, write the run's README.md, exit
 """
 
-import contextlib
 import dataclasses
+import gc
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-import ddp as dist
+import ddp
 from configurator import write_config
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
-from groundup.train import checkpoint, ranks
-from groundup.train.device import choose_device, choose_dtype, rng_state, set_rng_state
+from groundup.train import checkpoint, ranks, run_card
+from groundup.train.device import choose_device, choose_dtype, rng_state, seed_everything, set_rng_state
 from groundup.train.log import RunLog, check_tensorboard
-from groundup.train.lora import resize_vocab
-from groundup.train.optim import SCHEDULES, Optimizer
+from groundup.train.optim import SCHEDULES, Optimizer, stays_whole
+from groundup.train.settings import REMOVED
+from groundup.train.signals import StopSignal
 from groundup.train.write_behind import Writer
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -38,7 +43,7 @@ AT_LEAST |= {"compress_start_step": -1}
 SHARES = ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum")
 CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
-    "compress": dist.COMPRESS,
+    "compress": ddp.COMPRESS,
 }  # fmt: skip
 # What a run leaves in its directory: overwrite=True deletes nothing else.
 OWN_FILES = re.compile(
@@ -48,15 +53,14 @@ OWN_FILES = re.compile(
 
 
 
-
-
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def check_config(config: dict) -> None:
     """Raise ConfigError for a value that no trainer can use; nothing exists yet when it does."""
     for key, least in AT_LEAST.items():
-        check_least(config, key, least)
+        if key in config:
+            check_least(config, key, least)
     for key in SHARES:
         check_share(config, key)
     for key, allowed in CHOICES.items():
@@ -66,8 +70,11 @@ def check_config(config: dict) -> None:
     if config["overwrite"] and config["resume"] != "never":
         raise UserError("config: overwrite=True deletes the run that resume would continue; add resume='never'")
     check_tensorboard(config["tensorboard"])
-    if config["schedule"] == "wcsd" and not config["stable_lr"]:
-        raise UserError("config: schedule='wcsd' needs stable_lr, the learning rate of its plateau")
+
+
+def warmup_of(config: dict) -> int:
+    """Steps of warm-up: warmup_steps, or where that is 0 warmup_fraction of max_steps."""
+    return config["warmup_steps"] or round(config["warmup_fraction"] * config["max_steps"])
 
 
 def check_least(config: dict, key: str, least: float) -> None:
@@ -85,36 +92,15 @@ def check_choice(config: dict, key: str, allowed: tuple[str, ...]) -> None:
         raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
 
 
-def count_tokens(config: dict, world_size: int) -> int:
-    """Tokens per step over all ranks: total_batch_tokens; 0 = one micro-step on each. Raises ConfigError."""
-    return count_per_step(config, "total_batch_tokens", {"block_size": config["block_size"], "world_size": world_size})
-
-
-def count_pairs(config: dict, world_size: int) -> int:
-    """Pairs per step over all ranks: total_batch_pairs; 0 = one micro-step on each. Raises ConfigError."""
-    return count_per_step(config, "total_batch_pairs", {"world_size": world_size})
-
-
-def count_per_step(config: dict, key: str, factors: dict[str, int]) -> int:
-    """config[key], or one micro-step where it is 0. Raises ConfigError where it is no multiple of `factors` and of
-    batch_size. A batch_size that is still to be chosen, 0, will divide it."""
-    batch_size, total = config["batch_size"], config[key]
-    if not batch_size and not total:
-        raise UserError(
-            f"config: batch_size=0 takes as many as fit, and {key}=0 would make that the step: what a run learns must "
-            f"not depend on the memory; give {key}, or batch_size"
-        )
-    if not batch_size and config["eval_steps"]:
-        raise UserError(
-            f"config: batch_size=0 takes as many as fit, and eval_steps={config['eval_steps']} counts such batches: "
-            "what an evaluation reads must not depend on the memory; give eval_steps=0, all of it, or batch_size"
-        )
-    factors = ({"batch_size": batch_size} if batch_size else {}) | factors
+def count_per_step(config: dict, key: str, **factors: int) -> int:
+    """config[key], the size of a step over all ranks; 0 = one micro-step on each. Raise UserError unless it is a
+    multiple of batch_size and `factors`."""
+    factors = {"batch_size": config["batch_size"]} | factors
     per_micro_step = math.prod(factors.values())
-    if total % per_micro_step:
+    if config[key] % per_micro_step:
         values = " = ".join(dict.fromkeys(("*".join(map(str, factors.values())), str(per_micro_step))))
-        raise UserError(f"config: {key}={total} must be a multiple of {'*'.join(factors)} = {values}")
-    return total or per_micro_step
+        raise UserError(f"config: {key}={config[key]} must be a multiple of {'*'.join(factors)} = {values}")
+    return config[key] or per_micro_step
 
 
 def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
@@ -128,16 +114,41 @@ def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
         raise UserError("config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
     dtype = choose_dtype(config["dtype"], device)
     fp16 = dtype == torch.float16
-    if reason := dist.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16):
+    if reason := ddp.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16):
         raise UserError(f"config: {reason}")
     return device, dtype
 
 
-# ---- where a run begins ----------------------------------------------------------------------------------------------
+# ---- (1) the checkpoint that a run continues -------------------------------------------------------------------------
+
+
+class Resume(NamedTuple):
+    """The checkpoint to continue: its directory (None = a new run), step, training state, and state of this rank."""
+
+    path: Path | None
+    step: int
+    state: dict
+    rank_state: dict
+
+
+def find_checkpoint(config: dict, cfg: ModelConfig, order: dict, defaults: Mapping[str, object]) -> Resume:
+    """The checkpoint of out_dir to continue, with its state on the CPU. Raise UserError where `resume` forbids it or
+    the run would not go on exactly. order: all that decides which samples a step sees; defaults: values of keys that
+    are recorded there only where they differ from these."""
+    rank = int(os.environ.get("RANK", 0))
+    path = find_resume(config, cfg, verbose=rank == 0)
+    if path is None:
+        return Resume(None, 0, {}, {})
+    state, rank_state = checkpoint.load_train_state(path, rank)
+    check_data_order(state["order"], order, defaults, path, state["step"])
+    check_same_parts(path, state["config"], config)
+    if rank == 0:
+        print(describe_resume(path, state["step"], state["config"], config), flush=True)
+    return Resume(path, state["step"], state, rank_state)
 
 
 def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
-    """Checkpoint of out_dir to continue from, or None to start. Raises ConfigError where `resume` forbids it."""
+    """Checkpoint of out_dir to continue from, or None to start. Raise UserError where `resume` forbids it."""
     out = Path(config["out_dir"])
     if not config["out_dir"] or (out.exists() and not out.is_dir()):
         raise UserError(f"config: out_dir={config['out_dir']!r} is not a directory")
@@ -174,23 +185,13 @@ def check_overwrite(config: dict, out: Path) -> None:
         raise UserError(f"config: init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
 
 
-def check_ranks_agree(mine: dict) -> None:
-    """Raise on all ranks if one of them has another setting or would continue from another step."""
-    everyone = ranks.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        differ = [key for key in mine if theirs[key] != everyone[0][key]]
-        if differ:
-            key = differ[0]
-            raise UserError(
-                f"train: rank {rank} has {key}={theirs[key]}, rank 0 has {everyone[0][key]}; "
-                f"all ranks need the same command, data and out_dir"
-            )
-
-
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
     """What a resumed run says: from where, with which other settings, and that it has come to its end if it has."""
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in saved.keys() & config if saved[key] != config[key]]
     text = f"continuing {path} after step {step}" + (f"; changed: {', '.join(sorted(changed))}" if changed else "")
+    gone = {key: saved[key] for key in REMOVED.keys() & saved.keys() - config.keys() if saved[key] != REMOVED[key]}
+    if gone := [f"{key}={value!r}" for key, value in sorted(gone.items())]:
+        text += f"; no longer a setting, ignored: {', '.join(gone)}"
     if step >= config["max_steps"]:
         text += f"; max_steps={config['max_steps']} is reached, raise it to go on"
     return text
@@ -207,6 +208,8 @@ def check_same_parts(path: Path, saved: dict, config: dict) -> None:
 def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: int) -> None:
     """A resumed run goes on with the very next sample only if all that ordered the samples so far is unchanged. Raises
     ConfigError. defaults: of keys that are recorded only where they differ from them."""
+    if "reference_weights" in now:  # earlier versions did not record it
+        saved = {"reference_weights": now["reference_weights"]} | saved
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if set(differ) <= {"data", "stages"} and "competence" not in now:  # a curriculum looks ahead
         differ = list(filter(None, [same_order(saved, now, step)]))
@@ -215,6 +218,104 @@ def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: i
         detail = {key: f"{key}={was.get(key)} (asked {asked.get(key)})" for key in differ}
         detail = ", ".join((detail | {"data": "another corpus"} if "data" in detail else detail).values())
         raise UserError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
+
+
+def join(config: dict, order: dict, step: int, device: torch.device, dtype: torch.dtype) -> ranks.World:
+    """Join the process group. Raise UserError on all ranks if one has another setting or would continue elsewhere."""
+    world = ranks.init(device.type, config["timeout_s"])
+    mine = {**config, **order, "step": step, "dtype": str(dtype)}
+    everyone = ranks.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        if differ := [key for key in mine if theirs[key] != everyone[0][key]]:
+            key = differ[0]
+            raise UserError(
+                f"train: rank {rank} has {key}={theirs[key]}, rank 0 has {everyone[0][key]}; "
+                f"all ranks need the same command, data and out_dir"
+            )
+    return world
+
+
+# ---- (2) set-up ------------------------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """What training changes, and so what a checkpoint holds and a resumed run brings back."""
+
+    model: Transformer
+    opt: Optimizer
+    scaler: torch.amp.GradScaler
+    hook: object  # of ddp.make_hook
+    ddp: ddp.DDP
+    world: ranks.World
+    device: torch.device
+    writer: Writer | None = None  # None: saved as a part of another's state (critic.py)
+
+
+def set_up(
+    config: dict, model: Transformer, world: ranks.World, device: torch.device, dtype: torch.dtype,
+    updates_per_step: int = 1, saves: bool = True,
+) -> Parts:  # fmt: skip
+    """Move the model to the device, compile it, and make what trains it. Freeze what is frozen before."""
+    model.to(device).activation_checkpointing = config["activation_checkpointing"]
+    if config["compile"]:
+        compile_blocks(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    first = updates_per_step * warmup_of(config) if config["compress_start_step"] < 0 else config["compress_start_step"]
+    hook = ddp.make_hook(
+        config["compress"], config["compress_rank"], first, config["compress_embedding"], config["seed"], scaler
+    )
+    whole = partial(stays_whole, config["optimizer"])
+    replicas = ddp.DDP(model, config["bucket_mb"], hook, config["overlap_step"], config["zero1"], keep_whole=whole)
+    opt = Optimizer(
+        replicas.buckets, config["optimizer"], (config["beta1"], config["beta2"]), weight_decay=config["weight_decay"],
+        momentum=config["momentum"], muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+    )  # fmt: skip
+    writer = Writer(config["async_save"], config["timeout_s"]) if saves else None
+    return Parts(model, opt, scaler, hook, replicas, world, device, writer)
+
+
+def compile_blocks(model: Transformer) -> None:
+    """torch.compile, block by block and in place: it stays the same object."""
+    # Padded rows have eight lengths, each with gradients and without, in up to three models. Beyond its limit, 8 by
+    # default, torch runs a new shape uncompiled and says so only in its logs.
+    torch._dynamo.config.recompile_limit = 128
+    model.compile_blocks(partial(torch.compile, dynamic=False))
+
+
+# ---- (1) its content ------------------------------------------------------------------------------------------
+
+
+def start(
+    parts: Parts, resumed: Resume, config: dict, script: str,
+    load: Callable[[Transformer, Path], None] = checkpoint.load_weights,
+) -> torch.Tensor:  # fmt: skip
+    """Restore everything as it was when the checkpoint was saved, or seed a new run; make out_dir, with `config`. By
+    all ranks. Return the number of skipped steps, in all and in a row, (2,) float32. load: reads the weights."""
+    if resumed.path:
+        load(parts.model, resumed.path)
+    seed_everything(config["seed"] + 1_000_003 * resumed.step, parts.world.rank)  # dropout differs by rank
+    skipped = torch.tensor(resumed.state.get("skipped", [0.0, 0.0]), device=parts.device)
+    if resumed.path:
+        load_state(parts, resumed.state)
+        if resumed.rank_state:  # absent for a rank that the saved run did not have
+            set_rng_state(resumed.rank_state["rng"], parts.device)
+        if config["compress"] == "powersgd":
+            saved = checkpoint.load_rank_states(resumed.path, parts.world.rank, parts.world.world_size)
+            parts.hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in saved])
+        resumed.state.clear()  # as large as the optimizer's
+        resumed.rank_state.clear()
+    if parts.world.is_main:
+        prepare_out_dir(config, Path(script).name)
+    gc.collect()
+    gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
+    return skipped
+
+
+def load_state(parts: Parts, state: dict) -> None:
+    parts.ddp.n_steps = state["step"]
+    parts.opt.load_state_dict(state["optimizer"])
+    if state["scaler"]:  # empty unless that run was in float16
+        parts.scaler.load_state_dict(state["scaler"])
 
 
 def prepare_out_dir(config: dict, script: str) -> None:
@@ -227,122 +328,20 @@ def prepare_out_dir(config: dict, script: str) -> None:
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
-    write_config(again, f"{out}/config.py", command=f"python {script}.py {out}/config.py")
+    write_config(again, f"{out}/config.py", command=f"python {script} {out}/config.py")
 
 
-# ---- the weights it begins with --------------------------------------------------------------------------------------
-
-
-def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked; without
-    a source that of a tiny model, to try a script with."""
-    block_size, dropout = config["block_size"], config["dropout"]
-    if source is None:
-        return ModelConfig(token_vocab, block_size, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, dropout=dropout)
-    cfg = checkpoint.load_config(source)
-    rows, longest = max(cfg.vocab_size, token_vocab), max(cfg.block_size, block_size)
-    return dataclasses.replace(cfg, vocab_size=rows, block_size=longest, dropout=dropout)
-
-
-def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
-    """How many of the tokenizer's ids the weights in `source` were trained with: all of them, or the first so many if
-    it is their tokenizer with more tokens. Raises ConfigError if it is another, that of `whose`."""
-    n_rows = checkpoint.load_config(source).vocab_size
-    directory = checkpoint.tokenizer_dir(source)
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        if tokenizer.vocab_size > n_rows:
-            raise UserError(f"config: {whose} has {tokenizer.vocab_size} token ids, {source} only {n_rows}")
-        return n_rows
-    known = Tokenizer.load(directory)
-    if known.fingerprint() == tokenizer.fingerprint():
-        return n_rows
-    same = known.pieces.items() <= tokenizer.pieces.items() and known.special_ids <= tokenizer.special_ids
-    if not same or tokenizer.vocab_size <= known.vocab_size:
-        raise UserError(
-            f"config: {whose} was not tokenized with the tokenizer of {source}, nor with one that extends it; "
-            f"rerun prepare.py with --tokenizer_dir={source}"
-        )
-    return known.vocab_size
-
-
-def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
-    """Raise ConfigError where `trainable` does not fit what training begins with; n_new ids have no weights yet."""
-    parts = [part.strip() for part in config["trainable"].split(",")]
-    if parts == ["all"]:
-        return
-    if source is None:
-        raise UserError(f"config: trainable={config['trainable']!r} leaves the rest as it was: give init_from")
-    if "lora" in parts and checkpoint.is_adapter(source):
-        fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
-        raise UserError(f"config: {source} is an adapter; first: {fix}")
-    if "lora" in parts and n_new > 0 and not {"embed", "lm_head"} <= {*parts}:
-        raise UserError(f"config: {n_new} token ids are new to {source}: use trainable='embed,lm_head,lora'")
-
-
-def load_start(model: Transformer, source: Path, n_known: int) -> None:
-    """The weights in `source` into a model that may have more rows for tokens: those from n_known on become the mean of
-    the others, for new tokens mean nothing yet."""
-    same_rows = checkpoint.load_config(source).vocab_size == model.cfg.vocab_size == n_known
-    if same_rows and not checkpoint.is_adapter(source):
-        checkpoint.load_weights(model, source)
-        return
-    start = checkpoint.load_model(source, block_size=model.cfg.block_size)
-    resize_vocab(start, model.cfg.vocab_size, n_known)
-    model.load_state_dict(start.state_dict())
-
-
-def frozen_base(resume_from: Path | None, source: Path | None) -> str:
-    """Directory of the weights that adapters are added to: a resumed run's own, whatever init_from has come to mean. If
-    it is a step of a run, that run will not remove it."""
-    if resume_from and checkpoint.is_adapter(resume_from):
-        base = checkpoint.base_of(resume_from)
-    elif source:
-        base = source.resolve()
-    else:
-        return ""
-    if checkpoint.STEP_NAME.fullmatch(base.name):
-        with contextlib.suppress(OSError):  # a directory of others, that cannot be written to
-            (base / checkpoint.KEEP).touch()
-    return str(base)
-
-
-# ---- what a checkpoint holds -----------------------------------------------------------------------------------------
-
-
-class Parts(NamedTuple):
-    """What training changes, and so what a checkpoint holds and a resumed run brings back."""
-
-    model: Transformer
-    opt: Optimizer
-    scaler: torch.amp.GradScaler
-    hook: object  # of ddp.make_hook
-    ddp: dist.DDP
-    world: ranks.World
-    device: torch.device
-    writer: Writer | None = None  # None: saved as a part of another's state (critic.py)
-
-
-def restore(parts: Parts, path: Path, state: dict, rank_state: dict, compress: str) -> None:
-    """Everything but the weights as it was when the checkpoint `path` was saved; the two states are its content."""
-    parts.ddp.n_steps = state["step"]
-    parts.opt.load_state_dict(state["optimizer"])
-    if state["scaler"]:  # empty unless that run was in float16
-        parts.scaler.load_state_dict(state["scaler"])
-    if rank_state:  # absent for a rank that the saved run did not have
-        set_rng_state(rank_state["rng"], parts.device)
-    if compress == "powersgd":
-        rank_states = checkpoint.load_rank_states(path, parts.world.rank, parts.world.world_size)
-        parts.hook.load_state_dict([saved.get("powersgd", {}) for saved in rank_states])
+# ---- checkpoints of this run -----------------------------------------------------------------------------------------
 
 
 def save(
-    parts: Parts, step: int, tokenizer: Tokenizer, config: dict, order: dict, skipped: torch.Tensor,
-    val_loss: float | None, log: RunLog, base: str = "",
-    write: Callable[[Path, Transformer, Tokenizer], dict] | None = None, other: Mapping[str, object] | None = None,
+    parts: Parts, step: int, skipped: torch.Tensor, tokenizer: Tokenizer, config: dict, order: dict, base: str,
+    log: RunLog, write: Callable[[Path, Transformer, Tokenizer], dict] | None = None,
+    other: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Write the checkpoint of this step, by all ranks, behind training unless async_save is off. If it cannot be
-    written (a full disk), the next save says so and is tried: what is there already is whole. base, write: as of
-    checkpoint.save; other: what the training state holds besides."""
+    """Write the checkpoint of this step, by all ranks, in a thread unless async_save is off. If it cannot be written
+    (a full disk), the next save says so and is tried: what is there already is whole. base, write: see checkpoint.save;
+    other: what the training state holds besides."""
     report_save(parts, log)
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
     opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
@@ -353,12 +352,22 @@ def save(
     model, state = (parts.model, state) if parts.world.is_main else (None, {})  # which rank 0 alone writes
     model, state, rank_state = parts.writer.copy(model, state, rank_state)
     parts.writer.start(partial(
-        checkpoint.save, config["out_dir"], step, model, tokenizer, state, rank_state, parts.world,
-        val_loss=val_loss, keep_last=config["keep_last"], keep_best=config["keep_best"], base=base, write=write,
-        group=parts.writer.group,
+        checkpoint.save, config["out_dir"], step, model, tokenizer, state, rank_state, parts.world, val_loss=None,
+        keep_last=config["keep_last"], keep_best=config["keep_best"], base=base, write=write, group=parts.writer.group,
     ))  # fmt: skip
     if not parts.writer.behind:
         report_save(parts, log)
+
+
+def rank(parts: Parts, step: int, val_loss: float, config: dict, log: RunLog) -> None:
+    """Give the checkpoint of this step, if there is one, its validation loss: `best` and `best2` go by it. The save
+    comes before the evaluation, which may run out of memory; this waits for neither."""
+    if parts.world.is_main:
+        keep = config["keep_last"], config["keep_best"]
+        try:
+            parts.writer.then(partial(checkpoint.rank, config["out_dir"], step, val_loss, *keep))
+        except UserError as error:
+            log.print(str(error))
 
 
 def report_save(parts: Parts, log: RunLog) -> None:
@@ -370,13 +379,6 @@ def report_save(parts: Parts, log: RunLog) -> None:
     else:
         if path is not None:
             log.write("save", checkpoint.step_of(path), {"path": str(path)})
-
-
-def finish_saving(parts: Parts, log: RunLog) -> bool:
-    """Wait for the last save; whether it is on the disk. None can follow."""
-    report_save(parts, log)
-    parts.writer.close()
-    return parts.writer.saved
 
 
 # ---- what stops a run ------------------------------------------------------------------------------------------------
@@ -395,3 +397,28 @@ def stop_not_finite(
         f"train: step {step}: {skipped} steps in a row without a finite gradient; {where}; samples {first} to "
         f"{first + share - 1}; lower learning_rate or continue from an earlier checkpoint"
     )
+
+
+# ---- (3) the end -----------------------------------------------------------------------------------------------------
+
+
+def finish(
+    parts: Parts, log: RunLog, config: dict, script: str, data: Iterable[str], stopped_by: StopSignal | None,
+    batches: Batches | None = None, watched: str = "val_loss", why: str = "",
+) -> NoReturn:  # fmt: skip
+    """Wait for the last save, write the run's README.md and exit: with 0, 1 if that save failed, or as a signal does.
+    data: lines about it; watched: the loss that tells which is best; why: what ended the run before its last step."""
+    report_save(parts, log)
+    parts.writer.close()
+    saved = parts.writer.saved
+    if stopped_by:
+        how = "the same command continues" if saved else "the last save failed"
+        log.print(f"stopped by a signal after step {log.step}; {how}")
+    if batches:
+        batches.close()
+    log.close()
+    if parts.world.is_main:
+        why = "stopped by a signal" if stopped_by else why
+        run_card.write(config["out_dir"], script, config, data, parts.device, parts.world.world_size, watched, why)
+    ranks.close()
+    sys.exit(stopped_by.exit_code if stopped_by else int(not saved))

@@ -3,7 +3,6 @@
 All of it is read from what the run has left (config.py, log.jsonl) and from the corpus; nothing is measured here.
 """
 
-import ast
 import os
 import platform
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from configurator import defaults_of
 from groundup.train.device import hardware, versions
 from groundup.train.log import read_events
 
@@ -116,18 +116,6 @@ def settings_table(config: dict, script: Path) -> str:
     usual = defaults_of(script)
     lines = [f"{key} = {value!r}" for key, value in config.items() if key in usual and value != usual[key]]
     return fenced("\n".join(lines), "python") + f"\n\nAll settings are in `config.py`; `{script.name}` explains them."
-
-
-def defaults_of(script: Path) -> dict:
-    """{key: value} of the plain assignments at the top of a script."""
-    found = {}
-    for node in ast.parse(script.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:  # an expression
-                continue
-    return found
 
 
 def machine(device: torch.device, world_size: int) -> str:

@@ -63,6 +63,20 @@ class Writer:
 
         self._pending = self._pool.submit(save_the_copy)
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Call action() after the save that was started, if it succeeds; wait() raises what it raises."""
+        if self._pending is None:
+            action()
+            return
+        pending = self._pending
+
+        def after() -> Path:
+            path = pending.result()
+            action()
+            return path
+
+        self._pending = self._pool.submit(after)
+
     def wait(self) -> Path | None:
         """What the save that was started returned, or None if there is none. Raises what it raised."""
         pending, self._pending = self._pending, None

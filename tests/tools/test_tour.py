@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import tour  # noqa: E402
 
 import pretrain  # noqa: E402
+from configurator import defaults_of  # noqa: E402
 from groundup.train.lora import LoRAConfig  # noqa: E402
 from groundup.train.plan import flops_per_token  # noqa: E402
-from groundup.train.run_card import defaults_of  # noqa: E402
 from model import ModelConfig, Transformer  # noqa: E402
 
 SHAPES = [
