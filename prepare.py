@@ -44,7 +44,7 @@ from configurator import configure, write_config
 from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_conversations, docs_rows
 from groundup.errors import UserError
-from groundup.files import readers
+from groundup.files import readers, streams
 from groundup.files.splits import SPLITS
 from groundup.text import answer_pairs, dedup
 from groundup.text.decontaminate import Evals
@@ -262,7 +262,7 @@ def spool_stdin(work: Path) -> Path:
     path = work / "stdin.txt"
     with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
-    with readers.open_stream(str(path)) as stream:
+    with streams.open_stream(str(path)) as stream:
         kind = readers.container("-", stream.peek(), "file")
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
 

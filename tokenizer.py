@@ -37,7 +37,8 @@ from tqdm import tqdm
 
 from configurator import configure
 from groundup.errors import UserError
-from groundup.files.readers import Report, find_files, read_documents, scrub
+from groundup.files.readers import Report, find_files, read_documents
+from groundup.files.streams import scrub
 from groundup.tokens import foreign
 from groundup.tokens.bpe import (
     MAX_CHARS,

@@ -27,7 +27,7 @@ from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brut
 
 import tokenizer as tokenizer_module
 from groundup.errors import UserError
-from groundup.files.readers import scrub
+from groundup.files.streams import scrub
 from groundup.tokens import bpe as bpe_module
 from groundup.tokens import foreign
 from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, train_bpe

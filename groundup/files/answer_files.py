@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, records, row_formats
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
 HINT = "sample.py writes it beside its answers, keep the two together"
@@ -100,7 +100,7 @@ def is_answers(path: str) -> bool:
     return isinstance(first, dict) and "completions" in first
 
 
-def row_of(record: readers.Record) -> dict:
+def row_of(record: records.Record) -> dict:
     """Return a line with a list of answers. Raise BadLine."""
     if record.problem:
         raise BadLine(record.problem)

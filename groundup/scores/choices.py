@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from groundup.errors import UserError
-from groundup.files import readers
+from groundup.files import readers, records, streams
 from groundup.generate.engine import begin_prompt
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
@@ -252,17 +252,17 @@ def read_questions(file: Path, task: str, words: dict, notes: Notes) -> list[Que
     return checked(file, rows, lambda row: understand(*fields(row), words), notes)
 
 
-def headless_rows(file: Path, columns: Sequence[str]) -> Iterator[readers.Record]:
+def headless_rows(file: Path, columns: Sequence[str]) -> Iterator[records.Record]:
     """The rows of a CSV file without a line of column names."""
-    with readers.open_stream(str(file)) as stream:
-        decoded = partial(readers.text_record, encoding=readers.guess_encoding(stream.peek()))
-        header = readers.Record(",".join(columns), 0, 0)
-        lines = map(decoded, readers.read_lines(stream, 0, None))
-        yield from readers.csv_records(chain([header], lines), ",")
+    with streams.open_stream(str(file)) as stream:
+        decoded = partial(records.text_record, encoding=streams.guess_encoding(stream.peek()))
+        header = records.Record(",".join(columns), 0, 0)
+        lines = map(decoded, records.read_lines(stream))
+        yield from records.csv_records(chain([header], lines), ",")
 
 
 def checked(
-    file: Path, rows: Iterable[readers.Record], understand: Callable[[Any], tuple], notes: Notes
+    file: Path, rows: Iterable[records.Record], understand: Callable[[Any], tuple], notes: Notes
 ) -> list[Question]:
     """The questions that `understand` makes of rows: what cannot be read or understood is an error, since the accuracy
     over the others would be another benchmark's. Raises ChoiceError with file and line."""

@@ -20,7 +20,7 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, row_formats, streams
 from groundup.files.answer_files import (
     NoPair,
     conversation_of,
@@ -153,7 +153,7 @@ def rows_of(source: str) -> Iterator[Asked]:
             if record.problem:
                 yield Asked({"line": record.line}, [], f"{record.problem}: {record.detail}")
                 continue
-            value = readers.mend(record.value)[0]
+            value = streams.mended(record.value)
             row = value if isinstance(value, dict) else {"row": value}
             row.pop("reward_problem", None)  # that an earlier model had
             if "completions" in row:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, row_formats, streams
 from groundup.scores import reward_scores
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from groundup.scores.likelihood import Scored, score_tokens
@@ -70,7 +70,7 @@ def read_work(source: str, tokenizer: Tokenizer, settings: Settings, report: rea
                 report.mended[record.encoding] += 1
             if isinstance(record.value, dict) and not record.value.keys().isdisjoint(KEYS):
                 report.mended["replaced"] += 1
-            yield work_of(readers.mend(record.value)[0], tokenizer, settings)
+            yield work_of(streams.mended(record.value), tokenizer, settings)
 
 
 def work_of(row: object, tokenizer: Tokenizer, settings: Settings) -> Work:

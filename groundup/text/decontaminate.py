@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers
+from groundup.files import readers, streams
 from groundup.text.dedup import SLICE, Units, units, windows
 
 CUT_CHARS = 200  # removed on each side of an evaluation question
@@ -129,7 +129,7 @@ class Table:
 
 def read_items(path: str) -> Iterator[tuple[str, str]]:
     """("path:line", question and choices) of each item of an evaluation file. Raises EvalError, readers.DataError."""
-    with readers.open_stream(path) as stream:
+    with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
         if kind in ("csv", "tsv"):
             yield from csv_items(path, stream, "," if kind == "csv" else "\t")
@@ -146,8 +146,8 @@ def read_items(path: str) -> Iterator[tuple[str, str]]:
 
 def csv_items(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[tuple[str, str]]:
     try:
-        readers.skip_mark(stream)
-        text, _ = readers.decode(stream.read())
+        streams.skip_mark(stream)
+        text, _ = streams.decode(stream.read())
         table = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         rows = [(table.line_num, row) for row in table if row]
     except (UnicodeDecodeError, csv.Error) as error:

@@ -35,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, row_formats, streams
 from groundup.files.row_formats import as_score
 from groundup.files.splits import first_question, is_held_out, said, split_position
 from groundup.text import dedup
@@ -400,7 +400,7 @@ def questions_in(files: str, aids: str, steps: filters.Cleaning) -> frozenset[st
     found = set()
     for path in readers.find_files(files):
         for record in readers.read_records(path):
-            messages, problem = row_formats.messages_of(readers.mend(record.value)[0])
+            messages, problem = row_formats.messages_of(streams.mended(record.value))
             question = filters.clean(first_question(messages), steps).strip()
             if not question:
                 what = f"prompts_from: {path}:{record.line}: {record.problem or problem or 'no question'}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, row_formats, streams
 from groundup.text import dedup
 from groundup.text.pipeline import Item, Judge, Recipe, Source, signatures_of
 from groundup.tokens.token_files import TokenData
@@ -59,7 +59,7 @@ class Shown:
                 judge, shape = Judge(source, self.recipe, self.work), row_formats.shape_name(row, self.recipe.kind)
                 self.understood(judge.understand(row)[0], judge, f"python-docs, document {k}", shape)
             return
-        with readers.open_stream(path) as stream:
+        with streams.open_stream(path) as stream:
             container = readers.container(path, stream.peek(), source.txt_split)
         name = self.names.get(path, path)
         print(f"\n==== {name}: {CONTAINERS.get(container, container)}")
@@ -68,7 +68,7 @@ class Shown:
             if record.problem:
                 self.not_understood(where, f"{record.problem}: {record.detail}")
                 continue
-            row, _ = readers.mend(record.value)
+            row = streams.mended(record.value)
             judge = Judge(source, self.recipe, self.work)
             item, problem = judge.understand(row)
             if problem:

@@ -18,7 +18,7 @@ import sentencepiece
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files.readers import scrub
+from groundup.files.streams import scrub
 
 # How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they matched.
 # Only what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike: no set differences, no "{1,3}+".

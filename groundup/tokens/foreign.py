@@ -16,7 +16,7 @@ import sentencepiece
 import tiktoken
 
 from groundup.errors import UserError
-from groundup.files.readers import scrub
+from groundup.files.streams import scrub
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, Chunks, count_chunks, train_sentencepiece
 
 # ---- tokenizer.json: byte-level BPE --------------------------------------------------------------------------

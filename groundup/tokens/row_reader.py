@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats
+from groundup.files import readers, row_formats, streams
 from groundup.files.splits import assign, split_position
 
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
@@ -52,7 +52,7 @@ class RowReader:
             try:
                 if record.problem:
                     raise Unusable(record.problem, record.detail)
-                found = self.item(readers.mend(record.value)[0], place)
+                found = self.item(streams.mended(record.value), place)
             except Unusable as problem:
                 self.n_strange += problem.reason == STRANGE
                 self._drop(place, problem.reason, problem.detail)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.files import readers
+from groundup.files import readers, records, streams
 from groundup.files.readers import Report
 
 TEXTS = [
@@ -72,7 +72,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("suffix", [*COMPRESS, ".zst"])
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str, read_bytes: int) -> None:
-    monkeypatch.setattr(readers, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(streams, "READ_BYTES", read_bytes)
     raw, expected = CONTAINERS[name]
     path = tmp_path / (name + suffix)
     path.write_bytes(zstd(raw) if suffix == ".zst" else COMPRESS[suffix](raw))
@@ -156,7 +156,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, raw: bytes, expected: l
 
 
 def in_pieces(text: str, size: int) -> list[tuple[object, int, int]]:
-    return list(readers.JsonStream(text[i : i + size] for i in range(0, len(text), size)))
+    return list(records.JsonStream(text[i : i + size] for i in range(0, len(text), size)))
 
 
 def random_json(rng: random.Random, depth: int = 0) -> object:
@@ -206,7 +206,7 @@ def test_json_array_large_element_takes_linear_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_bounded_by_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "READ_BYTES", 2**16)
+    monkeypatch.setattr(streams, "READ_BYTES", 2**16)
     texts = ["汉字 and English " * 60] * 4000  # 5 MB
     files = {"a.jsonl": jsonl(texts), "a.json": json.dumps([{"text": t} for t in texts]).encode()}
     files |= {"a.csv": as_csv(texts, ","), "a.jsonl.gz": gzip.compress(jsonl(texts), 1)}
@@ -249,11 +249,11 @@ def test_every_cut_reads_every_record_once(tmp_path: Path, bom: bytes, end: byte
 
 
 def test_parts_of_one_long_paragraph_do_not_read_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "READ_BYTES", 64)
+    monkeypatch.setattr(streams, "READ_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"line\n" * 1000)
-    with readers.open_stream(str(path), 99) as stream:
-        assert list(readers.paragraphs(stream, 100, 200)) == []
+    with streams.open_stream(str(path), 99) as stream:
+        assert list(records.paragraphs(stream, 100, 200)) == []
         assert stream.raw.file.tell() < 400
     parts = [list(readers.read_documents(str(path), "text", "blank", a, a + 100)) for a in range(0, 5000, 100)]
     assert [len(part) for part in parts] == [1] + [0] * 49 and len(parts[0][0].text) == 4999
@@ -331,7 +331,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "gb18030"])
 @pytest.mark.parametrize("name", ["a.jsonl", "d.json", "e.json", "h.csv", "j.txt"])
 def test_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, encoding: str) -> None:
-    monkeypatch.setattr(readers, "READ_BYTES", 512)
+    monkeypatch.setattr(streams, "READ_BYTES", 512)
     raw, expected = CONTAINERS[name]
     if name == "d.json":
         raw = json.dumps(json.loads(raw), ensure_ascii=False).encode()
