@@ -29,7 +29,7 @@ from groundup.generate.answers import Answers, Rank
 from groundup.generate.chat import Chat, converse
 from groundup.generate.engine import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE, Tokenizer
@@ -125,7 +125,7 @@ def is_tuned(directory: Path) -> bool:
     if script:
         return script[1] != "pretrain"
     settings, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    template = checkpoint.read_json(settings).get("chat_template") if settings.exists() else ""
+    template = huggingface.read_json(settings).get("chat_template") if settings.exists() else ""
     template = jinja.read_text(encoding="utf-8") if jinja.exists() else str(template)
     return "<|im_start|>" in template and template != CHAT_TEMPLATE
 

@@ -27,7 +27,7 @@ from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.prompts import PromptCorpus
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
 from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready, train
@@ -538,7 +538,7 @@ def forget(step_dir: Path, key: str) -> None:
     del state["order"][key]
     path, sums = step_dir / "train_state.pt", step_dir / "checksums.json"
     checkpoint.write_state(path, state)
-    checkpoint.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.checksum(path)})
+    huggingface.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.checksum(path)})
 
 
 def test_a_run_does_not_go_on_with_another_reference(run, base, tmp_path):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.train import checkpoint, lora, ranks
+from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.device import autocast
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -150,28 +150,28 @@ def evaluate(
 # ---- disk -----------------------------------------------------------------------------------------------------------
 
 
-def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> dict[str, str]:
-    """The Hugging Face directory, adapters added to the weights; {file: checksum} of what is large."""
+def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> None:
+    """Write the Hugging Face directory, with adapters merged into the weights."""
     if tokenizer.pad_id in (-1, tokenizer.im_end_id):
         raise UserError("reward: the tokenizer needs a padding token of its own, or transformers reads another score")
     weights = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
     weights |= {f"{name}.weight": layer.merged_weight() for name, layer in lora.adapters(model)}
     stored = {stored_name(name): p.detach().to("cpu", torch.float32) for name, p in weights.items()}
     tokenizer.save(directory)
-    config = checkpoint.to_hf_config(model.cfg, tokenizer)
+    config = huggingface.to_hf_config(model.cfg, tokenizer)
     config["architectures"] = [config["architectures"][0].replace("CausalLM", "SequenceClassification")]
     config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    checkpoint.write_json(directory / "config.json", config)
-    return {"model.safetensors": checkpoint.write_weights(directory / "model.safetensors", stored)}
+    huggingface.write_json(directory / "config.json", config)
+    huggingface.save_weights(directory / "model.safetensors", stored)
 
 
 def stored_name(name: str) -> str:
-    return name if name == "score.weight" else lora.hf_name(name)
+    return name if name == "score.weight" else huggingface.hf_name(name)
 
 
 def is_reward_model(directory: str | Path) -> bool:
     path = Path(directory) / "config.json"
-    names = checkpoint.read_json(path).get("architectures") if path.exists() else None
+    names = huggingface.read_json(path).get("architectures") if path.exists() else None
     return any(str(name).endswith("ForSequenceClassification") for name in names or [])
 
 

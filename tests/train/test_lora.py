@@ -19,7 +19,7 @@ import ddp
 from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, lora, ranks
+from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.lora import LoRAConfig, LoRALinear
 from groundup.train.optim import Optimizer, stays_whole
 from model import ModelConfig, Transformer
@@ -71,7 +71,7 @@ def error_line(*args: object) -> str:
     with pytest.raises(UserError) as caught:
         args[0](*args[1:])
     text = str(caught.value)
-    assert isinstance(caught.value, UserError) and text.startswith("lora: ") and "\n" not in text and len(text) < 600
+    assert text.startswith(("lora: ", "checkpoint: ")) and "\n" not in text and len(text) < 600
     return text
 
 
@@ -305,7 +305,7 @@ def ours_and_files(tmp_path: Path, trainable: str, cfg: LoRAConfig, kind: str = 
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.2)
     directory = tmp_path / "adapter"
     directory.mkdir()
-    lora.save_adapter(directory, model, str(base))
+    huggingface.save_adapter(directory, model, str(base))
     return base, model, directory
 
 
@@ -324,7 +324,7 @@ def test_peft_loads_our_adapter_and_merges_to_the_same_bits(
     lora.merge_(model)
     weights = dict(merged.named_parameters()) | {"lm_head.weight": merged.lm_head.weight}
     for name, p in model.named_parameters():
-        assert torch.equal(p, weights[lora.hf_name(name)]), name
+        assert torch.equal(p, weights[huggingface.hf_name(name)]), name
     assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
 
 
@@ -337,11 +337,11 @@ def test_peft_and_we_have_the_same_gradients(tmp_path: Path, trainable: str) -> 
     model(idx[:, :-1], idx[:, 1:]).div(30).backward()
     theirs(input_ids=idx, labels=idx).loss.backward()
     found = {
-        name.replace(".default", "").replace("modules_to_save.", "").removeprefix(lora.PREFIX): p.grad
+        name.replace(".default", "").replace("modules_to_save.", "").removeprefix(huggingface.PREFIX): p.grad
         for name, p in theirs.named_parameters()
         if p.requires_grad
     }
-    ours = {lora.hf_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    ours = {huggingface.hf_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert ours.keys() == found.keys()
     for name, grad in ours.items():
         torch.testing.assert_close(grad, found[name], rtol=1e-4, atol=3e-6, msg=name)
@@ -352,16 +352,16 @@ def test_peft_and_we_have_the_same_gradients(tmp_path: Path, trainable: str) -> 
 def test_our_own_adapter_comes_back_to_the_bit(tmp_path: Path, kind: str) -> None:
     base, model, directory = ours_and_files(tmp_path, "embed,lora", KINDS[kind])
     again = checkpoint.load_model(base)
-    lora.load_adapter(again, directory)
+    huggingface.load_adapter(again, directory)
     assert lora.lora_config_of(again) == KINDS[kind]
     params = dict(again.named_parameters())
     assert all(torch.equal(p, params[name]) for name, p in model.named_parameters())
-    lora.load_adapter(again, directory)  # into the adapters that are there
+    huggingface.load_adapter(again, directory)  # into the adapters that are there
     assert torch.equal(logits_of(again), logits_of(model))
     other = checkpoint.load_model(base)
     lora.add_lora(other, LoRAConfig(rank=2))
-    assert "rank=2" in error_line(lora.load_adapter, other, directory)
-    stored = load_file(directory / lora.WEIGHTS_FILE)
+    assert "rank=2" in error_line(huggingface.load_adapter, other, directory)
+    stored = load_file(directory / huggingface.ADAPTER_WEIGHTS)
     assert {t.dtype for t in stored.values()} == {torch.float32}
     assert not any("norm" in name or "lm_head" in name for name in stored)
 
@@ -393,28 +393,28 @@ def test_we_load_pefts_adapters(tmp_path: Path, kind: str, base_kind: str) -> No
     ours = checkpoint.load_model(base)
     expected = logits_of(theirs)
     assert not torch.allclose(logits_of(ours), expected, atol=1e-3)
-    lora.load_adapter(ours, tmp_path / "adapter")
+    huggingface.load_adapter(ours, tmp_path / "adapter")
     torch.testing.assert_close(logits_of(ours), expected, rtol=0, atol=2e-5)
     whole = checkpoint.load_model(tmp_path / "adapter")  # finds the base by itself
     merged = dict(theirs.merge_and_unload().named_parameters())
-    assert all(torch.equal(p, merged[lora.hf_name(name)]) for name, p in whole.named_parameters())
+    assert all(torch.equal(p, merged[huggingface.hf_name(name)]) for name, p in whole.named_parameters())
 
 
 def test_layers_without_an_adapter_in_the_file_add_nothing(tmp_path: Path) -> None:
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
-    file = directory / lora.WEIGHTS_FILE
+    file = directory / huggingface.ADAPTER_WEIGHTS
     save_file({name: t for name, t in load_file(file).items() if "layers.1." in name}, file)
     model = checkpoint.load_model(base)
     lora.add_lora(model, KINDS["attention"])
     shake(model, 5, "lora")
-    lora.load_adapter(model, directory)
+    huggingface.load_adapter(model, directory)
     theirs = PeftModel.from_pretrained(hf_load(base), directory)  # there B begins at zero
     torch.testing.assert_close(logits_of(model), logits_of(theirs), rtol=0, atol=2e-5)
 
 
 def test_half_precision_adapters_are_widened(tmp_path: Path) -> None:
     base, model, directory = ours_and_files(tmp_path, "lora", KINDS["all"])
-    file = directory / lora.WEIGHTS_FILE
+    file = directory / huggingface.ADAPTER_WEIGHTS
     save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
     theirs = PeftModel.from_pretrained(hf_load(base), directory)
     torch.testing.assert_close(logits_of(checkpoint.load_model(directory)), logits_of(theirs), rtol=0, atol=2e-5)
@@ -454,14 +454,14 @@ def test_tied_embeddings_trained_by_peft(tmp_path: Path, both: bool) -> None:
 )
 def test_adapters_that_mean_something_else_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
-    path = directory / lora.CONFIG_FILE
+    path = directory / huggingface.ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-    assert words in error_line(lora.load_adapter, checkpoint.load_model(base), directory)
+    assert words in error_line(huggingface.load_adapter, checkpoint.load_model(base), directory)
 
 
 def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Path) -> None:
     base, _, directory = ours_and_files(tmp_path, "lora", KINDS["attention"])
-    good, file = load_file(directory / lora.WEIGHTS_FILE), directory / lora.WEIGHTS_FILE
+    good, file = load_file(directory / huggingface.ADAPTER_WEIGHTS), directory / huggingface.ADAPTER_WEIGHTS
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     model = checkpoint.load_model(base)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -474,16 +474,16 @@ def test_adapters_that_do_not_fit_are_refused_and_nothing_is_copied(tmp_path: Pa
         "got none": {"base_model.model.model.norm.weight": torch.ones(16)},
     }.items():
         save_file(changed, file)
-        assert words in error_line(lora.load_adapter, model, directory)
+        assert words in error_line(huggingface.load_adapter, model, directory)
         after = dict(model.named_parameters())
         assert before.keys() == after.keys() and all(torch.equal(p, after[name]) for name, p in before.items())
     file.rename(directory / "adapter_model.bin")
-    assert ".bin can run code" in error_line(lora.load_adapter, model, directory)
-    (directory / lora.CONFIG_FILE).write_text("[]", encoding="utf-8")
-    assert "list" in error_line(lora.load_adapter, model, directory)
-    (directory / lora.CONFIG_FILE).write_text("{", encoding="utf-8")
-    assert "damaged" in error_line(lora.load_adapter, model, directory)
-    assert "no adapters to save" in error_line(lora.save_adapter, tmp_path, model, "x")
+    assert ".bin can run code" in error_line(huggingface.load_adapter, model, directory)
+    (directory / huggingface.ADAPTER_CONFIG).write_text("[]", encoding="utf-8")
+    assert "list" in error_line(huggingface.load_adapter, model, directory)
+    (directory / huggingface.ADAPTER_CONFIG).write_text("{", encoding="utf-8")
+    assert "damaged" in error_line(huggingface.load_adapter, model, directory)
+    assert "no adapters to save" in error_line(huggingface.save_adapter, tmp_path, model, "x")
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

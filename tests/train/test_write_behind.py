@@ -26,7 +26,6 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks, write_behind
-from groundup.train.direct_file import DirectFile
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
@@ -516,11 +515,11 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
     def action(world: ranks.World) -> None:
         writer = Writer(True, 20)
         if world.rank == failing:
-            checkpoint.DirectFile = lambda path: DirectFile(Path("/dev/full"))
+            checkpoint.rank_file = lambda rank: "/dev/full"
         save_in_ranks(writer, world, tmp_path, 3)
         text = tc.error_line(writer.wait)
         assert f"rank {failing}: No space left on device" in text and not writer.saved
-        checkpoint.DirectFile = DirectFile
+        checkpoint.rank_file = "rank_{:05d}.pt".format
         save_in_ranks(writer, world, tmp_path, 4)
         assert writer.wait().name == "step_000004" and writer.saved
         writer.close()
