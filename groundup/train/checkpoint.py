@@ -34,7 +34,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from groundup.errors import UserError
