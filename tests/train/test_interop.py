@@ -208,7 +208,7 @@ def test_adapters_of_a_run_through_peft(runs, tmp_path):
     answers = [answer.ids for answer in ours(path, ask)]
     assert answers != [answer.ids for answer in ours(base, ask)]
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
-    command("merge", f"--init_from={path}", f"--out_dir={tmp_path / 'plain'}")
+    command("tools/merge", f"--init_from={path}", f"--out_dir={tmp_path / 'plain'}")
     for model in (
         opened,
         AutoPeftModelForCausalLM.from_pretrained(path),
