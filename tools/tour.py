@@ -1,10 +1,10 @@
-"""One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs; what training and a cache hold.
+"""One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs; memory of training and of a cache.
 
-    python tools/tour.py config/demo.py --vocab_size=4096          # keys as of pretrain.py, whose plan says the same
+    python tools/tour.py config/demo.py --vocab_size=4096          # the keys of pretrain.py
     python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
 
-The tensors are torch's fake ones, which have a shape and no memory, so any size will do. docs/tour.md explains what
-is printed.
+The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md explains
+the output.
 """
 
 import sys
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from groundup.train.device import choose_device, choose_dtype
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure, defaults_of
@@ -24,8 +22,9 @@ from groundup.align.reward_model import is_reward_model
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
 from groundup.train import checkpoint
+from groundup.train.device import choose_device, choose_dtype
 from groundup.train.lora import LoRAConfig, trainable_table
-from groundup.train.plan import flops_per_token, memory_table, parameter_table
+from groundup.train.plan import flops_per_token, memory_parts, parameter_table
 from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
 
@@ -48,8 +47,8 @@ SAYS = {
 
 
 def rows_of(cfg: ModelConfig, B: int, T: int) -> list[tuple[str, tuple[int, ...], int, float, str]]:
-    """(name, shape of the result, parameters, forward FLOPs per token, what it is) of each part in the order in which a
-    forward pass calls it; of the blocks, which are all alike, the first one."""
+    """Return (name, shape of the result, parameters, forward FLOPs per token, what it is) of each part in the order of
+    the forward pass; of the blocks, which are all alike, the first one."""
     rows, counted = [], set()
 
     def seen(name: str, module: nn.Module, inputs: tuple, result: Tensor) -> None:
@@ -83,14 +82,11 @@ def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int
 
 
 def totals(cfg: ModelConfig, config: dict, device: torch.device, dtype: torch.dtype) -> str:
-    """Parameters, FLOPs and memory by part, as text. config: the keys of pretrain.py."""
+    """Return parameters, FLOPs and memory by part, as text. config: the keys of pretrain.py."""
     params, B, T = parameter_table(cfg), config["batch_size"], config["block_size"]
     adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
     trained = trainable_table(cfg, config["trainable"], adapters)
-    memory = memory_table(
-        cfg, B, T, dtype, config["optimizer"], config["activation_checkpointing"], config["compile"], device.type,
-        config["doc_mask"], trained["trainable"], trained["adapters"],
-    )  # fmt: skip
+    memory = memory_parts(cfg, config | {"async_save": False}, trained, config["doc_mask"], 1, device, dtype)
     how = f"{device.type}, {str(dtype).removeprefix('torch.')}" + (", compiled" if config["compile"] else "")
     flops = flops_per_token(cfg, T)
     cache = cache_bytes(cfg, 1, T, dtype)

@@ -16,9 +16,6 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import tour  # noqa: E402
 
-import pretrain  # noqa: E402
-from configurator import defaults_of  # noqa: E402
-from groundup.train.lora import LoRAConfig  # noqa: E402
 from groundup.train.plan import flops_per_token  # noqa: E402
 from model import ModelConfig, Transformer  # noqa: E402
 
@@ -68,30 +65,6 @@ def test_the_document_shows_what_is_printed(script):
     text = (ROOT / "docs/tour.md").read_text(encoding="utf-8")
     command = next(line for line in text.splitlines() if line.startswith("python tools/tour.py"))
     assert script(*command.split()[2:]).strip() in text
-
-
-SETTINGS = [
-    {"dtype": torch.float32, "compile": False},
-    {"dtype": torch.bfloat16, "activation_checkpointing": True, "optimizer": "adamw", "doc_mask": True},
-    {"dtype": torch.bfloat16, "device": "cuda", "block_size": 512, "trainable": "lora"},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_memory_is_that_of_the_plan(settings):
-    """Part by part, but for the process itself."""
-    config = defaults_of(ROOT / "pretrain.py") | {"total_batch_tokens": 8192, "device": "cpu"} | settings
-    config["async_save"] = False  # the tour saves nothing
-    cfg, device = ModelConfig(300, config["block_size"], **SHAPES[0]), torch.device(config["device"])
-    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
-    plan = pretrain.plan(cfg, config, adapters, 1, device, config["dtype"], 1e12, "")
-    of_plan, of_tour = [
-        dict(re.findall(r"(\w+) +([\d,]+) MiB", next(line for line in text.splitlines() if line.startswith("memory"))))
-        for text in (plan, tour.totals(cfg, config, device, config["dtype"]))
-    ]
-    assert of_plan.pop("process") and len(of_plan) == 6
-    whole = int(of_tour.pop("memory").replace(",", ""))
-    assert of_tour == of_plan and abs(whole - sum(int(n.replace(",", "")) for n in of_tour.values())) <= 3
 
 
 @pytest.fixture(scope="module")
