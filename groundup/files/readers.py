@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from groundup.errors import UserError
 from groundup.files import records, streams
 from groundup.files.records import Record
-from groundup.files.row_formats import columns_of, document_of
+from groundup.files.row_formats import document_of
+from groundup.files.text_keys import columns_of
 
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 

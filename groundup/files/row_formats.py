@@ -1,20 +1,19 @@
-"""Rows of raw files by their keys: a row is a document, a conversation or a preference pair, under the names that the
-published Chinese and English sets use. All of these shapes are in the three tables at the end of this file.
+"""Row formats: a row of a raw file is a document, a conversation or a preference pair, under the keys that published
+Chinese and English sets use. The three tables at the end of this file list all formats.
 
-What the keys mean is decided by what is asked for: prompt and response are one text for `document_of` and two turns for
+What keys mean depends on what is wanted: prompt and response are one text for `document_of` and two turns for
 `messages_of`. A row is an object from JSON, CSV or parquet, or a string (a document). Nothing here raises because of a
 row: a row that cannot be used comes back with one line that says why, for the caller to count and show.
 """
 
-import ast
 import itertools
 import json
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
-from groundup.errors import UserError
+from groundup.files.text_keys import BadRow, fill, keys_of, parse_text_key, text
 
 
 class Pair(NamedTuple):
@@ -23,20 +22,16 @@ class Pair(NamedTuple):
     rejected: str
 
 
-class Shape(NamedTuple):
+class RowFormat(NamedTuple):
     name: str  # for people
-    keys: str  # a row that has all of these has this shape
+    keys: str  # a row that has all of these has this format
     read: Callable[[dict], str | list[dict] | Pair]
 
 
-class BadRow(Exception):
-    """A row that cannot be used, and why."""
-
-
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
-    """(text, "") or ("", what is wrong). text_key: see `parse_text_key`; "" = found by the row's keys.
+    """Return (text, "") or ("", what is wrong). text_key: see `parse_text_key`; "" = found by the row's keys.
 
-    Raises ShapeError for a malformed text_key only.
+    Raise UserError for a malformed text_key only.
     """
     template = parse_text_key(text_key) if text_key else None
     if isinstance(row, str):
@@ -48,11 +43,11 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
 
 
 def messages_of(row: object) -> tuple[list[dict], str]:
-    """([{"role": ..., "content": ...}, ...], "") or ([], what is wrong).
+    """Return ([{"role": ..., "content": ...}, ...], "") or ([], what is wrong).
 
-    Roles are system, user, assistant and tool. Turns are kept as they are: also a last one that is not the assistant's,
-    and empty answers. What is more than text becomes text in the form of Qwen's models: tool_calls as <tool_call>
-    lines, tools in the system message, reasoning_content within <think>.
+    Roles are system, user, assistant and tool. Turns are kept as they are, also empty answers and a last turn that is
+    not the assistant's. What is more than text becomes text as in Qwen's models: tool_calls as <tool_call> lines, tools
+    in the system message, reasoning_content within <think>.
     """
     try:
         return read(row, "chat"), ""
@@ -61,7 +56,7 @@ def messages_of(row: object) -> tuple[list[dict], str]:
 
 
 def chat_problem(messages: list[dict]) -> str:
-    """Why a conversation cannot be trained on, one of CHAT_PROBLEMS, or "" if it can.
+    """Return why a conversation cannot be trained on, one of CHAT_PROBLEMS, or "" if it can.
 
     The assistant may speak first. A last turn that is not the assistant's is no problem: see `trim_chat`.
     """
@@ -80,7 +75,7 @@ def chat_problem(messages: list[dict]) -> str:
     return ""
 
 
-FOLLOWERS = {  # which turns may come after one; at the beginning, those after a system message
+FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a system message
     "system": ("system", "user", "assistant"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
@@ -93,13 +88,13 @@ CHAT_PROBLEMS = (
 
 
 def trim_chat(messages: list[dict]) -> list[dict]:
-    """The messages up to the assistant's last one: what comes after is never answered, so there is nothing to learn."""
+    """Return the messages up to the assistant's last one: what follows is never answered."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return messages[: last + 1]
 
 
 def pair_of(row: object) -> tuple[Pair | None, str]:
-    """(Pair, "") or (None, what is wrong): also an empty answer, two equal answers, answers to different prompts."""
+    """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
     try:
         pair = read(row, "preference")
         if not pair.chosen.strip() or not pair.rejected.strip():
@@ -112,8 +107,8 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
 
 
 def is_unfinished(row: dict, pair: Pair) -> bool:
-    """Whether the row of a pair says that one of its answers was cut off: in finish_reason, in that of a side, or in
-    that of the one among its completions that is the answer."""
+    """Return whether a row says that an answer of its pair was cut off: under finish_reason, under that of a side, or
+    under that of the answer among its completions."""
     names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
     listed = row.get("completions")
     cut = [one for one in (listed if isinstance(listed, list) else []) if isinstance(one, dict)]
@@ -121,62 +116,57 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
     return any(row.get(name) == "length" for name in names) or pair.chosen in texts or pair.rejected in texts
 
 
-def shape_name(row: object, kind: str) -> str:
-    """What a row is taken for, as people call it; "" if it has no shape of this kind (text, chat or preference)."""
+def format_name(row: object, kind: str) -> str:
+    """Return the name of a row's format; "" if it has none of this kind (text, chat or preference)."""
     if isinstance(row, str):
         return "plain text" if kind == "text" else ""
-    shape = recognise(row, kind) if isinstance(row, dict) else None
-    return shape.name if shape else ""
+    found = recognise(row, kind) if isinstance(row, dict) else None
+    return found.name if found else ""
 
 
-def columns_of(text_key: str) -> list[str] | None:
-    """The columns of a table that text_key needs; None = it may need any. Raises ShapeError."""
-    if not text_key:
-        return None
-    names = [piece.path[0] for pieces in parse_text_key(text_key) for piece in pieces if isinstance(piece, Name)]
-    return list(dict.fromkeys(names))
-
-
-# ---- which shape ------------------------------------------------------------------------------------------
+# ---- which format --------------------------------------------------------------------------------------------
 
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
-    """What a row holds. Raises BadRow."""
+    """Return what a row holds. Raise BadRow."""
     if not isinstance(row, dict):
         raise BadRow(f"{type(row).__name__}, not an object")
-    shape = recognise(row, kind)
+    found = recognise(row, kind)
     lone = missing_side(row) if kind == "preference" else ""
-    if lone and not (shape and has_all(row, shape)):
+    if lone and not (found and has_all(row, found)):
         raise BadRow(f"{lone} ({keys_of(row)})")
-    if shape:
-        return shape.read(rename(row))
-    other = next((k for k in SHAPES if k != kind and recognise(row, k)), "")
+    if found:
+        return found.read(rename(row))
+    other = next((k for k in FORMATS if k != kind and recognise(row, k)), "")
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
     if kind == "preference" and "completions" in row:
         hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
-    tried = " | ".join(shape.keys for shape in SHAPES[kind])
-    raise BadRow(f"unknown shape: {keys_of(row)}{hint}; {kind} is known by: {tried}")
+    raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")
 
 
-def recognise(row: dict, kind: str) -> Shape | None:
-    """The first shape whose keys are all there and not null (tables that were joined have columns of others, with
-    nulls); if there is none, the first whose keys are there, so that a null is reported as such."""
+def known_keys(kind: str) -> str:
+    return " | ".join(known.keys for known in FORMATS[kind])
+
+
+def recognise(row: dict, kind: str) -> RowFormat | None:
+    """Return the first format whose keys are all there and not null (joined tables have columns of others, with nulls);
+    if there is none, the first whose keys are there, so that a null is reported as such."""
     row = rename(row)
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
-    for shape in SHAPES[kind]:
-        if has_all(row, shape):
-            return shape
-    return next((shape for shape in SHAPES[kind] if all(key in row for key in shape.keys.split(","))), None)
+    for known in FORMATS[kind]:
+        if has_all(row, known):
+            return known
+    return next((known for known in FORMATS[kind] if all(key in row for key in known.keys.split(","))), None)
 
 
-def has_all(row: dict, shape: Shape) -> bool:
-    """Whether a row has something under each key of a shape."""
-    return all(rename(row).get(key) is not None for key in shape.keys.split(","))
+def has_all(row: dict, known: RowFormat) -> bool:
+    """Return whether a row has something under each key of a format."""
+    return all(rename(row).get(key) is not None for key in known.keys.split(","))
 
 
 def missing_side(row: dict) -> str:
-    """Which answer a row lacks that has the other one, as text; "" if that is not what is wrong."""
+    """Return, as text, which answer a row lacks that has the other one; "" if that is not the problem."""
     row = rename(row)
     there = [side for side in ("chosen", "rejected") if row.get(side)]
     other = {"chosen": "rejected", "rejected": "chosen"}
@@ -184,7 +174,7 @@ def missing_side(row: dict) -> str:
 
 
 def rename(row: dict) -> dict:
-    """Preference rows with the most common names of their keys."""
+    """Return a preference row under the most common names of its keys."""
     if not any(name in row for name in OTHER_NAMES):
         return row
     return {OTHER_NAMES.get(key, key): value for key, value in row.items()}
@@ -198,103 +188,11 @@ OTHER_NAMES = {
 }
 
 
-def keys_of(row: dict) -> str:
-    return f"keys {', '.join(map(str, row))}"[:200]
-
-
-def as_score(row: object, key: str) -> float:
-    """Return the number under a key of a row, nan if there is none. CSV has text for it, parquet may have Decimal."""
-    value = row.get(key) if isinstance(row, dict) else None
-    try:
-        return float("nan" if isinstance(value, bool) or value is None else value)
-    except (TypeError, ValueError):
-        return float("nan")
-
-
-# ---- texts by key -----------------------------------------------------------------------------------------
-
-
-class Name(NamedTuple):
-    path: tuple[str, ...]  # keys, each within the one before
-    optional: bool
-
-
-Template = tuple[tuple[str | Name, ...], ...]  # parts on lines of their own, each of pieces one after the other
-PIECE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^"'+,?]+\??)\s*([+,]|$)""", re.DOTALL)
-
-
-@lru_cache(maxsize=256)
-def parse_text_key(text_key: str) -> Template:
-    r"""How to make a text from a row. Raises ShapeError.
-
-    text             the text under this key
-    a.b              the text under b within a; a list of texts, also of those in each element of a, makes lines
-    title,body       one after the other, on lines of their own; one that is empty makes no line
-    title + "\n\n" + body      as Python would put texts together
-    desc?            may be missing, null or empty
-    """
-    parts: list[list[str | Name]] = [[]]
-    position, separator = 0, "+"
-    while separator:
-        match = PIECE.match(text_key, position)
-        piece = match[1].strip() if match else ""
-        if not piece or piece == "?" or "" in piece.rstrip("?").split("."):
-            raise UserError(
-                f"shapes: cannot understand text_key={text_key!r} at {text_key[position:][:20]!r}; write text, a.b, "
-                'title,body or title + "\\n" + body, with ? behind what may be missing'
-            )
-        is_literal = piece[0] in "\"'"
-        parts[-1].append(unquote(piece) if is_literal else Name(tuple(piece.rstrip("?").split(".")), piece[-1] == "?"))
-        position, separator = match.end(), match[2]
-        if separator == ",":
-            parts.append([])
-    return tuple(map(tuple, parts))
-
-
-def unquote(literal: str) -> str:
-    try:
-        return ast.literal_eval(literal)
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"shapes: text_key has the string {literal}, which Python cannot read: {error}") from None
-
-
-def fill(template: Template, row: dict, lists: bool = False) -> str:
-    lines = []
-    for pieces in template:
-        texts = [piece if isinstance(piece, str) else text_at(row, piece, lists) for piece in pieces]
-        if any(text for piece, text in zip(pieces, texts, strict=True) if isinstance(piece, Name)):
-            lines.append("".join(texts))
-    return "\n".join(lines)
-
-
-def text_at(row: dict, name: Name, lists: bool) -> str:
-    """Anything but a string, or where `lists` a list of them, is wrong: the text "None" helps nobody."""
-    found = value_at(row, name.path)
-    if lists and isinstance(found, list) and found and all(isinstance(part, str) for part in found):
-        return "\n".join(found)
-    if isinstance(found, str):
-        return found
-    if found is None and name.optional:
-        return ""
-    kind = "no text" if found is None else f"{type(found).__name__}, not text,"
-    raise BadRow(f"{kind} under {'.'.join(name.path)!r} ({keys_of(row)})")
-
-
-def value_at(value: object, path: tuple[str, ...]) -> object:
-    """What lies under the keys; below a list, the list of what lies there in each of its elements."""
-    if not path:
-        return value
-    if isinstance(value, list):
-        return [value_at(part, path) for part in value]
-    return value_at(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
-
-
-def text(text_key: str, row: dict) -> str:
-    return fill(parse_text_key(text_key), row)
+# ---- texts ---------------------------------------------------------------------------------------------------
 
 
 def encyclopedia(row: dict) -> str:
-    """Title, summary, then every section with its heading."""
+    """Return title, summary, then every section with its heading."""
     if not isinstance(row["sections"], list) or not all(isinstance(section, dict) for section in row["sections"]):
         raise BadRow("sections is not a list of objects")
     sections = [text("title?,content?", section) for section in row["sections"]]
@@ -318,7 +216,7 @@ ROLES = {
 
 
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
-    """A question and its answer, from two text_keys; with the turns before, in history: [[question, answer], ...]."""
+    """Return a question and its answer, from two text_keys, after the turns in history: [[question, answer], ...]."""
     history = unpacked(row.get("history")) or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadRow("history is not a list of [question, answer]")
@@ -328,7 +226,7 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
 
 
 def seed_task(row: dict) -> list[dict]:
-    """The instruction with its first instance."""
+    """Return the instruction with its first instance."""
     instances = row["instances"]
     if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
         raise BadRow("instances is not a list of objects")
@@ -340,7 +238,7 @@ def turns_at(key: str, row: dict) -> list[dict]:
 
 
 def read_turns(value: object) -> list[dict]:
-    """Messages from [{role or from, content or value}, ...], or from such a list as JSON."""
+    """Return messages from [{role or from, content or value}, ...], or from such a list as JSON."""
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow(f"{type(turns).__name__}, not a list of turns" if turns else "no turns")
@@ -349,7 +247,7 @@ def read_turns(value: object) -> list[dict]:
 
 
 def question_answer_turns(row: dict) -> list[dict]:
-    """From [{"human": ..., "assistant": ...}, ...]; a last question may lack its answer."""
+    """Return messages from [{"human": ..., "assistant": ...}, ...]; the last question may lack its answer."""
     turns = unpacked(row["conversation"])
     if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) and "human" in t for t in turns):
         raise BadRow("conversation is not a list of {human, assistant}")
@@ -388,7 +286,7 @@ def message(role: str, content: object) -> dict:
 
 
 def part_text(part: object) -> str:
-    """Of one part of a content that is a list: {"type": "text", "text": ...}."""
+    """Return the text of one part of a content that is a list: {"type": "text", "text": ...}."""
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise BadRow(f"a turn holds {kind!r:.40}, not text")
@@ -404,7 +302,7 @@ def call_text(call: object) -> str:
 
 
 def unpacked(value: object) -> object:
-    """JSON that is kept as a string is read; any other string stays one."""
+    """Parse JSON that is stored as a string; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -426,7 +324,7 @@ def as_json(value: object) -> str:
 
 
 def with_system(turns: list[dict], row: dict) -> list[dict]:
-    """The system prompt and the tools that stand beside the turns become a first message, or a part of it."""
+    """Put the row's own system prompt and tools into the first message."""
     system = row.get("system")
     if system:
         first = message("system", system)
@@ -466,9 +364,9 @@ HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def two_answers(prompt: str, row: dict) -> Pair:
-    """To what the text_key `prompt` gives, which may be in ChatML already; or to the turns before each answer."""
+    """Return two answers to the text_key `prompt` (text, ChatML or turns), or to the turns before each answer."""
     if isinstance(row["chosen"], list) and len(row["chosen"]) > 1:
-        return two_dialogues(row)  # UltraFeedback: the prompt is said again
+        return two_dialogues(row)  # UltraFeedback repeats the prompt
     key = prompt.split(",")[0]
     if isinstance(row[key], list):
         turns = with_system(read_turns(row[key]), row)
@@ -484,7 +382,7 @@ def turns_then_two(key: str, row: dict) -> Pair:
 
 
 def turns_then_worse(row: dict) -> Pair:
-    """The last turn is the chosen answer."""
+    """Return the last turn as the chosen answer."""
     *prompt, chosen = turns_at("messages", row)
     if chosen["role"] != "assistant" or not prompt:
         raise BadRow("messages does not end with a question and the chosen answer")
@@ -499,7 +397,7 @@ def two_outputs(row: dict) -> Pair:
 
 
 def two_dialogues(row: dict) -> Pair:
-    """Two conversations, as messages or as Anthropic's dialogues, that differ in the last answer only."""
+    """Return the pair of two conversations (messages or Anthropic's dialogues) that differ in the last answer only."""
     *prompt, chosen = with_system(dialogue(row["chosen"]), row)
     *other, rejected = with_system(dialogue(row["rejected"]), row)
     if chosen["role"] != "assistant" or rejected["role"] != "assistant" or not prompt:
@@ -523,7 +421,7 @@ def dialogue(value: object) -> list[dict]:
 
 
 def answer_at(row: dict, key: str) -> str:
-    """An answer given as a text, as a turn, or as a list of one turn."""
+    """Return an answer given as a text, as a turn, or as a list of one turn."""
     value = row[key]
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -535,7 +433,7 @@ def answer_at(row: dict, key: str) -> str:
 
 
 def parse_chatml(prompt: str) -> list[dict]:
-    """The messages of a prompt in ChatML, up to the opened turn of the assistant."""
+    """Return the messages of a prompt in ChatML, without the assistant's opened turn."""
     *turns, opened = prompt.split(IM_START)[1:]
     messages = []
     for turn in turns:
@@ -549,52 +447,52 @@ def parse_chatml(prompt: str) -> list[dict]:
     return messages
 
 
-# ---- the shapes: the first that fits is taken --------------------------------------------------------------
+# ---- the formats: the first that fits is taken ---------------------------------------------------------------
 
 DOCUMENTS = (
-    Shape("text", "text", partial(text, "text")),
-    Shape("completions", "completion", partial(text, "completion")),
-    Shape("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia),
-    Shape("poems (chinese-poetry)", "author,paragraphs", poem),
-    Shape("articles with a source", "data_src,title,content", partial(text, 'title? + desc? + "\\n" + content')),
-    Shape("articles or answers (WuDao, webtext2019zh)", "title,content", partial(text, "title?,desc?,content")),
-    Shape("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
-    Shape("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer")),
-    Shape("questions and answers", "question,answer", partial(text, "question,answer")),
-    Shape("prompts and responses", "prompt,response", partial(text, "prompt,response")),
-    Shape("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(text, "INSTRUCTION,RESPONSE")),
-    Shape("contents", "content", partial(text, "content")),
-    Shape("responses", "response", partial(text, "response")),
+    RowFormat("text", "text", partial(text, "text")),
+    RowFormat("completions", "completion", partial(text, "completion")),
+    RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia),
+    RowFormat("poems (chinese-poetry)", "author,paragraphs", poem),
+    RowFormat("articles with a source", "data_src,title,content", partial(text, 'title? + desc? + "\\n" + content')),
+    RowFormat("articles or answers (WuDao, webtext2019zh)", "title,content", partial(text, "title?,desc?,content")),
+    RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
+    RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer")),
+    RowFormat("questions and answers", "question,answer", partial(text, "question,answer")),
+    RowFormat("prompts and responses", "prompt,response", partial(text, "prompt,response")),
+    RowFormat("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(text, "INSTRUCTION,RESPONSE")),
+    RowFormat("contents", "content", partial(text, "content")),
+    RowFormat("responses", "response", partial(text, "response")),
 )
 
 CHATS = (
-    Shape("messages (OpenAI)", "messages", partial(turns_at, "messages")),
-    Shape("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
-    Shape("conversation (Firefly)", "conversation", question_answer_turns),
-    Shape("instructions (Alpaca)", "instruction,output", partial(one_turn, "instruction,input?", "output")),
-    Shape("seed tasks (Alpaca)", "instruction,instances", seed_task),
-    Shape("tasks (Firefly)", "kind,input,target", partial(one_turn, "input", "target")),
-    Shape("inputs and outputs", "input,output", partial(one_turn, "input", "output")),
-    Shape("prompts and responses", "prompt,response", partial(one_turn, "prompt", "response")),
-    Shape("prompts and answers", "prompt,answer", partial(one_turn, "prompt", "answer")),
-    Shape("questions and answers", "question,answer", partial(one_turn, "question", "answer")),
-    Shape("questions (medical CSV)", "title,ask,answer", partial(one_turn, "title?,ask?", "answer")),
-    Shape("questions (baike_qa)", "title,answer", partial(one_turn, "title,desc?", "answer")),
-    Shape("questions (webtext2019zh)", "title,desc,content", partial(one_turn, "title,desc?", "content")),
-    Shape("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(one_turn, "INSTRUCTION", "RESPONSE")),
+    RowFormat("messages (OpenAI)", "messages", partial(turns_at, "messages")),
+    RowFormat("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
+    RowFormat("conversation (Firefly)", "conversation", question_answer_turns),
+    RowFormat("instructions (Alpaca)", "instruction,output", partial(one_turn, "instruction,input?", "output")),
+    RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task),
+    RowFormat("tasks (Firefly)", "kind,input,target", partial(one_turn, "input", "target")),
+    RowFormat("inputs and outputs", "input,output", partial(one_turn, "input", "output")),
+    RowFormat("prompts and responses", "prompt,response", partial(one_turn, "prompt", "response")),
+    RowFormat("prompts and answers", "prompt,answer", partial(one_turn, "prompt", "answer")),
+    RowFormat("questions and answers", "question,answer", partial(one_turn, "question", "answer")),
+    RowFormat("questions (medical CSV)", "title,ask,answer", partial(one_turn, "title?,ask?", "answer")),
+    RowFormat("questions (baike_qa)", "title,answer", partial(one_turn, "title,desc?", "answer")),
+    RowFormat("questions (webtext2019zh)", "title,desc,content", partial(one_turn, "title,desc?", "content")),
+    RowFormat("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(one_turn, "INSTRUCTION", "RESPONSE")),
 )
 
-HH_CHAT = Shape("the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen"))
+HH_CHAT = RowFormat("the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen"))
 
 PAIRS = (
-    Shape("conversations with two answers", "conversations,chosen,rejected", partial(turns_then_two, "conversations")),
-    Shape("messages with two answers", "messages,chosen,rejected", partial(turns_then_two, "messages")),
-    Shape("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
-    Shape("instructions with two answers", "instruction,chosen,rejected", partial(two_answers, "instruction,input?")),
-    Shape("prompts with two answers", "prompt,chosen,rejected", partial(two_answers, "prompt")),
-    Shape("questions with two answers", "question,chosen,rejected", partial(two_answers, "question")),
-    Shape("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
-    Shape("instructions with two outputs", "instruction,output", two_outputs),
+    RowFormat("turns with two answers", "conversations,chosen,rejected", partial(turns_then_two, "conversations")),
+    RowFormat("messages with two answers", "messages,chosen,rejected", partial(turns_then_two, "messages")),
+    RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
+    RowFormat("tasks with two answers", "instruction,chosen,rejected", partial(two_answers, "instruction,input?")),
+    RowFormat("prompts with two answers", "prompt,chosen,rejected", partial(two_answers, "prompt")),
+    RowFormat("questions with two answers", "question,chosen,rejected", partial(two_answers, "question")),
+    RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
+    RowFormat("instructions with two outputs", "instruction,output", two_outputs),
 )
 
-SHAPES = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
+FORMATS = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}

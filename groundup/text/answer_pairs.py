@@ -18,7 +18,7 @@ from pathlib import Path
 from groundup.errors import UserError
 from groundup.files import answer_files, readers, row_formats
 from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of
-from groundup.files.row_formats import as_score
+from groundup.files.text_keys import as_score
 from groundup.text.pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, Problems, parse_score
 from groundup.tokens.token_files import file_sha256
 

@@ -35,9 +35,9 @@ import numpy as np
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams
-from groundup.files.row_formats import as_score
+from groundup.files import readers, row_formats, streams, text_keys
 from groundup.files.splits import first_question, is_held_out, said, split_position
+from groundup.files.text_keys import as_score
 from groundup.text import dedup
 from groundup.text import quality as filters
 from groundup.text.decontaminate import Evals
@@ -443,7 +443,7 @@ class Judge:
 
     def columns(self) -> list[str] | None:
         """Of parquet, to read."""
-        columns = row_formats.columns_of(self.source.text_key) if self.recipe.kind == "text" else None
+        columns = text_keys.columns_of(self.source.text_key) if self.recipe.kind == "text" else None
         return columns and columns + [key for key, _, _ in self.ranges]
 
     def clean(self, text: str) -> str:

@@ -56,7 +56,7 @@ class Shown:
         if path == "python-docs":
             print("\n==== python-docs: the documentation and sources of the running Python")
             for k, row in enumerate(islice(docs_rows(self.recipe.kind), n), 1):
-                judge, shape = Judge(source, self.recipe, self.work), row_formats.shape_name(row, self.recipe.kind)
+                judge, shape = Judge(source, self.recipe, self.work), row_formats.format_name(row, self.recipe.kind)
                 self.understood(judge.understand(row)[0], judge, f"python-docs, document {k}", shape)
             return
         with streams.open_stream(path) as stream:
@@ -76,7 +76,7 @@ class Shown:
             else:
                 where = f"{name}:{item.place[0]}" if item.place else where
                 shape = f"text_key={source.text_key}" if source.text_key and isinstance(row, dict) else ""
-                self.understood(item, judge, where, shape or row_formats.shape_name(row, self.recipe.kind))
+                self.understood(item, judge, where, shape or row_formats.format_name(row, self.recipe.kind))
 
     def not_understood(self, where: str, why: str) -> None:
         self.n_rows, self.n_strange = self.n_rows + 1, self.n_strange + 1

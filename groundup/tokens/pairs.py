@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from groundup.files import row_formats
+from groundup.files import row_formats, text_keys
 from groundup.files.splits import said
 from groundup.tokens.batches import in_each
 from groundup.tokens.chat_files import fingerprint_of, sha256_of
@@ -88,7 +88,7 @@ class PairReader(RowReader):
             raise Unusable(f"does not fit in block_size={self.block_size}", f"{length} tokens")
         if np.array_equal(ids.chosen, ids.rejected):
             raise Unusable("equal answers", "as tokens")
-        margin = row_formats.as_score(row, "margin")
+        margin = text_keys.as_score(row, "margin")
         return said(pair.prompt), ids._replace(margin=margin if math.isfinite(margin) else 0.0)
 
 

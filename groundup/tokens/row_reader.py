@@ -30,7 +30,7 @@ class Unusable(Exception):
 class RowReader:
     """Reads the items of one kind (conversations, pairs, prompts) from files and counts the rows that it leaves out."""
 
-    kind = "chat"  # of row_formats.SHAPES
+    kind = "chat"  # of row_formats.FORMATS
     noun = "conversation"
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
@@ -72,7 +72,7 @@ class RowReader:
             raise UserError(f"data: {name} is empty: no row in it")
         first = self.places[0].split(f"; {self.kind} is known by")[0]
         if self.n_read == self.n_strange:
-            tried = " | ".join(shape.keys for shape in row_formats.SHAPES[self.kind])
+            tried = row_formats.known_keys(self.kind)
             raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; tried, by their keys: {tried}")
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")

@@ -1,4 +1,4 @@
-"""shapes.py: golden rows, one for each published shape; what cannot be read says why, and nothing raises."""
+"""row_formats.py: golden rows, one for each published format; what cannot be read says why, and nothing raises."""
 
 import json
 
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from groundup.errors import UserError
 from groundup.files import row_formats
-from groundup.files.row_formats import Pair, columns_of, document_of, messages_of, pair_of, shape_name
+from groundup.files.row_formats import Pair, document_of, format_name, messages_of, pair_of
+from groundup.files.text_keys import columns_of
 
 
 def system(text: str) -> dict:
@@ -101,7 +102,7 @@ DOCUMENTS = {
 def test_documents(name: str) -> None:
     row, expected = DOCUMENTS[name]
     assert document_of(row) == (expected, "")
-    assert shape_name(row, "text")
+    assert format_name(row, "text")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_documents(name: str) -> None:
         ({"prompt": "问", "response": None}, "no text under 'response'"),
         (
             {"文": "一", "来源": "二"},
-            "unknown shape: keys 文, 来源; text is known by: text | completion | title,sections",
+            "unknown format: keys 文, 来源; text is known by: text | completion | title,sections",
         ),
         ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
         ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
@@ -347,7 +348,7 @@ CHATS = {
 def test_conversations(name: str) -> None:
     row, expected = CHATS[name]
     assert messages_of(row) == (expected, "")
-    assert shape_name(row, "chat")
+    assert format_name(row, "chat")
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_conversations(name: str) -> None:
         ({"prompt": "问", "answer": None}, "no text under 'answer'"),
         ({"text": "文"}, "this is text, of kind='text'"),
         ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
-        ({}, "unknown shape"),
+        ({}, "unknown format"),
     ],
 )
 def test_conversations_that_cannot_be_read(row: object, problem: str) -> None:
@@ -465,7 +466,7 @@ PAIRS = {
 def test_pairs(name: str) -> None:
     row, expected = PAIRS[name]
     assert pair_of(row) == (expected, "")
-    assert shape_name(row, "preference")
+    assert format_name(row, "preference")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_pairs(name: str) -> None:
         ({"messages": [{"role": "user", "content": "问"}], "rejected_response": "坏"}, "does not end with a question"),
         ({"instruction": "问", "output": ["甲"]}, "not a list of a chosen and a rejected"),
         ({"instruction": "问", "output": "答"}, "not a list of a chosen and a rejected"),
-        ({"text": "文"}, "unknown shape"),
+        ({"text": "文"}, "unknown format"),
         ("文", "str, not an object"),
     ],
 )
@@ -523,9 +524,9 @@ def test_answers_of_sample_are_no_pairs_yet() -> None:
 def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
-    assert messages_of(row) == (turns, "") and shape_name(row, "chat")
+    assert messages_of(row) == (turns, "") and format_name(row, "chat")
     assert messages_of(row | {"chosen": "没有。"})[1].endswith("messages | " + " | ".join(
-        shape.keys for shape in row_formats.CHATS[1:]))  # fmt: skip
+        known.keys for known in row_formats.CHATS[1:]))  # fmt: skip
 
 
 S, U, A, E, T = (
@@ -558,15 +559,15 @@ def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: 
         assert all(message["role"] != "assistant" for message in messages[len(trimmed) :])
 
 
-def test_every_shape_has_a_golden_row() -> None:
+def test_every_format_has_a_golden_row() -> None:
     golden = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
     for kind, rows in golden.items():
-        seen = {shape_name(row, kind) for row, _ in rows.values()}
-        named = {shape.name for shape in row_formats.SHAPES[kind]}
+        seen = {format_name(row, kind) for row, _ in rows.values()}
+        named = {known.name for known in row_formats.FORMATS[kind]}
         assert seen == named | ({"plain text"} if kind == "text" else set())
 
 
-KEYS = sorted({key for table in row_formats.SHAPES.values() for shape in table for key in shape.keys.split(",")})
+KEYS = sorted({key for table in row_formats.FORMATS.values() for shape in table for key in shape.keys.split(",")})
 KEYS += [
     "summary",
     "desc",
