@@ -5,26 +5,26 @@ python evaluate.py --init_from=out/sft --tasks=mmlu,perplexity --data='mmlu: DIR
 python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl      # for prepare.py's --score
 torchrun --standalone --nproc_per_node=8 evaluate.py ...                           # the ranks share the work
 
-    task                    data                                                      read more in
+    task                    data                                                      file in groundup/scores
     perplexity              texts: 'name=files,name=files', or files                  domains.py
-    mmlu cmmlu ceval        the set's directory of .csv files; mmlu_text etc. score   choices.py
-                            the answers' texts in place of their letters
+    mmlu cmmlu ceval        directory of .csv files; mmlu_text etc. score the texts   choices.py
+                            of the answers instead of their letters
     hellaswag arc           .jsonl file or directory                                  choices.py
-    generation              conversations; the last answer of each is the reference   generated.py
+    generation              conversations; the last answer of each is the reference   text_metrics.py
     preference              pairs of answers; init_from is a reward model             judging.py
-    win_rate                two files of answers, by sample.py: 'a.jsonl,b.jsonl';    judging.py
+    win_rate                two files of answers of sample.py, 'a.jsonl,b.jsonl';     judging.py
                             init_from is the reward model that judges them
 
-A table goes to standard output; with `out` settings, model, versions and all results, also those of single questions,
-go to a JSON file.
+Prints a table. `out` is a JSON file with settings, model, versions and all results, also those of single questions.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
 import time
+import unicodedata
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,12 +35,14 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.generate.engine import never_sampled
+from groundup.generate.completion import never_sampled
 from groundup.generate.sampling import SamplingParams
-from groundup.scores import choices, domains, judging, rows, score_tables, text_metrics
+from groundup.scores import choices, domains, judging, rows, text_metrics
 from groundup.scores.choices import evaluate_choices
+from groundup.scores.client import Endpoint
 from groundup.scores.domains import evaluate_domains, parse_domains
 from groundup.scores.text_metrics import evaluate_generation
+from groundup.tokens.token_files import write_json
 from groundup.train import checkpoint, ranks
 from groundup.train.device import autocast, choose_device, choose_dtype, hardware, versions
 from model import ModelConfig, Transformer
@@ -52,41 +54,40 @@ tasks = "perplexity"  # comma-separated, see above
 data = ""  # what the task is measured on; of several tasks 'task: data; task: data'
 out = ""  # JSON file for all results; with score the file of scored rows
 score = ""  # files whose rows get loss, bpb and ifd, written to `out`; no tasks then
-batch_size = 16  # rows that go through the model together
-block_size = 0  # tokens that the model reads at a time; 0 = as many as it was trained for
+batch_size = 16  # rows per forward pass
+block_size = 0  # tokens that the model reads at a time; 0 = its context
 stride = 0  # perplexity, score: step between the windows of a long document; 0 = block_size, no overlap
-shots = -1  # solved questions before each one of multiple choice; -1 = 5 for exams, 0 for hellaswag and arc
+shots = -1  # solved examples before each multiple-choice question; -1 = 5 for exams, 0 for hellaswag and arc
 limit = 0  # documents per domain, questions per subject, conversations, pairs, rows; 0 = all
-text_key = ""  # perplexity, score: where the text is in a row, as in prepare.py; empty = found
+text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
 txt_split = "file"  # perplexity, score: what a document is in plain text: file | blank (between blank lines) | line
 system = ""  # generation: system message of conversations that have none
 temperature = 0.0  # generation: 0 = greedy
 max_new_tokens = 256  # generation: per answer
-judge = ""  # win_rate: a model behind base_url as judge, both orders; empty = the reward model in init_from
+judge = ""  # win_rate: model behind base_url that judges, in both orders; empty = the reward model in init_from
 base_url = ""  # of an OpenAI-compatible service
 api_key_env = ""  # name of the environment variable with its key; empty = none is sent
-people = ""  # win_rate: people judge; NAME.html and NAME.jsonl are made for them, and read once they have chosen
-unfinished = "lose"  # win_rate, answers cut by max_new_tokens: lose (two: a tie) | judge = judged like finished ones
-seed = 1337  # generation with a temperature; which answer people see first
+seed = 1337  # of generation with a temperature
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = False  # compile the model's blocks: takes up to a minute, pays off from some thousand rows
-timeout_s = 3600.0  # several ranks: wait this long for one that is behind
+timeout_s = 3600.0  # several ranks: longest wait for a slow one
 
 JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks
     **dict.fromkeys(("stride", "text_key"), ("perplexity",)), "shots": choices.TASKS,
     **dict.fromkeys(("system", "temperature"), ("generation",)),
-    **dict.fromkeys(("judge", "base_url", "api_key_env", "people", "unfinished"), ("win_rate",)),
+    **dict.fromkeys(("judge", "base_url", "api_key_env"), ("win_rate",)),
+}  # fmt: skip
+DOMAIN_COLUMNS = {
+    "documents": "documents", "tokens": "tokens", "nats_per_token": "nats/token", "perplexity": "perplexity",
+    "bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "nats_per_document": "nats/doc",
 }  # fmt: skip
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
 def parse_data(tasks: str, data: str) -> dict[str, str]:
-    """{task: its data}. Raises ConfigError."""
+    """Return {task: its data}."""
     names = [name.strip() for name in tasks.split(",")]
     for name in names:
         if name not in TASKS:
@@ -112,7 +113,7 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
 
 
 def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
-    """How texts are read. Raises ConfigError."""
+    """Return how texts are read."""
     size = config["block_size"] or cfg.block_size
     if not 0 < size <= cfg.block_size:
         raise UserError(f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that")
@@ -123,7 +124,7 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
 
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
-    """Raise ConfigError for what cannot be. wanted: {task: its data}."""
+    """Raise UserError for settings that do not go together. wanted: {task: its data}."""
     for key, least in {"batch_size": 1, "shots": -1, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
         if not config[key] >= least:
             raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
@@ -135,23 +136,20 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         raise UserError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
     for key, users in USED_BY.items():
-        given, used = config[key] not in ("", 0, -1, "lose"), wanted.keys() & set(users)
+        given, used = config[key] not in ("", 0, -1), wanted.keys() & set(users)
         if given and not used and not (config["score"] and "perplexity" in users):
             raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
-    if config["unfinished"] not in judging.UNFINISHED:
-        allowed = " or ".join(judging.UNFINISHED)
-        raise UserError(f"config: unfinished must be {allowed}, got {config['unfinished']!r}")
     if bool(config["judge"]) != bool(config["base_url"]):
-        raise UserError("config: judge and base_url belong together: a model, and the service that has it")
+        raise UserError("config: judge and base_url belong together: a model and its service")
     if config["judge"] and not config["out"]:
-        raise UserError("config: judge needs out; beside it is kept what the service has said")
+        raise UserError("config: judge needs out; the judge's replies are kept beside it")
     if config["api_key_env"] and config["api_key_env"] not in os.environ:
         raise UserError(f"config: there is no environment variable {config['api_key_env']!r}, as api_key_env says")
 
 
 def check_files(config: dict, wanted: dict[str, str]) -> None:
-    """Look at all that will be read, and at where the results go, before anything is loaded: a mistake in the last task
-    should not show after hours of the others. Raises ConfigError, and what reading the files raises."""
+    """Look at all files that will be read and at where the results go, before anything is loaded: a mistake in the last
+    task should not show after hours of the others."""
     read = readers.find_files(config["score"])
     for task, source in wanted.items():
         read += task_files(task, source, config)
@@ -169,7 +167,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
 
 
 def task_files(task: str, source: str, config: dict) -> list[str]:
-    """The files of a task's data, read as far as that needs no tokenizer. Raises what is wrong with them."""
+    """Return the files of a task, checked as far as that needs no tokenizer."""
     if task == "perplexity":
         return [file for domain in parse_domains(source) for file in domain.files]
     if task in choices.TASKS:
@@ -183,9 +181,8 @@ def task_files(task: str, source: str, config: dict) -> list[str]:
         return files
     if task == "preference":
         return readers.find_files(source)
-    people = [config["people"] + end for end in (".jsonl", ".key.jsonl", ".html")] if config["people"] else []
     judging.matches_of(*map(judging.read_answers, two_paths(source)))
-    return [*two_paths(source), *people]
+    return two_paths(source)
 
 
 def two_paths(source: str) -> list[str]:
@@ -201,8 +198,8 @@ def shots_of(task: str, config: dict) -> int:
 
 
 def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
-    """What init_from must be: language model | reward model | "" (people judge, or a service). Raises ConfigError."""
-    elsewhere = {"win_rate"} if config["judge"] or config["people"] else set()
+    """Return what init_from must be: "language model", "reward model" or "" (a service judges)."""
+    elsewhere = {"win_rate"} if config["judge"] else set()
     judged = sorted(wanted.keys() & set(JUDGED) - elsewhere)
     others = sorted(wanted.keys() - set(JUDGED))
     if judged and others:
@@ -211,18 +208,8 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     return "reward model" if judged else "language model" if others or config["score"] else ""
 
 
-def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=config["max_new_tokens"], temperature=config["temperature"], seed=config["seed"],
-        eos_ids=tokenizer.stop_ids, banned_ids=never_sampled(tokenizer, vocab_size),
-    )  # fmt: skip
-
-
-# ---- tasks ----------------------------------------------------------------------------------------------------------
-
-
-class Subject(NamedTuple):
-    """What is measured, or judges. Without a model where people judge, or a service."""
+class Loaded(NamedTuple):
+    """The model that is measured or judges; without one where a service judges."""
 
     directory: Path | None
     device: torch.device
@@ -232,15 +219,14 @@ class Subject(NamedTuple):
     texts: domains.Settings | None = None
 
 
-def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> Subject:
-    """With the model in init_from, of the kind that kind_of_model says. Raises ConfigError, CheckpointError,
-    TokenizerError, RewardError."""
+def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> Loaded:
+    """Return the model in init_from, which must be what `kind` says."""
     if not kind:
-        return Subject(None, device, dtype)
+        return Loaded(None, device, dtype)
     directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run())
     if kind == "reward model":
         model = reward_model.load(directory, device)
-        return Subject(directory, device, dtype, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
+        return Loaded(directory, device, dtype, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
         raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
     tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
@@ -251,64 +237,59 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> S
     model = checkpoint.load_model(directory, device).eval()
     if config["compile"]:
         model.compile_blocks(partial(torch.compile, dynamic=True))
-    return Subject(directory, device, dtype, tokenizer, model, texts)
+    return Loaded(directory, device, dtype, tokenizer, model, texts)
 
 
-def measure(task: str, source: str, subject: Subject, config: dict) -> dict:
-    """What the file of the task says of the subject. All ranks call it and get the same."""
-    model, tokenizer, device, dtype = subject.model, subject.tokenizer, subject.device, subject.dtype
+def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
+    """Return the results of a task. All ranks call it and get the same."""
+    model, tokenizer, device, dtype = loaded.model, loaded.tokenizer, loaded.device, loaded.dtype
     size, limit = config["batch_size"], config["limit"]
     if task == "perplexity":
-        return evaluate_domains(model, tokenizer, parse_domains(source), subject.texts, device, dtype)
+        return evaluate_domains(model, tokenizer, parse_domains(source), loaded.texts, device, dtype)
     if task in choices.TASKS:
-        shots, block_size = shots_of(task, config), subject.texts.block_size
+        shots, block_size = shots_of(task, config), loaded.texts.block_size
         return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
-        params = sampling_params(config, tokenizer, model.cfg.vocab_size)
+        params = SamplingParams(
+            max_new_tokens=config["max_new_tokens"], temperature=config["temperature"], seed=config["seed"],
+            eos_ids=tokenizer.stop_ids, banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
+        )  # fmt: skip
         with autocast(device, dtype):
             return evaluate_generation(model, tokenizer, source, params, limit, size, config["system"])
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
-    return compare(source, subject, config)
+    return compare(source, loaded, config)
 
 
-def compare(source: str, subject: Subject, config: dict) -> dict:
-    """judging.win_rate of two files of answers. Raises ConfigError, JudgeError."""
+def compare(source: str, loaded: Loaded, config: dict) -> dict:
+    """Return judging.win_rate of two files of answers."""
     paths = two_paths(source)
     of_a, of_b = (judging.read_answers(path)[: config["limit"] or None] for path in paths)
-    if config["people"]:
-        if not Path(config["people"] + ".jsonl").exists():
-            n = judging.write_side_by_side(of_a, of_b, config["people"], config["seed"], config["unfinished"])
-            return {"to_choose": n, "read": config["people"] + ".html", "choose_in": config["people"] + ".jsonl"}
-        ask = partial(judging.people_judge, out=config["people"])
-    elif config["judge"]:
+    if config["judge"]:
         key = os.environ[config["api_key_env"]].strip() if config["api_key_env"] else ""
-        endpoint = judging.Endpoint(config["base_url"], config["judge"], key)
+        endpoint = Endpoint(config["base_url"], config["judge"], key)
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
-        how = {"batch_size": config["batch_size"], "dtype": subject.dtype}
-        ask = partial(judging.reward_judge, model=subject.model, tokenizer=subject.tokenizer, **how)
-    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask, config["unfinished"])
+        how = {"batch_size": config["batch_size"], "dtype": loaded.dtype}
+        ask = partial(judging.reward_judge, model=loaded.model, tokenizer=loaded.tokenizer, **how)
+    return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
 
 
-def score_rows(subject: Subject, config: dict, is_main: bool) -> None:
-    """row_scores.score_file, with what it says printed."""
+def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
+    """Write the rows with their losses, and print what became of them."""
     source, out = config["score"], Path(config["out"])
-    key = rows.scoring_key(subject.directory, subject.tokenizer, source, subject.texts, subject.dtype)
-    what = (source, out, key, subject.texts, subject.device, subject.dtype, is_main)
-    problems, notes = rows.score_file(subject.model, subject.tokenizer, *what)
+    key = rows.loss_key(loaded.directory, loaded.tokenizer, source, loaded.texts, loaded.dtype)
+    what = (source, out, key, loaded.texts, loaded.device, loaded.dtype, is_main)
+    problems, notes = rows.write_losses(loaded.model, loaded.tokenizer, *what)
     if is_main:
         print("\n".join([f"{out}: {rows.summary(problems)}", *notes]))
 
 
-# ---- what is shown and written --------------------------------------------------------------------------------------
-
-
 def describe_result(task: str, found: dict) -> str:
+    """Return the results as text for people: a table, and notes on how the files were read."""
     if task in choices.TASKS:
-        return score_tables.describe_choices(found)
-    describe = score_tables.describe_domains if task == "perplexity" else score_tables.describe_figures
-    text = f"{task}\n{describe(found)}"
+        return describe_choices(found)
+    text = f"{task}\n{describe_domains(found) if task == 'perplexity' else describe_figures(found)}"
     cut = found["unfinished"]["both"] if task == "win_rate" and "unfinished" in found else 0
     if 2 * cut > found.get("n", 0):
         text += f"\nwarning: in {cut} of {found['n']} matches both answers are unfinished, which says little; "
@@ -316,8 +297,75 @@ def describe_result(task: str, found: dict) -> str:
     return text
 
 
+def describe_domains(found: dict) -> str:
+    figures = found["domains"] | ({"(all)": found["all"]} if len(found["domains"]) > 1 else {})
+    lines = [[name, *(of[key] for key in DOMAIN_COLUMNS)] for name, of in figures.items()]
+    notes = [f"{name}: {note}" for name, of in found["domains"].items() for note in of["notes"]]
+    return "\n".join([table(["domain", *DOMAIN_COLUMNS.values()], lines), *notes])
+
+
+def describe_choices(found: dict) -> str:
+    """Return the accuracies in per cent with their standard errors: of all questions, by group, by subject."""
+    measures, subjects = list(found["subject_mean"]), found["subjects"]
+    lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
+    for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
+        if found[key]:
+            lines.append(f"  {found[key]} prompts {what} to fit")
+    cells = []
+    for name, of in ({"overall": found["overall"]} | found["groups"] | (subjects if len(subjects) > 1 else {})).items():
+        accuracies = (percent(of[measure], of[f"{measure}_stderr"]) for measure in measures)
+        cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
+    if len(subjects) > 1:
+        cells.append(["mean of subjects", "", "", *(percent(mean, None) for mean in found["subject_mean"].values())])
+    return "\n".join([*lines, table(["", "n", "chance", *measures], cells)])
+
+
+def percent(fraction: float, error: float | None) -> str:
+    return f"{100 * fraction:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
+
+
+def describe_figures(found: dict) -> str:
+    """Return single figures in lines, then tables of the dicts of figures; lists are for the JSON file only."""
+    plain = [[key, value] for key, value in found.items() if not isinstance(value, dict | list)]
+    parts = [table(["", ""], plain).lstrip()] if plain else []
+    for key, value in found.items():
+        if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
+            columns = [name for name, item in next(iter(value.values())).items() if isinstance(item, int | float)]
+            parts.append(table([key, *columns], [[name, *map(item.get, columns)] for name, item in value.items()]))
+        elif isinstance(value, dict) and value:
+            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in value.items()))
+    return "\n".join(parts)
+
+
+def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
+    """Return aligned columns: the first to the left, others to the right. Chinese characters are two places wide."""
+    lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
+    widths = [max(map(display_width, column)) for column in zip(*lines, strict=True)]
+    padded = []
+    for line in lines:
+        gaps = [" " * (width - display_width(cell)) for cell, width in zip(line, widths, strict=True)]
+        row = [line[0] + gaps[0], *(gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True))]
+        padded.append("  ".join(row).rstrip())
+    return "\n".join(padded)
+
+
+def shown(cell: object) -> str:
+    """Return a figure as text: (low, high) as an interval, "-" for None and NaN."""
+    if cell is None or cell != cell:
+        return "-"
+    if isinstance(cell, tuple):
+        return " to ".join(map(shown, cell))
+    if isinstance(cell, float):
+        return f"{cell:.4f}" if abs(cell) < 1e6 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+
+
+def display_width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
 def describe_model(directory: Path) -> dict:
-    """What tells this model from any other."""
+    """Return what identifies a model."""
     found = {"directory": str(directory.resolve()), "weights": checkpoint.weights_key(directory)}
     if checkpoint.is_adapter(directory):
         found["base_weights"] = checkpoint.weights_key(checkpoint.base_of(directory))
@@ -325,21 +373,19 @@ def describe_model(directory: Path) -> dict:
     return found | {"architecture": dataclasses.asdict(checkpoint.load_config(directory))}
 
 
-def describe_run(subject: Subject, n_ranks: int, begin: float) -> dict:
-    """Where and with what it ran. begin: time.perf_counter() at its start."""
+def describe_run(loaded: Loaded, n_ranks: int, begin: float) -> dict:
+    """Return where and with what it ran. begin: time.perf_counter() at its start."""
     return {
-        "hardware": hardware(subject.device), "ranks": n_ranks, "versions": versions(),
-        "dtype": str(subject.dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1),
+        "hardware": hardware(loaded.device), "ranks": n_ranks, "versions": versions(),
+        "dtype": str(loaded.dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
 
 
 def write_results(path: Path, results: dict) -> None:
-    """As JSON, whole or not at all. JSON has no NaN and no infinity: they become null. Raises ConfigError."""
-    temp = path.with_name(path.name + ".tmp")
+    """Write JSON, whole or not at all. JSON has no NaN and no infinity: they become null."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temp.write_text(json.dumps(finite(results), indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(temp, path)
+        write_json(path, finite(results))
     except OSError as error:
         raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
 
@@ -362,20 +408,20 @@ if __name__ == "__main__":
     kind = kind_of_model(config, wanted)
     check_files(config, wanted)
     torch_device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-    subject = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
+    loaded = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
     world = ranks.init(torch_device.type, timeout_s)
     if world.is_main:
-        where = f"{world.world_size} x {hardware(torch_device)}, {subject.dtype}"
-        print(f"{subject.directory or judge or people}: {where}", flush=True)
+        where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
+        print(f"{loaded.directory or judge}: {where}", flush=True)
     begin, results = time.perf_counter(), {}
     if score:
-        score_rows(subject, config, world.is_main)
+        score_rows(loaded, config, world.is_main)
     for task, source in wanted.items():
-        results[task] = measure(task, source, subject, config)
+        results[task] = measure(task, source, loaded, config)
         if world.is_main:
             print(f"\n{describe_result(task, results[task])}", flush=True)
         if world.is_main and out:  # after each task: an error in a later one does not cost this one
-            described = describe_model(subject.directory) if subject.directory else {}
-            run = describe_run(subject, world.world_size, begin)
+            described = describe_model(loaded.directory) if loaded.directory else {}
+            run = describe_run(loaded, world.world_size, begin)
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
     ranks.close()

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 import prepare
 from configurator import configure
 from groundup.errors import UserError
-from groundup.generate.engine import begin_prompt, generate, never_sampled
+from groundup.generate.completion import begin_prompt, never_sampled
+from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.mixture import COMPETENCE_SCHEDULES, parse_data_dir

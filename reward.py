@@ -24,7 +24,7 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.scores import reward_scores
+from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.train import checkpoint, ranks, run
@@ -120,10 +120,10 @@ def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) 
     """What --score asks for."""
     source = checkpoint.resolve(config["init_from"])
     model, tokenizer = reward_model.load(source, device), Tokenizer.load(source)
-    settings = reward_scores.common_settings(config["score"])
+    settings = rows.common_settings(config["score"])
     settings = settings and settings | {"reward_model": checkpoint.model_name(source)}
-    key = reward_scores.scoring_key(source, config["score"], dtype)
-    counts = reward_scores.score_file(
+    key = rows.reward_key(source, config["score"], dtype)
+    counts = rows.write_rewards(
         model, tokenizer, config["score"], Path(config["out"]), key, config["batch_size"], dtype, settings
     )
     print(f"{config['out']}: {counts.pop(''):,} answers with a reward")

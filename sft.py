@@ -22,7 +22,8 @@ import torch
 import prepare
 from configurator import configure
 from groundup.errors import UserError
-from groundup.generate.engine import generate, never_sampled
+from groundup.generate.completion import never_sampled
+from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus

@@ -1,4 +1,4 @@
-"""evaluate.py and row_scores.py: whole commands, on one rank and on two; scores of rows against transformers."""
+"""evaluate.py and scores/rows.py: whole commands, on one rank and on two; scores of rows against transformers."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files.row_formats import as_score
-from groundup.scores import likelihood
+from groundup.scores import domains, likelihood
 from groundup.scores import rows as row_scores
 from groundup.train import checkpoint
 from model import ModelConfig, Transformer
@@ -276,7 +276,7 @@ def key_of(run, base: Path, flags: list[str]) -> str:
     config |= {k: type(config[k])(v) for k, v in (flag.removeprefix("--").split("=") for flag in flags)}
     settings = evaluate.text_settings(config, checkpoint.load_config(base / "model"))
     tokenizer = evaluate.Tokenizer.load(base / "model")
-    return row_scores.scoring_key(base / "model", tokenizer, f"{base}/rows.jsonl", settings, torch.float32)
+    return row_scores.loss_key(base / "model", tokenizer, f"{base}/rows.jsonl", settings, torch.float32)
 
 
 def test_prepare_reads_what_is_written(run, base, tmp_path):
@@ -350,8 +350,6 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--score={base}/rows.jsonl", "--out=x.json"], "is a file of rows; call it .jsonl"),
     (["--score={base}/rows.jsonl", "--data=x", "--out=x.jsonl"], "score and data are both given"),
     (["--tasks=win_rate", "--data=a", "--judge=m"], "judge and base_url belong together"),
-    (["--tasks=win_rate", "--data=a", "--unfinished=cut"], "unfinished must be lose or judge, got 'cut'"),
-    (["--tasks=generation", "--data={base}/rows.jsonl", "--unfinished=judge"], "'judge' is only for win_rate"),
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
     (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
     (["--dat=x"], "did you mean 'data'"),
@@ -361,7 +359,7 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--data={base}/zh.txt", "--out={base}/zh.txt"], "would be written over what is read"),
     (["--data={base}/zh.txt", "--out={base}"], "is a directory; name a file, such as {base}/scores.json"),
     (["--data={base}/zh.txt", "--out={base}/zh.txt/x.json"], "no directory {base}/zh.txt: "),
-    (["--tasks=generation", "--data={base}/rows.jsonl", "--people=x"], "people='x' is only for win_rate"),
+    (["--tasks=generation", "--data={base}/rows.jsonl", "--judge=x"], "judge='x' is only for win_rate"),
     (["--tasks=generation", "--data={base}/rows.jsonl", "--stride=7"], "stride=7 is only for perplexity"),
     (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
     (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl"],
@@ -437,7 +435,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
     assert (of["model"], of["data"], of["batch_size"], of["limit"]) == (subject.model, "FILE", 3, 9)
 
 
-def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
+def test_win_rate_by_a_reward_model(run, base, tmp_path):
     for name, texts in {"a": ["one", "two", "same"], "b": ["1", "22222", "same"]}.items():
         rows = [{"prompt": f"Q{i}", "index": i, "completions": [{"text": t}]} for i, t in enumerate(texts)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -451,25 +449,13 @@ def test_win_rate_by_a_reward_model_and_by_people(run, base, tmp_path):
     low, high = found["interval"]
     assert re.search(rf"interval +{low:.4f} to {high:.4f}", printed)
     assert re.search(rf"A +{tmp_path}/a.jsonl\nB +{tmp_path}/b.jsonl", printed)
-    printed, error = run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere")
-    assert not error
-    assert re.search(r"to_choose +2", printed)
-    rows = [json.loads(line) for line in (tmp_path / "people.jsonl").read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        row["choice"] = "1" if row["first"] in ("one", "two") else "2"
-    (tmp_path / "people.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    for unfinished, counts in {"lose": (0, 3, 0), "judge": (0, 0, 3)}.items():  # all of A are cut
-        cut = [{"text": "x", "finish_reason": "length"}]
-        cut = [{"prompt": f"Q{i}", "index": i, "completions": cut} for i in range(3)]
-        (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, cut)), encoding="utf-8")
-        both = f"--data={tmp_path}/c.jsonl,{tmp_path}/b.jsonl"
-        run("--tasks=win_rate", both, f"--init_from={base}/reward", out, f"--unfinished={unfinished}")
-        found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
-        assert (found["wins"], found["losses"], found["ties"]) == counts
-        assert found["unfinished"] == {"only A": 3, "only B": 0, "both": 0}
-    run("--tasks=win_rate", data, f"--people={tmp_path}/people", "--init_from=nowhere", out)
+    cut = [{"text": "x", "finish_reason": "length"}]
+    cut = [{"prompt": f"Q{i}", "index": i, "completions": cut} for i in range(3)]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, cut)), encoding="utf-8")
+    run("--tasks=win_rate", f"--data={tmp_path}/c.jsonl,{tmp_path}/b.jsonl", f"--init_from={base}/reward", out)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
-    assert (found["wins"], found["ties"], found["losses"]) == (2, 1, 0)
+    assert (found["wins"], found["losses"], found["ties"]) == (0, 3, 0)  # all of A are cut
+    assert found["unfinished"] == {"only A": 3, "only B": 0, "both": 0}
 
 
 def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base, tmp_path):
@@ -502,3 +488,60 @@ def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base
 def test_json_has_no_nan(tmp_path):
     evaluate.write_results(tmp_path / "x.json", {"a": [math.nan, 1.5], "b": {"c": (math.inf, "中")}})
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [None, 1.5], "b": {"c": [None, "中"]}}
+
+
+def test_tables_are_aligned_where_characters_are_wide():
+    shown = evaluate.table(["name", "n", "share"], [["中文", 1234, 0.5], ["x", 5, math.nan], ["big", 0, 1e9]])
+    assert shown.splitlines() == [
+        "name      n   share",
+        "中文  1,234  0.5000",
+        "x         5       -",
+        "big       0   1e+09",
+    ]
+
+
+def test_figures_of_any_task_are_shown():
+    found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}, "of": {"a": {"n": 1, "t": "s"}}}
+    shown = evaluate.describe_figures(found)
+    assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("n", "3"), ("rate", "0.2500"), ("note", "x")]
+    assert "left: long 2" in shown
+    assert "rows" not in shown
+
+
+def test_an_interval_and_a_rate_that_nothing_decided_are_shown():
+    assert evaluate.describe_figures({"win_rate": 0.5, "interval": (0.25, 0.75)}).splitlines() == [
+        "win_rate            0.5000",
+        "interval  0.2500 to 0.7500",
+    ]
+    assert [line.split() for line in evaluate.describe_figures({"win_rate": None, "interval": None}).splitlines()] == [
+        ["win_rate", "-"],
+        ["interval", "-"],
+    ]
+
+
+def test_notes_of_domains_are_shown():
+    figures = domains.summarize([domains.Loss(8 * math.log(2), 4, 8, 2)])
+    found = {"domains": {"zh": figures | {"notes": ["empty, left out: 1 documents"]}}, "all": figures}
+    header, row, note = evaluate.describe_domains(found).splitlines()
+    assert dict(zip(header.split(), row.split(), strict=True)) == {
+        "domain": "zh", "documents": "1", "tokens": "4", "nats/token": "1.3863", "perplexity": "4.0000",
+        "bits/byte": "1.0000", "bits/char": "4.0000", "nats/doc": "5.5452",
+    }  # fmt: skip
+    assert note == "zh: empty, left out: 1 documents"
+
+
+def test_accuracies_are_in_per_cent_with_their_errors():
+    score = {"n": 4, "chance": 0.25, "acc": 0.5, "acc_stderr": 0.2887}
+    found = {"task": "arc", "shots": 0, "notes": ["a note"], "fewer_shots": 0, "cut": 1, "groups": {}}
+    found |= {"overall": score, "subjects": {"文": score | {"acc_stderr": None}, "b": score}}
+    assert evaluate.describe_choices(found | {"subject_mean": {"acc": 0.5}}).splitlines() == [
+        "arc, 0 shots",
+        "  a note",
+        "  1 prompts lost their beginning to fit",
+        "                  n  chance           acc",
+        "overall           4    25.0  50.0 +- 28.9",
+        "文                4    25.0          50.0",
+        "b                 4    25.0  50.0 +- 28.9",
+        "mean of subjects                     50.0",
+    ]
+    assert evaluate.percent(0.5, None) == "50.0"

@@ -1,4 +1,4 @@
-"""reward_model.py, reward_scores.py and reward.py: golden numbers, loops by hand, transformers' classifier, trl's loss;
+"""reward_model.py, rows.py and reward.py: golden numbers, loops by hand, transformers' classifier, trl's loss;
 whole runs."""
 
 import json
@@ -25,7 +25,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses, per_token
 from groundup.errors import UserError
 from groundup.files.answer_files import read_settings, settings_path, write_settings
-from groundup.scores import reward_scores
+from groundup.scores import rows as scored_rows
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint
 from groundup.train.log import RunLog
@@ -454,7 +454,7 @@ def talk(question: str, answer: str) -> dict:
 
 
 def score_rows(model: RewardModel, tokenizer: Tokenizer, source: Path, out: Path) -> list[dict]:
-    reward_scores.score_file(model, tokenizer, str(source), out, "k" * 16, 2, torch.float32)
+    scored_rows.write_rewards(model, tokenizer, str(source), out, "k" * 16, 2, torch.float32)
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -464,7 +464,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     bad = [{"no": "shape"}, {"messages": good[0]["messages"][:1]}, talk("Hi", "x " * 200)]
     rows = [*good[:150], *bad, *good[150:]]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "deep" / "out.jsonl"
-    scored, done = reward_scores.scored, []
+    scored, done = scored_rows.with_rewards, []
 
     def fail(*args) -> object:
         done.append(1)
@@ -473,7 +473,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
         return scored(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(reward_scores, "scored", fail)
+        patch.setattr(scored_rows, "with_rewards", fail)
         score_rows(model, tokenizer, source, out)
     assert not out.exists()
     (part,) = out.parent.glob(".*.part")
@@ -482,7 +482,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
     part.write_text(text + '{"q": 9', encoding="utf-8")  # a kill in the midst of a line
     asked: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(reward_scores, "scored", lambda *args: asked.append(len(args[2])) or scored(*args))
+        patch.setattr(scored_rows, "with_rewards", lambda *args: asked.append(len(args[2])) or scored(*args))
         found = score_rows(model, tokenizer, source, out)
     assert sum(asked) == len(rows) - 128 and not part.exists()
     assert [{k: v for k, v in row.items() if not k.startswith("reward")} for row in found] == rows
@@ -541,7 +541,7 @@ def test_answers_are_scored_after_their_prompts(base, tmp_path):
     assert all(row["reward_problem"].startswith("not understood") for row in found[4:6])
     assert found[6] == rows[6] and all("reward" not in row for row in found[:3])
     other, settings = tmp_path / "other.jsonl", {"model": "m", "reward_model": "r"}
-    counts = reward_scores.score_file(model, tokenizer, str(source), other, "k", 2, torch.float32, settings)
+    counts = scored_rows.write_rewards(model, tokenizer, str(source), other, "k", 2, torch.float32, settings)
     assert counts == {"": 5, "unfinished answer": 1, "too long": 1, "not understood": 2}
     assert read_settings(other) == settings
     assert score_rows(model, tokenizer, other, tmp_path / "again.jsonl") == found
@@ -608,7 +608,7 @@ def test_answers_without_their_settings_are_refused(run, judge, tmp_path):
             run(f"--init_from={judge}", f"--score={tmp_path / name}", f"--out={tmp_path / 'out.jsonl'}")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
     with pytest.raises(UserError, match="b.jsonl.config.json is missing"):  # before anything is scored
-        reward_scores.common_settings(str(tmp_path / "[ab].jsonl"))
+        scored_rows.common_settings(str(tmp_path / "[ab].jsonl"))
 
 
 def test_older_settings_do_not_vouch_for_other_answers(run, judge, tmp_path):
@@ -634,9 +634,9 @@ def test_a_kill_leaves_no_settings_of_other_answers(base, tmp_path, monkeypatch,
             replace(old, new)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reward_scores.os, "replace", killed)
+    monkeypatch.setattr(scored_rows.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        reward_scores.score_file(
+        scored_rows.write_rewards(
             model, tokenizer, str(source), tmp_path / name, "k", 2, torch.float32, ANSWERED | {"reward_model": "r"}
         )
     assert ("Yes" in (tmp_path / "old.jsonl").read_text(encoding="utf-8")) == (when == "after")

@@ -23,7 +23,8 @@ from test_model import as_transformers, random_model, tiny_config
 import sample
 from groundup.generate import chat
 from groundup.generate.chat import Chat
-from groundup.generate.engine import Token, generate, never_sampled
+from groundup.generate.completion import Token, never_sampled
+from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, ranks
 from model import Transformer

@@ -3,12 +3,13 @@
     python tools/self_instruct.py --seeds=seed_tasks.jsonl --out=data/grown.jsonl --model=Qwen3-8B --n_tasks=1000
     python tools/self_instruct.py ... --base_url=https://api.example.com/v1 --api_key_env=EXAMPLE_KEY --language=zh
 
-Every answer is kept in <out>.journal first, and `out`, lines of {"messages": [user, assistant], "request": i}, is made
-from that: after a kill at any moment the same command goes on. Request i shows tasks of answers LAG before it or more,
-and answers count in the order of requests: where equal prompts get equal answers, `out` is the same bytes for any
-number of threads, kills and retries. Wang et al., Self-Instruct (arXiv:2212.10560); Taori et al., Alpaca (2023).
+Replies are kept in <out>.journal, and `out`, lines of {"messages": [user, assistant], "request": i}, is made from them:
+after a kill at any moment the same command goes on. A request shows tasks of replies at least LAG requests older, and
+replies count in the order of requests: where equal prompts get equal replies, `out` has the same bytes for any number
+of threads, kills and retries. Wang et al., Self-Instruct (arXiv:2212.10560); Taori et al., Alpaca (2023).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,9 +17,8 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
-from groundup.scores.client import Answer, Journal, Waits, ask, json_line
+from groundup.scores.client import Endpoint, Journal, Reply, ask_in_order
 from groundup.text import dedup
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
@@ -95,9 +95,6 @@ class Task(NamedTuple):
     output: str
 
 
-# ---- tasks as text --------------------------------------------------------------------------------------------------
-
-
 def read_seeds(paths: str) -> list[Task]:
     """The first question and answer of every conversation; what is left out is printed. Raises ConfigError."""
     report, tasks = readers.Report(), []
@@ -157,9 +154,6 @@ def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
     return tasks, dropped
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
-
-
 def common_length(a: list[int], b: list[int]) -> int:
     """Length of the longest common subsequence. Hyyro, Bit-parallel LCS-length computation revisited (2004)."""
     places: dict[int, int] = {}
@@ -190,8 +184,15 @@ class Growth:
     def is_done(self) -> bool:
         return len(self.tasks) >= self.c.n_tasks or self.n_barren >= self.c.patience
 
+    def prompts(self) -> Iterator[str]:
+        """Yield what to ask, until the growth is done."""
+        request = self.n_requests
+        while not self.is_done():
+            yield self.prompt(request)
+            request += 1
+
     def prompt(self, request: int) -> str:
-        """What to ask: the same text whatever of the LAG requests before has been answered."""
+        """Return what to ask: the same text whatever of the LAG requests before has been answered."""
         c, rng = self.c, random.Random(f"{self.c.seed}:{request}")
         language = ("en", "zh")[request % 2] if c.language == "both" else c.language
         own = choose(rng, self.tasks[: bisect_right(self.requests, request - LAG)], language, c.own_demos)
@@ -199,10 +200,10 @@ class Growth:
         rng.shuffle(shown)
         return prompt_text(shown, language, c.tasks_per_request)
 
-    def take(self, answer: Answer) -> bytes:
-        """New lines for `out`, from the next request's answer. Tasks past n_tasks are not looked at."""
-        is_refused, rows = answer.finish == "refused", []
-        tasks, dropped = parse_tasks("" if is_refused else answer.text, answer.finish not in ("stop", ""))
+    def take(self, reply: Reply) -> bytes:
+        """Return new lines for `out` from the next request's reply. Tasks past n_tasks are not looked at."""
+        is_refused, rows = reply.finish == "refused", []
+        tasks, dropped = parse_tasks("" if is_refused else reply.text, reply.finish not in ("stop", ""))
         self.dropped += Counter({"refused_request": 1}) if is_refused else dropped
         for task in tasks:
             if len(self.tasks) == self.c.n_tasks:
@@ -214,9 +215,9 @@ class Growth:
             self.tasks.append(task)
             self.requests.append(self.n_requests)
             rows.append({"messages": row_formats.messages_of(task._asdict())[0], "request": self.n_requests})
-        self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + answer.tokens
+        self.n_requests, self.n_tokens = self.n_requests + 1, self.n_tokens + reply.tokens
         self.n_barren = 0 if rows else self.n_barren + 1
-        return b"".join(map(json_line, rows))
+        return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
     def problem(self, task: Task) -> str:
         """Why a task is left out, or ""."""
@@ -252,9 +253,6 @@ def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) ->
     return rng.sample(pool, min(wanted, len(pool)))
 
 
-# ---- the whole ------------------------------------------------------------------------------------------------------
-
-
 def check(c: SimpleNamespace) -> None:
     """Raises ConfigError."""
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
@@ -282,46 +280,27 @@ def run(c: SimpleNamespace) -> None:
         raise UserError(f"self_instruct: {c.out} exists, but not {path}; use another out")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     journal, growth = Journal(path, settings), Growth(c, given)
-    lines = [growth.take(answer) for answer in journal.answers if not growth.is_done()]
+    lines = [growth.take(reply) for reply in journal.replies if not growth.is_done()]
     Path(c.out + ".tmp").write_bytes(b"".join(lines))
     os.replace(c.out + ".tmp", c.out)
+    key = os.environ[c.api_key_env].strip() if c.api_key_env else ""
+    how = (json.loads(c.fields), c.parallel, c.timeout, c.max_retries, c.retry_wait)
+    replies = ask_in_order(
+        Endpoint(c.base_url, c.model, key, *how), growth.prompts(), growth.n_requests, min(2 * c.parallel, LAG)
+    )
     bar = tqdm(total=c.n_tasks, initial=len(growth.tasks), unit="task", disable=None)
-    with journal.file, open(c.out, "ab") as file, bar:
-        for answer in answers(c, growth):
-            journal.add(answer._asdict())
-            file.write(growth.take(answer))
+    with journal.file, open(c.out, "ab") as file, bar, contextlib.closing(replies):
+        for reply in replies:
+            journal.add(reply._asdict())
+            file.write(growth.take(reply))
             file.flush()
             bar.set_postfix(requests=growth.n_requests, left_out=growth.dropped.total(), refresh=False)
             bar.update(len(growth.tasks) - bar.n)
+            if growth.is_done():
+                break
     print(growth.report())
     if len(growth.tasks) < c.n_tasks:
         raise UserError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
-
-
-def answers(c: SimpleNamespace, growth: Growth) -> Iterator[Answer]:
-    """Answers in the order of their requests, until the growth is done.
-
-    The first request goes alone: if nobody answers, there is no use in waiting. Then up to 2 * parallel are on the way,
-    so that a slow one does not hold the others up; a kill loses these. Raises ChatError.
-    """
-    key, waits = os.environ[c.api_key_env].strip() if c.api_key_env else "", Waits()
-
-    def one(request: int, prompt: str, is_first: bool = False) -> Answer:
-        body = {"model": c.model, "messages": [{"role": "user", "content": prompt}], **json.loads(c.fields)}
-        how = (c.timeout, c.max_retries, c.retry_wait, f"request {request}")
-        return ask(c.base_url, key, body, *how, waits, is_first)
-
-    if not growth.is_done():
-        yield one(growth.n_requests, growth.prompt(growth.n_requests), is_first=True)
-    pool, waiting = ThreadPoolExecutor(c.parallel), deque()
-    try:
-        while not growth.is_done():
-            while len(waiting) < min(2 * c.parallel, LAG):
-                request = growth.n_requests + len(waiting)
-                waiting.append(pool.submit(one, request, growth.prompt(request)))
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

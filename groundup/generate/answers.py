@@ -1,8 +1,8 @@
-"""Answers to a file of prompts: read line by line, written as they finish, continued where they were interrupted.
+"""Answers to a file of prompts: read line by line, written as they finish, continued after an interruption.
 
-A line of prompts is {"prompt": text or messages}, {"messages": [...]}, {"text": text to continue} or just a text. Its
-answer is the line itself with its number (from 0) as "index" and with "completions" (answer_files.py has the format).
-Messages that end with the assistant's answer are answered from what precedes it; the line keeps its own answer.
+A line of prompts is {"prompt": text or messages}, {"messages": [...]}, {"text": text to continue} or a JSON string. Its
+answer is the same line with its number (from 0) as "index" and with "completions" (format: files/answer_files.py).
+If messages end with an assistant's answer, the model answers what precedes it; the line keeps its own answer.
 """
 
 import contextlib
@@ -17,19 +17,20 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files.answer_files import check_settings
-from groundup.generate.engine import Result, completed
+from groundup.generate.completion import Result
+from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
 
-Encode = Callable[[str | list[dict], bool], list[int]]  # a prompt, whether it is a text to continue -> ids
-Rank = Callable[[Result], Result]  # gives each completion a reward, and leaves the best
+Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
+Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
 
 
 def lock(file: TextIO) -> None:
-    """Raise SampleError if another process writes the same answers; held until the file is closed."""
+    """Lock the file until it is closed. Raise UserError if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -37,16 +38,15 @@ def lock(file: TextIO) -> None:
 
 
 class Row(NamedTuple):
-    index: int
+    index: int  # of the line, from 0
     fields: dict
-    ids: list[int]
+    ids: list[int]  # of the prompt
 
 
 class Answers:
-    """The answers in `out` ("" = standard output) to a file of prompts, or, if `prompts` is "", to `prompt`.
+    """The answers in `out` ("" = standard output) to a file of prompts or, if `prompts` is "", to `prompt`.
 
-    Raises SampleError: prompts cannot be read; `out` is damaged, or answers other prompts. Raises AnswerFileError: it
-    has other settings.
+    Raise UserError if the prompts cannot be read, or if `out` is damaged or has other prompts or settings.
     """
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
@@ -57,14 +57,14 @@ class Answers:
             raise UserError(f"sample: {self.name} has no prompts")
         if out:
             check_settings(out, settings)
-        self.done = finished(out) if out else {}
+        self.done = read_done(out) if out else {}
         self.n_prompts = self._count()
 
     def write(
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, encode: Encode, batch_size: int,
         compile: bool, rank: Rank | None = None,
     ) -> None:  # fmt: skip
-        """Append a line for each prompt as it is finished, so that a kill costs those in the batch."""
+        """Append the answer to each prompt as it finishes: a kill loses only the unfinished ones."""
         begun: dict[int, Row] = {}
 
         def prompts() -> Iterator[list[int]]:
@@ -77,7 +77,7 @@ class Answers:
             lock(output)
         bar = tqdm(total=self.n_prompts, initial=len(self.done), disable=None, unit="prompt")
         with output as file, bar:
-            for number, result in completed(model, tokenizer, prompts(), params, batch_size, compile):
+            for number, result in generate_each(model, tokenizer, prompts(), params, batch_size, compile):
                 row = begun.pop(number)
                 result = rank(result) if rank else result
                 fields = {"index": row.index} | row.fields | answer_fields(result, tokenizer, params, bool(rank))
@@ -98,13 +98,13 @@ class Answers:
             raise UserError(f"sample: cannot read {self.prompts!r}: {error.strerror}") from None
 
     def _count(self) -> int:
-        """The number of prompts. Raises SampleError if `done` answers others."""
+        """Return the number of prompts. Raise UserError if `done` answers others."""
         n_prompts, same = 0, set()
         for index, line in enumerate(self._lines()):
             n_prompts += bool(line.strip())
             if index in self.done:
                 with contextlib.suppress(ValueError):
-                    if json_line(parse(line)[0]) == self.done[index]:
+                    if json_line(parse(line)) == self.done[index]:
                         same.add(index)
         for index in sorted(self.done.keys() - same):
             raise UserError(
@@ -113,12 +113,13 @@ class Answers:
         return n_prompts
 
     def _rows(self, encode: Encode, context: int) -> Iterator[Row]:
-        """The prompts that are not done. What is wrong with others is printed and counted."""
+        """Yield the prompts that are not done; print and count those that cannot be answered."""
         for index, line in enumerate(self._lines()):
             if not line.strip() or index in self.done:
                 continue
             try:
-                fields, key = parse(line)
+                fields = parse(line)
+                key = prompt_key(fields)
                 ids = encode(fields[key], key == "text")
                 if len(ids) > context:
                     raise ValueError(f"the prompt has {len(ids)} tokens, the context {context}; shorten it")
@@ -129,24 +130,30 @@ class Answers:
                 yield Row(index, fields, ids)
 
 
-def parse(line: bytes) -> tuple[dict, str]:
-    """(fields of a line, which of them is the prompt). Raises ValueError, which says what is wrong."""
+def parse(line: bytes) -> dict:
+    """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with them."""
     row = json.loads(line)
     row = {"prompt": row} if isinstance(row, str) else row
-    kinds = {"messages": list, "prompt": (str, list), "text": str}
-    key = next((key for key in kinds if isinstance(row, dict) and key in row), "")
-    if not key:
-        raise ValueError("a line must be a text, or an object with prompt, messages or text")
-    if not isinstance(row[key], kinds[key]):
-        raise ValueError(f"{key} must be a {'list' if key == 'messages' else 'text'}, got {row[key]!r:.40}")
+    prompt_key(row)
     taken = [own for own in OWN_KEYS if own in row]
     if taken:
         raise ValueError(f"the key {taken[0]!r} is the answer's; rename it")
-    return row, key
+    return row
+
+
+def prompt_key(row: object) -> str:
+    """Return which field is the prompt. Raise ValueError if there is none, or if it is of the wrong type."""
+    types = {"messages": list, "prompt": (str, list), "text": str}
+    key = next((key for key in types if isinstance(row, dict) and key in row), "")
+    if not key:
+        raise ValueError("a line must be a text, or an object with prompt, messages or text")
+    if not isinstance(row[key], types[key]):
+        raise ValueError(f"{key} must be a {'list' if key == 'messages' else 'text'}, got {row[key]!r:.40}")
+    return key
 
 
 def json_line(value: dict) -> str:
-    """JSON in one line that UTF-8 can write: half a surrogate pair, which it cannot, keeps its escape."""
+    """Return one line of JSON that UTF-8 can encode: half a surrogate pair keeps its escape."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
@@ -166,16 +173,13 @@ def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams, 
 
 
 def named(positions: list[dict[int, float] | None], tokenizer: Tokenizer) -> list[list[dict] | None]:
-    """Log-probabilities with the texts of their tokens; ids that the model has beyond the tokenizer have none."""
+    """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
     text = {i: tokenizer.pieces.get(i, b"").decode("utf-8", "replace") for found in positions for i in found or ()}
     return [found and [{"id": i, "token": text[i], "logprob": found[i]} for i in found] for found in positions]
 
 
-# ---- the file of answers --------------------------------------------------------------------------------------------
-
-
-def finished(out: str) -> dict[int, str]:
-    """{index: the fields that it answers, as a JSON line} of a file of answers; a last line cut short is removed."""
+def read_done(out: str) -> dict[int, str]:
+    """Return {index: the fields of the prompt as a JSON line} of a file of answers; cut off a half line at its end."""
     done: dict[int, str] = {}
     if not os.path.exists(out):
         return done

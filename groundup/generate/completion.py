@@ -1,7 +1,7 @@
-"""What a prompt asks for and what has come out: requests and their checks, the text of a sample as it grows, results.
+"""What is asked of the engine and what comes out: prompts as ids, requests, the text of a growing sample, results.
 
-No model runs here: generate.py draws tokens, a Sample takes those of its row and says what may be shown and whether it
-is done.
+No model runs here: engine.py draws the tokens, and a Sample takes those of its row, says what may be shown, and whether
+the sample has ended.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 class Completion(NamedTuple):
     text: str  # up to the stop string; "" without a tokenizer
-    ids: list[int]  # with the stop id if one ended it
+    ids: list[int]  # including the stop id, if one ended it
     finish_reason: str  # stop | length
     stop_reason: int | str | None  # the stop id or stop string
-    logprobs: list[dict[int, float]] | None  # of each token: itself and the likeliest, of the model's distribution
-    cumulative_logprob: float  # of all tokens; beam search: after the processors
+    logprobs: list[dict[int, float]] | None  # at each token: its own and the highest, before any processor
+    cumulative_logprob: float  # sum over all tokens; beam search: after the processors
     reward: float | None = None  # of a reward model, see best_of.py
 
 
@@ -37,30 +37,67 @@ class Token(NamedTuple):
     prompt: int
     sample: int
     id: int
-    text: str  # what may be shown now: whole characters, nothing that may become a stop string
+    text: str  # what may be shown now: whole characters, no beginning of a stop string
     finish: str  # "" = it goes on | stop | length
 
 
-# ---- requests -------------------------------------------------------------------------------------------------------
+def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text to continue. An empty text begins a new document; a begin token that does not also
+    separate documents (Llama's) stands before every text. Raise UserError if there is no token to begin with."""
+    ids = tokenizer.encode(text)
+    if not ids and tokenizer.bos_id < 0:
+        raise UserError("sample: this tokenizer has no token that begins a text; give --prompt=TEXT")
+    if not ids or tokenizer.bos_id not in (tokenizer.eot_id, -1):
+        return [tokenizer.bos_id, *ids]
+    return ids
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False,
+    rewarded: bool = False,
+) -> list[int]:  # fmt: skip
+    """Return the ids of a conversation up to the model's answer; a last message of the assistant is left out.
+
+    A str is a user's message if `talk`, else (or if `plain`) a text to continue. rewarded: a text to continue is an
+    error, since it has no reward. system: message of conversations that have none."""
+    if isinstance(prompt, str) and (plain or not talk):
+        if rewarded:
+            raise UserError("sample: a text to continue has no reward; give it as prompt or messages")
+        return begin_prompt(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    if roles[-1:] == ["assistant"]:
+        messages, roles = messages[:-1], roles[:-1]
+        if roles[-1:] in ([], ["system"], ["assistant"]):
+            raise UserError("sample: before the assistant's last message there is nothing to answer")
+    if system and roles and roles[0] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.render(messages, add_generation_prompt=True)[0]
+
+
+def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that neither add to a text nor end it: padding, reserved ones, those beyond the tokenizer's."""
+    silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
+    return tuple({*silent, *range(tokenizer.vocab_size, vocab_size)} - tokenizer.stop_ids)
 
 
 class Request:
-    """A prompt, what is asked for, and what has come out so far."""
+    """A prompt, its parameters, and its finished samples."""
 
     def __init__(self, index: int, ids: list[int], params: SamplingParams, limit: int) -> None:
         self.index, self.ids, self.params, self.limit = index, ids, params, limit
         self.completions: dict[int, Completion] = {}
-        self.logits: Tensor | None = None  # (V,) after the prompt, from when it was read
-        self.row = -1  # the row of the cache that it was read into
+        self.logits: Tensor | None = None  # (V,) after the prompt, once it has been read
+        self.row = -1  # of the cache, where the prompt was read
         self.prompt_logprobs = [None] if params.prompt_logprobs >= 0 else None
 
     @property
     def length(self) -> int:
-        """Positions of the cache that a row needs: the last token is not fed back."""
+        """Positions of the cache that a sample needs: its last token is not fed back."""
         return len(self.ids) + self.limit - 1
 
     def result(self) -> Result:
-        """The n best samples, best first; without best_of all of them in their order."""
+        """Return the n best samples, best first; without best_of all samples in their order."""
         samples = [self.completions[s] for s in sorted(self.completions)]
         if self.params.best_of > self.params.n:
             mean = self.params.best_of_by == "mean"
@@ -80,7 +117,7 @@ def check_requests(
 
 
 def check(index: int, ids: list[int], params: SamplingParams, cfg: ModelConfig, tokenizer: Tokenizer | None) -> Request:
-    """The request, or SampleError if this model cannot serve it."""
+    """Return the request. Raise UserError if this model cannot serve it."""
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise UserError(f"sample: prompt {index} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids")
     if not ids:
@@ -106,11 +143,8 @@ def check_streamable(params: SamplingParams) -> None:
         raise UserError(f"sample: best_of={params.best_of} cannot stream n={params.n}: the best are known at the end")
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-
 class Text:
-    """The text of one sample as its tokens come; `stopped` is the stop string that ended it."""
+    """The text of one sample, token by token; `stopped` is the stop string that ended it."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self.tokenizer, self.stop, self.skip_special = tokenizer, params.stop, params.skip_special_tokens
@@ -120,7 +154,7 @@ class Text:
         self.stopped: str | None = None
 
     def push(self, token: int, may_stop: bool) -> str:
-        """What may be shown with this token. The stop string that is complete first ends the text before itself."""
+        """Return what may be shown now. The first complete stop string ends the text before it."""
         self.held += self.decode(token)
         ends = [(at + len(s), -len(s), s) for s in self.stop if (at := self.held.find(s)) >= 0] if may_stop else []
         if ends:
@@ -136,7 +170,7 @@ class Text:
         return self.decoder.push(token)
 
     def begun(self, stop: str) -> int:
-        """How many characters of `stop` the held text ends with, but not all of them."""
+        """Return how many characters of `stop`, but not all, the held text ends with."""
         longest = min(len(stop) - 1, len(self.held))
         return next((k for k in range(longest, 0, -1) if self.held.endswith(stop[:k])), 0)
 
@@ -146,7 +180,7 @@ class Text:
         return piece
 
     def end(self) -> str:
-        """What was held back, now that nothing follows; U+FFFD for a broken character."""
+        """Return what was held back, as nothing follows; U+FFFD for a broken character."""
         if self.stopped is not None:
             return ""
         self.held += self.decoder.flush() if self.decoder else ""
@@ -154,7 +188,7 @@ class Text:
 
 
 class Sample:
-    """A row at work: sample `index` of a request."""
+    """Sample `index` of a request, while a row generates it."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         self.request, self.index = request, index
@@ -164,7 +198,7 @@ class Sample:
         self.sum = 0.0
 
     def push(self, token: int, ids: list[int], logps: list[float]) -> Token:
-        """Take the next token; ids and logps: it and the likeliest ones with their log-probabilities."""
+        """Take the next token. ids, logps: of the token itself, then of the likeliest ones."""
         params = self.request.params
         self.ids.append(token)
         self.sum += logps[0]

@@ -1,16 +1,15 @@
-"""Generated text: the engine, plain functions from (model, tokenizer, prompts, parameters) to texts, ids and logprobs.
+"""Generation: plain functions from (model, tokenizer, prompts, parameters) to texts, ids and log-probabilities.
 
-    generate(...)  -> a Result for each prompt
-    stream(...)    -> tokens as they come, with the text that may be shown
-    completed(...) -> results in the order of finishing, for files of prompts of any length
-    Session        -> one conversation: the cache is kept, only what is new is read
+    generate(...)       -> a Result for each prompt
+    stream(...)         -> tokens as they are drawn, with the text that may be shown
+    generate_each(...)  -> results in the order of finishing, for files of prompts of any length
+    Session             -> one conversation: the cache is kept, only new tokens are read
 
-A fixed number of rows generates at a time; a row that is done takes the next waiting sample (continuous batching).
-Prompts need no padding in the cache. Sample s of a prompt draws from its own generator, seeded with the prompt's
-seed + s, so its text does not depend on the rows beside it, and torch's global generators are left alone. (To the bit
-in float32. In bfloat16 and float16 the rounding of a product depends on the number of rows, and a near tie between two
-tokens may fall otherwise.) Matrix products and the cache have the dtype of the autocast around the call, else that of
-the weights.
+A fixed number of rows generates at a time; a row that ends takes the next waiting sample (continuous batching). The
+cache has no padding. Sample s of a prompt draws from its own generator, seeded with the prompt's seed + s, so its ids
+do not depend on the rows beside it (in float32; in bfloat16 and float16 the number of rows changes the rounding, and
+near ties may fall otherwise). torch's global generators are not touched. Products and cache have the dtype of the
+autocast around the call, else that of the weights.
 """
 
 import contextlib
@@ -55,26 +54,22 @@ from groundup.train.lora import LoRALinear, plain_linear
 from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
 from tokenizer import Tokenizer
 
-CHUNK_TOKENS = 512  # a prompt is read in pieces of that many tokens: memory stays bounded, products are large enough
+CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which bounds memory
 CHUNK_ROWS = 16  # prompts that are read at once
-PACKED_STEPS = 24  # to pack the matrices takes the time that so many steps of one row save
-MIN_WIDTH = 64  # attention reads this many cached positions, twice as many, ...: a compiled step serves many lengths
-
-# ---- calls ----------------------------------------------------------------------------------------------------------
-
+PACKED_STEPS = 24  # from this many steps of one row on, packing the matrices saves time
+MIN_WIDTH = 64  # attention reads 64, 128, 256, ... cached positions, so that a compiled step serves many lengths
 
 def generate(
     model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
     batch_size: int = 0, compile: bool = False,
 ) -> list[Result]:  # fmt: skip
-    """One Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
+    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
 
-    tokenizer=None: ids only. compile=True: the decoding step is compiled at its first use for a number of rows; takes
-    10 to 60 s, less when torch finds it in its cache, and pays off from some thousand tokens. (Several rows in float32
-    on a CPU are faster as they are, and stay so.) Raises SampleError.
+    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows; this takes 10 to 60 s and
+    pays off from some thousand tokens. (Several rows in float32 on a CPU are faster eager, and stay so.)
     """
     requests = check_requests(model.cfg, tokenizer, prompts, params)
-    results = dict(finished(model, tokenizer, requests, batch_size, compile))
+    results = dict(run_all(model, tokenizer, requests, batch_size, compile))
     return [results[i] for i in range(len(requests))]
 
 
@@ -82,7 +77,7 @@ def stream(
     model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
     batch_size: int = 0, compile: bool = False,
 ) -> Iterator[Token]:  # fmt: skip
-    """The tokens of all samples in the order in which they come. Arguments as for generate. Raises SampleError."""
+    """Yield the tokens of all samples as they are drawn. Arguments as for generate."""
     requests = check_requests(model.cfg, tokenizer, prompts, params)
     for request in requests:
         check_streamable(request.params)
@@ -90,18 +85,18 @@ def stream(
     return (token for _, token in engine.run(requests))
 
 
-def completed(
+def generate_each(
     model: Transformer, tokenizer: Tokenizer | None, prompts: Iterable[list[int]], params: Params,
     batch_size: int, compile: bool = False,
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
-    """(index of the prompt, Result) in the order of finishing; prompts are taken as rows become free.
+    """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become free.
 
-    The cache grows with the longest text so far. Raises SampleError when a prompt's turn comes."""
+    The cache grows with the longest text so far. A bad prompt raises UserError when its turn comes."""
     if batch_size < 1:
         raise UserError(f"sample: batch_size must be at least 1, got {batch_size}")
     each = itertools.repeat(params) if isinstance(params, SamplingParams) else one_for_each(params)
     requests = (check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=False)))
-    return finished(model, tokenizer, requests, batch_size, compile)
+    return run_all(model, tokenizer, requests, batch_size, compile)
 
 
 def one_for_each(params: Iterable[SamplingParams]) -> Iterator[SamplingParams]:
@@ -116,37 +111,16 @@ class Session:
         self.engine = Engine(model, tokenizer, rows=1, length=0, compile=compile)
 
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        """The continuation of `ids`. May be closed at any token; the next call reuses what was read. Raises
-        SampleError."""
+        """Yield the continuation of `ids`. May be closed at any token; the next call reuses the cache."""
         check_streamable(params)
         request = check(0, ids, params, self.engine.model.cfg, self.engine.tokenizer)
         return (token for _, token in self.engine.run([request]))
 
 
-def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text to continue. An empty one begins a new document; a begin token that is not also the separator of
-    documents (Llama's) stands before every text. Raises SampleError."""
-    ids = tokenizer.encode(text)
-    if not ids and tokenizer.bos_id < 0:
-        raise UserError("sample: this tokenizer has no token that begins a text; give --prompt=TEXT")
-    if not ids or tokenizer.bos_id not in (tokenizer.eot_id, -1):
-        return [tokenizer.bos_id, *ids]
-    return ids
-
-
-def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids that neither add to a text nor end it: padding, reserved ones, those beyond the tokenizer."""
-    silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
-    return tuple({*silent, *range(tokenizer.vocab_size, vocab_size)} - tokenizer.stop_ids)
-
-
-# ---- requests -------------------------------------------------------------------------------------------------------
-
-
-def finished(
+def run_all(
     model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], batch_size: int, compile: bool
 ) -> Iterator[tuple[int, Result]]:
-    """(index, Result) in the order of finishing. Runs of prompts with the same beam search become batches."""
+    """Yield (index, Result) in the order of finishing. Neighbours with the same beam search share a batch."""
     engine, ended = None, Counter()
     for beams, run in itertools.groupby(requests, lambda r: r.params if r.params.num_beams > 1 else None):
         if beams is not None:
@@ -166,7 +140,7 @@ def finished(
 def engine_for(
     model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], batch_size: int, compile: bool
 ) -> "Engine":
-    """Rows and length as the requests need them, if they are a list; else `batch_size` rows of a cache that grows."""
+    """Return an engine with the rows and cache that a list of requests needs; for an iterator, the cache grows."""
     if not isinstance(requests, list):
         return Engine(model, tokenizer, batch_size, 0, compile)
     if batch_size < 0:
@@ -177,20 +151,17 @@ def engine_for(
     return Engine(model, tokenizer, rows, max(request.length for request in requests), compile, steps)
 
 
-# ---- engine ---------------------------------------------------------------------------------------------------------
-
-
 class Engine:
-    """Rows of one cache that generate together. held[row] are the ids whose keys and values the row holds."""
+    """Rows of one cache that generate together. held[row]: the ids whose keys and values are in the cache."""
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, rows: int, length: int, compile: bool,
         steps: int = PACKED_STEPS,
     ) -> None:  # fmt: skip
-        """length: positions of the cache to begin with; steps: about how many there will be."""
+        """length: positions of the cache at first; steps: about how many there will be."""
         self.device = model.embed_tokens.weight.device
         self.dtype = compute_dtype(model.embed_tokens.weight)
-        # Packed matrices serve several rows in float32 in half the time that inductor's call of the library takes.
+        # For several rows in float32 packed matrices take half the time of inductor's call of the library.
         can_pack = PackedLinear.works(self.device, self.dtype)
         compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
         packed = can_pack and not compile and steps >= PACKED_STEPS
@@ -207,7 +178,7 @@ class Engine:
             self.reserve(length)
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Token]]:
-        """Every token of every sample of the requests, which are taken as rows become free."""
+        """Yield every token of every sample; take requests as rows become free."""
         waiting = ((request, s) for request in requests for s in range(request.params.n_samples))
         self.samples = [None] * len(self.samples)
         logits = torch.zeros(len(self.samples), self.model.cfg.vocab_size, device=self.device)
@@ -231,7 +202,7 @@ class Engine:
             self.set_params(row, request)
         self.reserve(max(request.length for _, (request, _) in taken))
         pairs = [(row, request) for row, (request, _) in taken]
-        # First the samples of a prompt that was read earlier: another prompt may be read into the row that has it.
+        # First copy prompts that were read earlier: another prompt may be read into their row.
         self.share([(row, request) for row, request in pairs if request.logits is not None])
         new = [(row, request) for row, request in pairs if request.logits is None]
         first = {request: row for row, request in reversed(new)}
@@ -259,7 +230,7 @@ class Engine:
 
     @torch.no_grad()
     def read(self, rows: list[tuple[int, Request]]) -> None:
-        """Read prompts into their rows, some at a time: those of about the same length, in pieces."""
+        """Read prompts into their rows: CHUNK_ROWS of about the same length at a time, in pieces."""
         rows = sorted(rows, key=lambda pair: len(pair[1].ids))
         for first in range(0, len(rows), CHUNK_ROWS):
             group = rows[first : first + CHUNK_ROWS]
@@ -271,14 +242,14 @@ class Engine:
                 begin = end
 
     def reusable(self, request: Request) -> int:
-        """How many tokens of the prompt the only row holds already; the last one is read again for its logits."""
+        """Return how many tokens of the prompt are in the cache; the last one is read again for its logits."""
         if request.params.prompt_logprobs >= 0:
             return 0
         pairs = zip(self.held[0], request.ids[:-1], strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.held[0]), len(request.ids) - 1))
 
     def read_piece(self, group: list[tuple[int, Request]], begin: int, end: int) -> None:
-        """Tokens begin to end of the prompts, which are at least longer than begin."""
+        """Read tokens begin to end of the prompts, all longer than `begin`."""
         pieces = [request.ids[begin:end] for _, request in group]
         idx = torch.tensor([ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device)
         rows = torch.tensor([row for row, _ in group], device=self.device)
@@ -293,7 +264,7 @@ class Engine:
                     request.logits = self.model.lm_head(hidden[i, last : last + 1])[0].float()
 
     def score(self, hidden: Tensor, request: Request, begin: int, end: int) -> list[dict[int, float]]:
-        """Log-probabilities of the prompt's tokens after begin, up to the one at `end`. hidden (T, C)."""
+        """Return the log-probabilities of the prompt's tokens begin + 1 to `end`. hidden (T, C)."""
         targets = torch.tensor(request.ids[begin + 1 : end + 1], device=self.device)
         size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
         found = []
@@ -304,7 +275,7 @@ class Engine:
 
     @torch.no_grad()
     def choose(self, logits: Tensor) -> list[tuple[Request, Token]]:
-        """The next token of every row at work; rows whose sample is done become free."""
+        """Draw the next token of every busy row; free the rows whose sample ends."""
         n_out = torch.tensor([len(sample.ids) if sample else 0 for sample in self.samples], device=self.device)
         self.tokens = choose(process(logits, self.params, self.seen, n_out), self.params, self.generators)  # (rows,)
         if self.seen is not None:
@@ -325,7 +296,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Feed the tokens just chosen; -> logits (rows, V) float32. Free rows keep what they hold."""
+        """Feed the tokens just drawn; return logits (rows, V) float32. Free rows keep their cache."""
         lengths = [len(held) if sample else -1 for held, sample in zip(self.held, self.samples, strict=True)]
         logits = self.forward(self.tokens, lengths)
         for sample, held in zip(self.samples, self.held, strict=True):
@@ -334,7 +305,7 @@ class Engine:
         return logits
 
     def forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """tokens (rows,) at positions `lengths` (-1 = leave the row as it is) -> logits (rows, V) float32."""
+        """tokens (rows,) at positions `lengths` (-1 = do not touch the row) -> logits (rows, V) float32."""
         width = min(power_of_two(max(lengths) + 1), self.cache.max_length)
         at = torch.tensor([n if n >= 0 else self.cache.max_length for n in lengths], device=self.device)
         span = self.cache.span[:width]
@@ -345,7 +316,7 @@ class Engine:
         return logits.clone() if self.compile else logits  # a CUDA graph overwrites its result at the next step
 
     def reserve(self, length: int) -> None:
-        """Make the cache hold at least `length` positions, keeping what it has. Raises SampleError: no memory."""
+        """Grow the cache to at least `length` positions. Raise UserError if memory does not suffice."""
         if self.cache is not None and length <= self.cache.max_length:
             return
         cfg, rows, old = self.model.cfg, len(self.samples), self.cache
@@ -370,14 +341,14 @@ class Engine:
 def decode_step(
     model: Transformer, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor, span: Tensor
 ) -> Tensor:
-    """tokens (B,) -> logits (B, V) float32 of what follows them."""
+    """tokens (B,) -> logits (B, V) float32 of the next ones."""
     hidden = model.hidden(tokens.unsqueeze(1), CacheStep(keys, values, lengths, span))
     return project(model.lm_head, hidden)[:, 0].float()
 
 
 @functools.cache
 def compiled_step(device_type: str) -> Callable:
-    """decode_step compiled for each number of rows (and width, on a GPU). Raises SampleError: no compiler."""
+    """Return decode_step compiled for each number of rows (and width, on a GPU). Raise UserError if it cannot be."""
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("sample: compile=True needs a C++ compiler; install g++, or set compile=False")
     if device_type == "cuda":
@@ -389,11 +360,11 @@ def compiled_step(device_type: str) -> Callable:
 
 
 def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Transformer:
-    """The model in eval mode, its blocks as written, matrices in dtype; it shares with `model` all that stays equal.
+    """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors that need no change
+    are shared with `model`.
 
     Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    Adapters are added to copies of their matrices: the model in training keeps its own, generation costs no more.
-    packed: on a CPU matrices are copied into the layout of its library, if there is room."""
+    Adapters are merged into copies of their matrices. packed: on a CPU, pack the matrices if memory suffices."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = {id(vars(block)["forward"]): None for block in model.layers if "forward" in vars(block)}
@@ -418,8 +389,8 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in the blocked layout of oneDNN, as inductor has it for frozen weights: 1.6 to
-    2.3 times as fast as F.linear for 1 to 8 rows (2 cores with AVX-512)."""
+    """A linear layer with its weight in oneDNN's blocked layout, as inductor lays out frozen weights: 1.6 to 2.3 times
+    as fast as F.linear for 1 to 8 rows (2 cores with AVX-512)."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -435,20 +406,17 @@ class PackedLinear(nn.Module):
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
 def power_of_two(length: int) -> int:
     return max(MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
 def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Memory of the keys and values of `rows` texts of `length` tokens."""
+    """Return the memory of the keys and values of `rows` texts of `length` tokens."""
     return 2 * cfg.n_layer * rows * cfg.n_kv_head * (length + 1) * cfg.head_dim * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that can still be had on the device; infinite where nobody says."""
+    """Return the free memory of the device, infinity if unknown."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
@@ -468,14 +436,11 @@ def check_memory(needed: int, rows: int, length: int, device: torch.device) -> N
         )
 
 
-# ---- beam search ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def beam_search(
     model: Transformer, tokenizer: Tokenizer | None, requests: list[Request], compile: bool
 ) -> list[tuple[int, Result]]:
-    """(index, Result) of requests with the same parameters: row b*K + k of the cache is beam k of request b."""
+    """Return (index, Result) of requests with the same parameters: row b*K + k of the cache is beam k of request b."""
     params = requests[0].params
     K = params.num_beams
     engine = Engine(model, tokenizer, len(requests) * K, max(request.length for request in requests), compile)
@@ -486,7 +451,7 @@ def beam_search(
     beams = Beams([request.ids for request in requests], params, limits, model.cfg.vocab_size, engine.device)
     lengths = [len(held) for held in engine.held]
     while True:
-        check_logits(logits)  # of nothing finite no beam would be left; each step waits for the device anyway
+        check_logits(logits)  # without finite logits no beam is left; each step waits for the device anyway
         tokens, parents = beams.advance(logits)
         if beams.all_ended():
             break

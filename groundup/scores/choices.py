@@ -28,7 +28,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.files import readers, records, streams
-from groundup.generate.engine import begin_prompt
+from groundup.generate.completion import begin_prompt
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer

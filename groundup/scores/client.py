@@ -1,6 +1,6 @@
-"""Requests to an OpenAI-compatible /chat/completions, with the standard library alone, and a file of its answers.
+"""Requests to an OpenAI-compatible /chat/completions with the standard library alone, and a journal of the replies.
 
-A request is repeated while the endpoint is busy or broken; an answer is on the disk before anything is made of it.
+A request is repeated while the endpoint is busy or broken. A reply is on disk before it is used.
 """
 
 import fcntl
@@ -15,6 +15,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -24,11 +28,25 @@ from groundup.errors import UserError
 MAX_WAIT = 600.0  # seconds before a retry
 
 
+class Endpoint(NamedTuple):
+    base_url: str  # /chat/completions is added
+    model: str  # as the service calls it
+    key: str = ""  # "" = none is sent
+    fields: dict = {}  # further fields of each request
+    parallel: int = 8  # requests at once
+    timeout: float = 300.0  # seconds without a byte
+    max_retries: int = 8
+    retry_wait: float = 1.0  # seconds before the first retry, then twice as many each time
 
+
+class Reply(NamedTuple):
+    text: str
+    finish: str  # stop | length | content_filter ...; refused = HTTP 400, 413 or 422, with the error's text
+    tokens: int  # of prompt and reply as the endpoint counts them; 0 = it does not
 
 
 class Trouble(Exception):
-    """A request that may go well later. args: what happened, seconds that the endpoint asks to wait."""
+    """A failure that a retry may mend. args: what happened, seconds that the endpoint asks to wait."""
 
 
 class Unreachable(Trouble):
@@ -36,7 +54,7 @@ class Unreachable(Trouble):
 
 
 class Waits:
-    """What is printed of the waits of requests that run side by side: one line per wait, not one for each of them."""
+    """Prints one line per wait, not one for each of the requests that wait together."""
 
     def __init__(self) -> None:
         self.lock, self.until = threading.Lock(), 0.0
@@ -49,47 +67,61 @@ class Waits:
                 tqdm.write(line, file=sys.stderr)
 
 
-class Answer(NamedTuple):
-    text: str
-    finish: str  # stop | length | content_filter ...; refused = HTTP 400, 413 or 422, with the text that came
-    tokens: int  # of prompt and answer as the endpoint counts them; 0 = it does not
+def ask_in_order(endpoint: Endpoint, prompts: Iterator[str], begin: int, most: int) -> Iterator[Reply]:
+    """Yield the replies in the order of the prompts. Raise UserError when retries fail.
+
+    begin: number of the first request, which is sent alone: if nobody answers, there is no use in waiting. Then up to
+    `most` prompts are taken ahead, so that a slow reply does not hold up the others. Close early to cancel the rest.
+    """
+    waits, waiting = Waits(), deque()
+    numbered = enumerate(prompts, begin)
+    pool = ThreadPoolExecutor(endpoint.parallel)
+    try:
+        for number, prompt in islice(numbered, 1):
+            yield ask(endpoint, prompt, f"request {number}", waits, is_first=True)
+        while True:
+            for number, prompt in islice(numbered, most - len(waiting)):
+                waiting.append(pool.submit(ask, endpoint, prompt, f"request {number}", waits))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def ask(
-    base_url: str, key: str, body: dict, timeout: float, max_retries: int, retry_wait: float, name: str,
-    waits: Waits | None = None, is_first: bool = False,
-) -> Answer:  # fmt: skip
-    """The answer to `body`. Waits retry_wait seconds before the first retry, twice as many each time after it, or as
-    long as Retry-After says; `name` is for what is printed, through `waits` if requests share one. is_first: the first
-    request of all, to an address that may be wrong: if nobody is there it is not repeated. Raises ChatError where
-    retries are used up or cannot help."""
-    rng = random.Random(name)  # so that threads that failed together do not come back together
-    waits = waits or Waits()
-    for attempt in range(max_retries + 1):
+def ask(endpoint: Endpoint, prompt: str, name: str, waits: Waits, is_first: bool = False) -> Reply:
+    """Return the reply to one user message. Raise UserError if retries are used up or cannot help.
+
+    Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says. `name` is printed. is_first:
+    do not retry if nobody is there: the address may be wrong."""
+    rng = random.Random(name)  # so that threads that failed together do not retry together
+    body = {"model": endpoint.model, "messages": [{"role": "user", "content": prompt}], **endpoint.fields}
+    for attempt in range(endpoint.max_retries + 1):
         try:
-            return post(base_url, key, json.dumps(body).encode(), timeout)
+            return post(endpoint, json.dumps(body).encode())
         except Trouble as trouble:
-            what, asked_wait = trouble.args
+            what, least_pause = trouble.args
             if is_first and isinstance(trouble, Unreachable):
-                raise UserError(f"chat: {base_url}: {what}; start the service, or mend base_url") from None
-        pause = min(max(retry_wait * 2**attempt * rng.uniform(0.5, 1), asked_wait), MAX_WAIT)
-        if attempt < max_retries:
+                raise UserError(f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url") from None
+        pause = min(max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT)
+        if attempt < endpoint.max_retries:
             waits.say(f"{name}: {what}; again in {pause:.1f} s", pause)
             time.sleep(pause)
-    raise UserError(f"chat: {base_url}: {what}, {max_retries + 1} times; give the same command when it answers again")
+    times = f"{endpoint.max_retries + 1} times"
+    raise UserError(f"chat: {endpoint.base_url}: {what}, {times}; give the same command when it answers again")
 
 
-def post(base_url: str, key: str, body: bytes, timeout: float) -> Answer:
-    """One try. Raises Trouble, or ChatError for what a retry does not mend (a wrong key, model or address)."""
-    call = urllib.request.Request(base_url.rstrip("/") + "/chat/completions", body)
+def post(endpoint: Endpoint, body: bytes) -> Reply:
+    """Try once. Raise Trouble, or UserError for what a retry does not mend (a wrong key, model or address)."""
+    call = urllib.request.Request(endpoint.base_url.rstrip("/") + "/chat/completions", body)
     call.add_header("Content-Type", "application/json")
-    if key:
-        call.add_unredirected_header("Authorization", f"Bearer {key}")  # never to another host
+    if endpoint.key:
+        call.add_unredirected_header("Authorization", f"Bearer {endpoint.key}")  # never to another host
     try:
-        with urllib.request.urlopen(call, timeout=timeout) as response:
-            return answer_of(json.loads(response.read()))
+        with urllib.request.urlopen(call, timeout=endpoint.timeout) as response:
+            return reply_of(json.loads(response.read()))
     except urllib.error.HTTPError as error:
-        return failed(base_url, error)
+        return failed(endpoint.base_url, error)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
         nobody = isinstance(getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror)
         raise (Unreachable if nobody else Trouble)(f"{type(error).__name__} {error}", 0.0) from None
@@ -97,35 +129,32 @@ def post(base_url: str, key: str, body: bytes, timeout: float) -> Answer:
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
 
 
-def answer_of(values: dict) -> Answer:
+def reply_of(values: dict) -> Reply:
     choice, usage = values["choices"][0], values.get("usage") or {}
     text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji of a cut answer
-    return Answer(text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0))
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji of a cut reply
+    return Reply(text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0))
 
 
-def failed(base_url: str, error: urllib.error.HTTPError) -> Answer:
+def failed(base_url: str, error: urllib.error.HTTPError) -> Reply:
+    """Return a refusal as a Reply; raise UserError or Trouble for other statuses."""
     try:
         said = error.read(300).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         said = "(the connection broke)"
     what = " ".join(f"HTTP {error.code} {error.reason} {said}".split())
-    if error.code in (400, 413, 422):  # not to the endpoint's liking: this prompt, or every one
-        return Answer(what, "refused", 0)
+    if error.code in (400, 413, 422):  # the endpoint refuses this prompt, or every one
+        return Reply(what, "refused", 0)
     if error.code not in (408, 409, 425, 429) and error.code < 500:
         raise UserError(f"chat: {base_url}: {what}")
     after = error.headers.get("Retry-After", "")
     raise Trouble(what, float(after) if re.fullmatch(r"\d+(\.\d+)?", after) else 0.0)
 
 
-def json_line(values: dict) -> bytes:
-    return json.dumps(values, ensure_ascii=False).encode() + b"\n"
-
-
 class Journal:
-    """All answers in the order of their requests, in a file whose first line has the settings; locked while open.
+    """All replies in the order of their requests, in a file whose first line has the settings; locked while open.
 
-    Half a line at the end, of a process that was killed, is cut off. Raises ChatError.
+    A half line at the end, left by a kill, is cut off. Raises UserError if the file is damaged or of other settings.
     """
 
     def __init__(self, path: str, settings: dict) -> None:
@@ -141,7 +170,7 @@ class Journal:
             self.add(settings)
         try:
             first, *rest = map(json.loads, lines or [json.dumps(settings)])
-            self.answers = [Answer(**values) for values in rest]
+            self.replies = [Reply(**values) for values in rest]
             changed = [f"{key}={first.get(key)!r}" for key in settings if first.get(key) != settings[key]]
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"chat: {path} is damaged ({error}); use another out") from None
@@ -149,6 +178,7 @@ class Journal:
             raise UserError(f"chat: {path} was made with {', '.join(changed)}; use another out")
 
     def add(self, values: dict) -> None:
-        self.file.write(json_line(values))
+        """Append a line and sync it to the disk."""
+        self.file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())

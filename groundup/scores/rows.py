@@ -1,19 +1,22 @@
-"""How hard each row of a file is for a model: loss, bits per byte and IFD, which prepare.py filters and sorts by.
+"""Files of rows with a model's scores, in the order of the rows; what has no score stays, and its problem is named.
 
-    python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl
-    python prepare.py --input=scored.jsonl --score='bpb=0.3..1.5' --order=score ...         # texts, easy ones first
-    python prepare.py --input=scored.jsonl --kind=chat --score='ifd=5%..95%,bpb=..2' ...    # conversations
+    python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl         # a language model's numbers
+    python prepare.py --input=scored.jsonl --score='bpb=0.3..1.5' --order=score ...       # texts, easy ones first
+    python prepare.py --input=scored.jsonl --kind=chat --score='ifd=5%..95%,bpb=..2' ...  # conversations
+    python reward.py --init_from=out/reward --score=answers.jsonl --out=scored.jsonl      # a reward model's
 
-A row that is a conversation is scored by its answers, each with its <|im_end|>, given all that precedes them, as sft.py
-trains on them; any other row by its whole text, as a document of domains.py.
+A language model scores the answers of a conversation (each with its <|im_end|>, given all that precedes it, as sft.py
+trains on them) and the whole text of any other row (as a document of domains.py):
 
     loss  nats per token
     bpb   bits per byte of the answers or the text
-    ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer given its prompt, over
-          those of the same tokens as a text of their own; null where nothing precedes the answer. Above 1 the prompt
-          does not help; <|im_end|> is not part of it.
+    ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer (without <|im_end|>)
+          given its prompt, divided by those of the same tokens alone; null without a prompt. Above 1 the prompt does
+          not help.
 
-Fields of these names, and score_problem, that a row has had before are replaced; it is said how many rows had any.
+A reward model adds "reward" to a conversation, that of its last answer, or to each finished one of the "completions" in
+a file of answers (files/answer_files.py); OUT.config.json says how these were made. A score of null comes with
+"score_problem" or "reward_problem". Older fields of these names are replaced.
 """
 
 import hashlib
@@ -21,45 +24,147 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams
-from groundup.scores import reward_scores
+from groundup.files.answer_files import (
+    NoPair,
+    conversation_of,
+    is_answers,
+    is_settings_file,
+    need_settings,
+    read_settings,
+    settings_path,
+    write_settings,
+)
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from groundup.scores.likelihood import Scored, score_tokens
-from groundup.train import ranks
+from groundup.train import checkpoint, ranks
 from model import Transformer
 from tokenizer import Tokenizer
 
-KEYS = ("loss", "bpb", "ifd", "score_problem")  # what a row gets
+KEYS = ("loss", "bpb", "ifd", "score_problem")  # that a language model adds
 ROWS = 64  # at a time, times batch_size; a kill costs that much
 
+# ---- a file that is resumed -----------------------------------------------------------------------------------------
 
 
+def add_scores(
+    rows: Iterator, score: Callable[[list], Iterable[dict]], out: Path, part: Path, n_rows: int,
+    problems_in: Callable[[dict], list[str]],
+) -> Counter:  # fmt: skip
+    """Append the scored rows to `part`, n_rows at a time, after those that it has. Return why rows have no score,
+    counted by reason, "" being those with one. All ranks call this; the main one writes."""
+    is_main = ranks.own_part(1) == range(1)
+    if is_main:
+        part.parent.mkdir(parents=True, exist_ok=True)
+    n_done = ranks.gather_objects(whole_lines(part) if is_main else 0)[0]
+    if n_done and is_main:
+        print(f"{out}: {n_done:,} rows were done already", flush=True)
+    rows = islice(rows, n_done, None)
+    while some := list(islice(rows, n_rows)):
+        done = score(some)
+        if is_main:
+            with open(part, "a", encoding="utf-8") as f:
+                f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
+    problems = Counter()
+    if is_main and part.exists():
+        with open(part, encoding="utf-8") as f:
+            problems.update(problem for line in f for problem in problems_in(json.loads(line)))
+        if not problems[""]:
+            part.unlink()
+    return ranks.gather_objects(problems)[0]
+
+
+def whole_lines(path: Path) -> int:
+    """Return how many lines of a file are whole, and cut off what follows them. 0 if there is no file."""
+    if not path.exists():
+        return 0
+    with open(path, "rb+") as f:
+        content = f.read()
+        f.truncate(content.rfind(b"\n") + 1)
+    return content.count(b"\n")
+
+
+def part_of(out: Path, key: str) -> Path:
+    """Return the hidden file of a scoring that is not complete; `key` is the fingerprint of model and rows."""
+    return out.with_name(f".{out.name}.{key[:16]}.part")
+
+
+def reasons(problems: Counter) -> str:
+    """Return 'too long 3, no answer at the end 1'."""
+    return ", ".join(f"{reason} {n}" for reason, n in problems.most_common() if reason)
+
+
+def summary(problems: Counter) -> str:
+    """Return how many rows have a score, and why the others have none."""
+    n = problems.total()
+    left = f", {n - problems['']:,} not: {reasons(problems)}" if n > problems[""] else ""
+    return f"{problems['']:,} of {n:,} rows scored{left}"
+
+
+def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
+    """Return a fingerprint of all that decides the rewards of the files in `source`."""
+    paths = readers.find_files(source)
+    known = [checkpoint.weights_key(directory), str(dtype), *(checkpoint.sha256(Path(path)) for path in paths)]
+    known += [json.dumps(read_settings(path)) for path in paths]
+    return hashlib.sha256("\n".join(known).encode()).hexdigest()
+
+
+def loss_key(directory: Path, tokenizer: Tokenizer, source: str, settings: Settings, dtype: torch.dtype) -> str:
+    """Return a fingerprint of all that decides the losses."""
+    parts = [reward_key(directory, source, dtype), tokenizer.fingerprint()]
+    return hashlib.sha256(repr([*parts, settings._replace(batch_size=0)]).encode()).hexdigest()
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
 
 
 class Work(NamedTuple):
-    """What is computed of a row: rows for likelihood.score_tokens, by what they are for."""
+    """A row and what to compute for it: (ids, first) for likelihood.score_tokens, by purpose."""
 
     fields: dict  # of the row as it was read
     problem: str = ""  # why it has no score
     n_bytes: int = 0
-    text: tuple[tuple[list[int], int], ...] = ()  # the loss is theirs
-    given: tuple[tuple[list[int], int], ...] = ()  # the first answer, with its prompt
-    alone: tuple[tuple[list[int], int], ...] = ()  # and without
+    text: tuple[tuple[list[int], int], ...] = ()  # for the loss
+    given: tuple[tuple[list[int], int], ...] = ()  # the first answer after its prompt
+    alone: tuple[tuple[list[int], int], ...] = ()  # and without it
 
 
-# ---- one row --------------------------------------------------------------------------------------------------------
+def write_losses(
+    model: Transformer, tokenizer: Tokenizer, source: str, out: Path, key: str, settings: Settings,
+    device: torch.device, dtype: torch.dtype, is_main: bool,
+) -> tuple[Counter, list[str]]:  # fmt: skip
+    """Write the rows of `source` with their numbers to `out`, which appears when it is whole; a killed call goes on.
+
+    Return the problems of the rows, counted, and notes on how the files were read. All ranks call this."""
+    report = readers.Report(max_places=SHOWN_PLACES)
+    works = islice(read_work(source, tokenizer, settings, report), settings.limit or None)
+    part = part_of(out, key)
+
+    def score(some: list[Work]) -> list[dict]:
+        return with_losses(model, some, settings, device, dtype)
+
+    def problems_in(row: dict) -> list[str]:
+        return [row.get("score_problem", "").partition(":")[0]]
+
+    problems = add_scores(works, score, out, part, ROWS * settings.batch_size, problems_in)
+    if not problems[""]:
+        raise UserError(f"score: no row of {source} has a score: {reasons(problems) or 'there is no row'}")
+    if is_main:
+        os.replace(part, out)
+    return problems, notes_of(report)
 
 
 def read_work(source: str, tokenizer: Tokenizer, settings: Settings, report: readers.Report) -> Iterator[Work]:
-    """Each row of the files, also those that cannot be read or scored."""
+    """Yield each row of the files, also those that cannot be read or scored."""
     for path in readers.find_files(source):
         for record in readers.read_records(path, settings.txt_split):
             if record.problem:
@@ -74,7 +179,7 @@ def read_work(source: str, tokenizer: Tokenizer, settings: Settings, report: rea
 
 
 def work_of(row: object, tokenizer: Tokenizer, settings: Settings) -> Work:
-    """With a text_key a row is a document; else a conversation if it can be read as one."""
+    """With a text_key every row is a document; otherwise a row is a conversation if it can be read as one."""
     fields = row if isinstance(row, dict) else {"text" if isinstance(row, str) else "row": row}
     fields = {key: value for key, value in fields.items() if key not in KEYS}
     messages, not_chat = ([], "") if settings.text_key else row_formats.messages_of(row)
@@ -98,7 +203,8 @@ def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings
     ids, learnt = tokenizer.render(messages)
     if len(ids) > settings.block_size + 1:
         return Work(fields, f"too long: {len(ids)} tokens, block_size={settings.block_size}")
-    answers = spans(learnt)
+    edges = [i for i, (a, b) in enumerate(zip([0, *learnt], [*learnt, 0], strict=True)) if a != b]
+    answers = list(zip(edges[::2], edges[1::2], strict=True))  # (begin, end) of each run of 1
     n_bytes = sum(len(m["content"].encode()) for m in messages if m["role"] == "assistant")
     begin, end = answers[0]
     given, alone = (), ()
@@ -108,32 +214,10 @@ def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings
     return Work(fields, "", n_bytes, tuple((ids[:end], begin) for begin, end in answers), given, alone)
 
 
-def spans(mask: list[int]) -> list[tuple[int, int]]:
-    """[(begin, end)] of the runs of 1."""
-    edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def numbers_of(work: Work, text: list[Scored], given: list[Scored], alone: list[Scored]) -> dict:
-    """The fields that a row gets. A text of no tokens has no score."""
-    nats, n_tokens = sum(scored.nats for scored in text), sum(scored.n_tokens for scored in text)
-    if work.problem or not n_tokens:
-        return {"loss": None, "bpb": None, "score_problem": work.problem or "no tokens"}
-    found = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
-    if not math.isfinite(nats):
-        return {"loss": None, "bpb": None, "score_problem": "the loss is not finite"}
-    if given:
-        found["ifd"] = given[0].nats / alone[0].nats if alone[0].nats > 0 else None
-    return found
-
-
-# ---- a file ---------------------------------------------------------------------------------------------------------
-
-
-def scored(
+def with_losses(
     model: Transformer, works: list[Work], settings: Settings, device: torch.device, dtype: torch.dtype
 ) -> list[dict]:
-    """The rows with their numbers. The ranks share the work; all get all."""
+    """Return the rows with their numbers. The ranks share the work; all get all rows."""
     rows = [row for work in works for row in (*work.text, *work.given, *work.alone)]
     found = iter(score_tokens(model, rows, settings.batch_size, device, dtype))
     done = []
@@ -143,57 +227,148 @@ def scored(
     return done
 
 
-def score_file(
-    model: Transformer, tokenizer: Tokenizer, source: str, out: Path, key: str, settings: Settings,
-    device: torch.device, dtype: torch.dtype, is_main: bool,
-) -> tuple[Counter, list[str]]:  # fmt: skip
-    """Write the rows of `source` to `out` in their order, each with its numbers. Returns why rows have none, counted,
-    "" being those that have them; and notes on how the files were read.
+def numbers_of(work: Work, text: list[Scored], given: list[Scored], alone: list[Scored]) -> dict:
+    """Return the new fields of a row. A text without tokens has no score."""
+    nats, n_tokens = sum(scored.nats for scored in text), sum(scored.n_tokens for scored in text)
+    if work.problem or not n_tokens:
+        return {"loss": None, "bpb": None, "score_problem": work.problem or "no tokens"}
+    if not math.isfinite(nats):
+        return {"loss": None, "bpb": None, "score_problem": "the loss is not finite"}
+    found = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
+    if given:
+        found["ifd"] = given[0].nats / alone[0].nats if alone[0].nats > 0 else None
+    return found
 
-    A row without a score keeps its place: its loss is null and "score_problem" says why. `out` is whole or not there;
-    what a killed call has done is kept under a hidden name with `key` in it and not done again. On all ranks; the main
-    one writes. Raises ScoreError if no row has a score."""
-    part = out.with_name(f".{out.name}.{key[:16]}.part")
-    if is_main:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    n_done = ranks.gather_objects(reward_scores.whole_lines(part) if is_main else 0)[0]
-    if n_done and is_main:
-        print(f"{out}: {n_done:,} rows were done already", flush=True)
-    report = readers.Report(max_places=SHOWN_PLACES)
-    works = islice(read_work(source, tokenizer, settings, report), n_done, settings.limit or None)
-    while some := list(islice(works, ROWS * settings.batch_size)):
-        done = scored(model, some, settings, device, dtype)
-        if is_main:
-            with open(part, "a", encoding="utf-8") as f:
-                f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
-    problems = ranks.gather_objects(finish(part, out) if is_main else None)[0]
+
+# ---- rewards --------------------------------------------------------------------------------------------------------
+
+
+class Talks(NamedTuple):
+    """A row and the conversations in it to score."""
+
+    row: dict
+    talks: list[list[dict]]  # the row's own, or one for each completion; [] for an unfinished one
+    problem: str = ""  # why there are none
+
+
+def write_rewards(
+    model: RewardModel, tokenizer: Tokenizer, source: str, out: Path, key: str, batch_size: int, dtype: torch.dtype,
+    settings: dict | None = None,
+) -> Counter:  # fmt: skip
+    """Write the rows of `source` with their rewards to `out`, which appears when it is whole, and the `settings` of
+    the answers beside it; a killed call goes on. Return the problems of the rows and completions, counted."""
+    part = part_of(out, key)
+
+    def score(some: list[Talks]) -> list[dict]:
+        return list(with_rewards(model, tokenizer, some, batch_size, dtype))
+
+    def problems_in(row: dict) -> list[str]:
+        parts = [row] if "reward_problem" in row else row.get("completions", [row])
+        return [part.get("reward_problem", "").partition(":")[0] for part in parts]
+
+    problems = add_scores(read_talks(source), score, out, part, ROWS * batch_size, problems_in)
     if not problems[""]:
-        why = reward_scores.reasons(problems) or "there is no row"
-        raise UserError(f"score: no row of {source} has a score: {why}")
-    return problems, notes_of(report)
-
-
-def finish(part: Path, out: Path) -> Counter:
-    """Rename the whole file, if any of its rows has a score. Returns the problems of the rows, counted."""
-    if not part.exists():
-        return Counter()
-    with open(part, encoding="utf-8") as f:
-        problems = Counter(json.loads(line).get("score_problem", "").partition(":")[0] for line in f)
-    if problems[""]:
-        os.replace(part, out)
-    else:
-        part.unlink()
+        raise UserError(f"reward: no row of {source} has a score: {reasons(problems) or 'there is no answer'}")
+    if out not in map(Path, files_of(source)):
+        settings_path(out).unlink(missing_ok=True)  # first: they must never describe other answers
+    os.replace(part, out)
+    if settings:
+        write_settings(out, settings)
     return problems
 
 
-def summary(problems: Counter) -> str:
-    """What became of the rows."""
-    n = problems.total()
-    left = f", {n - problems['']:,} not: {reward_scores.reasons(problems)}" if n > problems[""] else ""
-    return f"{problems['']:,} of {n:,} rows scored{left}"
+def files_of(source: str) -> list[str]:
+    """Return the files of rows in `source`: files, directories or globs. Raise UserError if there are none."""
+    if "-" in readers.find_files(source):
+        raise UserError("reward: standard input cannot be scored, for it is read more than once; give a file")
+    found = [path for path in readers.find_files(source) if not is_settings_file(path)]
+    if not found:
+        raise UserError(f"reward: {source} holds the settings of answers only; give the file beside them")
+    return found
 
 
-def scoring_key(directory: Path, tokenizer: Tokenizer, source: str, settings: Settings, dtype: torch.dtype) -> str:
-    """Fingerprint of all that decides the scores."""
-    parts = [reward_scores.scoring_key(directory, source, dtype), tokenizer.fingerprint()]
-    return hashlib.sha256(repr([*parts, settings._replace(batch_size=0)]).encode()).hexdigest()
+def common_settings(source: str) -> dict | None:
+    """Return the settings of the answers in `source` without their reward model; None if there are no answers. Raise
+    UserError if two files differ, since then their answers are of two models."""
+    paths = files_of(source)
+    found = {path: need_settings(path) if is_answers(path) else read_settings(path) for path in paths}
+    known = [
+        (path, {key: value for key, value in settings.items() if key != "reward_model"})
+        for path, settings in found.items()
+        if settings is not None
+    ]
+    for path, settings in known[1:]:
+        first, others = known[0]
+        differ = [key for key in sorted(others | settings) if settings.get(key) != others.get(key)]
+        if differ:
+            raise UserError(f"reward: {first} and {path} were answered with another {differ[0]}; score them apart")
+    return known[0][1] if known else None
+
+
+def read_talks(source: str) -> Iterator[Talks]:
+    """Yield each row of the files, also those that cannot be read. Raise UserError at answers without settings."""
+    for path in files_of(source):
+        settings = read_settings(path)
+        for record in readers.read_records(path):
+            if record.problem:
+                yield Talks({"line": record.line}, [], f"{record.problem}: {record.detail}")
+                continue
+            value = streams.mended(record.value)
+            row = value if isinstance(value, dict) else {"row": value}
+            row.pop("reward_problem", None)  # from an earlier model
+            if "completions" in row:
+                settings = settings or need_settings(path)
+                yield Talks(row, *answered_talks(row, settings))
+            else:
+                yield Talks(row, *own_talk(value))
+
+
+def own_talk(row: object) -> tuple[list[list[dict]], str]:
+    """Return ([the conversation of a row], "") or ([], why it has no score)."""
+    messages, detail = row_formats.messages_of(row)
+    problem = f"not understood: {detail}" if detail else row_formats.chat_problem(messages)
+    if not problem and messages[-1]["role"] != "assistant":
+        problem = "no answer at the end"
+    return ([], problem) if problem else ([messages], "")
+
+
+def answered_talks(row: dict, settings: dict) -> tuple[list[list[dict]], str]:
+    """Return ([a conversation for each of a row's completions, [] for an unfinished one], "") or ([], why there are
+    none). settings: those that sample.py answered with."""
+    found = row["completions"] if isinstance(row["completions"], list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
+        return [], "not understood: completions without a text"
+    try:
+        prompt, _ = conversation_of(row, settings)
+    except NoPair as problem:
+        return [], f"not understood: {problem}"
+    answers = [{"role": "assistant", "content": row_formats.answer_at(one, "text")} for one in found]
+    ended = [one.get("finish_reason") == "stop" for one in found]
+    return [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)], ""
+
+
+def with_rewards(
+    model: RewardModel, tokenizer: Tokenizer, rows: list[Talks], batch_size: int, dtype: torch.dtype
+) -> Iterator[dict]:
+    """Yield the rows of read_talks with their rewards."""
+    most = model.cfg.block_size
+    ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in one.talks] for one in rows]
+    fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
+    rewards = iter(score_ids(model, fit, tokenizer.pad_id, batch_size, dtype))
+    for (row, _, problem), of_row in zip(rows, ids, strict=True):
+        if problem:
+            yield row | {"reward": None, "reward_problem": problem}
+        elif "completions" in row:
+            both = zip(row["completions"], of_row, strict=True)
+            yield row | {"completions": [with_reward(completion, one, most, rewards) for completion, one in both]}
+        else:
+            yield with_reward(row, of_row[0], most, rewards)
+
+
+def with_reward(row: dict, ids: list[int], most: int, rewards: Iterator[float]) -> dict:
+    """Return a row or completion with the next of the rewards, if it is finished and has at most `most` ids."""
+    row = {key: value for key, value in row.items() if key != "reward_problem"}
+    if 0 < len(ids) <= most:
+        return row | {"reward": next(rewards)}
+    problem = f"too long: {len(ids)} tokens, block_size={most}" if ids else "unfinished answer"
+    return row | {"reward": None, "reward_problem": problem}

@@ -23,14 +23,14 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.generate.engine import completed
+from groundup.generate.completion import prompt_ids
+from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.text import quality
 from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.row_reader import read_rows_manifest
 from groundup.train import ranks
 from model import Transformer
-from sample import prompt_ids
 from tokenizer import Tokenizer
 
 WORDS = re.compile(f"[{quality.HAN}]|[^\\W_{quality.HAN}]+")
@@ -128,7 +128,7 @@ def generate_answers(
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = fitting[rank :: ranks.world_size()]
-    results = completed(model, tokenizer, [ids[i] for i in own], params, batch_size)
+    results = generate_each(model, tokenizer, [ids[i] for i in own], params, batch_size)
     bar = tqdm(results, "answers", len(own), leave=False, disable=True if rank else None)
     mine = {}
     for number, result in bar:

@@ -116,6 +116,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def own_part(n: int) -> range:
+    """Return the items out of n that this rank works on, where all ranks share the work."""
+    return range(dist.get_rank(), n, dist.get_world_size()) if dist.is_initialized() else range(n)
+
+
+def merged(mine: dict) -> dict:
+    """Return the results of all ranks in one dict, on all ranks."""
+    return {key: value for of_rank in gather_objects(mine) for key, value in of_rank.items()}
+
+
 def any_rank(flag: bool) -> bool:
     """True on all ranks if `flag` is true on at least one. Over gloo: nothing waits for a GPU."""
     return all_reduce_sum(torch.tensor(int(flag)), "any_rank").item() > 0

@@ -13,8 +13,8 @@ from test_model import as_transformers, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
 from groundup.generate import engine
-from groundup.generate.completion import Text
-from groundup.generate.engine import Session, completed, generate, stream
+from groundup.generate.completion import Text, begin_prompt, never_sampled
+from groundup.generate.engine import Session, generate, generate_each, stream
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
@@ -202,7 +202,7 @@ def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
             taken.append(ids)
             yield ids
 
-    found = completed(net, None, lines(), params, batch_size=2)
+    found = generate_each(net, None, lines(), params, batch_size=2)
     first = next(found)
     assert len(taken) < 4
     results = dict([first, *found])
@@ -318,8 +318,8 @@ def test_compiled_equals_eager(dtype, batch_sizes):
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         for rows in batch_sizes:
             prompts = texts if rows == 2 else [texts[0], prompt(150)]
-            got = dict(completed(net, None, prompts, params, rows, compile=True))
-            want = dict(completed(net, None, prompts, params, rows))
+            got = dict(generate_each(net, None, prompts, params, rows, compile=True))
+            want = dict(generate_each(net, None, prompts, params, rows))
             for i in want:
                 a, b = want[i].completions[0], got[i].completions[0]
                 if dtype == torch.float32:
@@ -600,14 +600,14 @@ def test_impossible_prompts_are_one_line(net, prompts, words):
     assert all(word in text for word in words), text
     if prompts:
         with pytest.raises(UserError):
-            list(completed(net, None, iter(prompts), SamplingParams(max_new_tokens=2), 2))
+            list(generate_each(net, None, iter(prompts), SamplingParams(max_new_tokens=2), 2))
 
 
 def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="2 prompts with 1 sets"):
         generate(net, None, [[1], [2]], [SamplingParams()])
     with pytest.raises(UserError, match="batch_size must be at least 1"):
-        completed(net, None, [[1]], SamplingParams(), 0)
+        generate_each(net, None, [[1]], SamplingParams(), 0)
     with pytest.raises(UserError, match="best_of=3 cannot stream n=1"):
         stream(net, None, [[1]], SamplingParams(best_of=3))
     broken = random_model(tiny_config())
@@ -622,8 +622,8 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="batch_size must be 0"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     with pytest.raises(UserError, match="more prompts than sets of parameters"):
-        list(completed(net, None, [[1], [2], [3]], [SamplingParams(max_new_tokens=1)] * 2, 2))
-    assert len(list(completed(net, None, [[1], [2]], [SamplingParams(max_new_tokens=1)] * 2, 2))) == 2
+        list(generate_each(net, None, [[1], [2], [3]], [SamplingParams(max_new_tokens=1)] * 2, 2))
+    assert len(list(generate_each(net, None, [[1], [2]], [SamplingParams(max_new_tokens=1)] * 2, 2))) == 2
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
     engine.compiled_step.cache_clear()
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
@@ -631,7 +631,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
 
 
 def test_what_may_be_sampled(tokenizer):
-    banned = set(engine.never_sampled(tokenizer, tokenizer.vocab_size + 3))
+    banned = set(never_sampled(tokenizer, tokenizer.vocab_size + 3))
     assert tokenizer.pad_id in banned and tokenizer.im_start_id in banned
     assert set(range(tokenizer.vocab_size, tokenizer.vocab_size + 3)) <= banned
     assert {i for name, i in tokenizer.special_tokens.items() if "reserved" in name} <= banned
@@ -641,13 +641,13 @@ def test_what_may_be_sampled(tokenizer):
 
 
 def test_where_a_prompt_begins(tokenizer):
-    assert engine.begin_prompt(tokenizer, "") == [tokenizer.eot_id]
-    assert engine.begin_prompt(tokenizer, "猫") == tokenizer.encode("猫")
+    assert begin_prompt(tokenizer, "") == [tokenizer.eot_id]
+    assert begin_prompt(tokenizer, "猫") == tokenizer.encode("猫")
     text = "<|endoftext|><|im_end|>"
-    assert not tokenizer.stop_ids & set(engine.begin_prompt(tokenizer, text))
+    assert not tokenizer.stop_ids & set(begin_prompt(tokenizer, text))
     llama = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2)
-    assert engine.begin_prompt(llama, "") == [1] and engine.begin_prompt(llama, "ab") == [1, 7, 7]
+    assert begin_prompt(llama, "") == [1] and begin_prompt(llama, "ab") == [1, 7, 7]
     neither = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=-1, eot_id=-1)
-    assert engine.begin_prompt(neither, "ab") == [7, 7]
+    assert begin_prompt(neither, "ab") == [7, 7]
     with pytest.raises(UserError, match="--prompt=TEXT"):
-        engine.begin_prompt(neither, "")
+        begin_prompt(neither, "")

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare
 import tokenizer as tok
+from evaluate import describe_choices
 from groundup.errors import UserError
 from groundup.scores.choices import TASKS, evaluate_choices, likeliest, read_task, subjects_file, summary
-from groundup.scores.score_tables import describe_choices
 from groundup.train import checkpoint
 from model import ModelConfig, Transformer
 

@@ -23,23 +23,21 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.generate.answers import Answers
+from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import judging
-from groundup.scores.client import Answer
+from groundup.scores.client import Endpoint, Reply
 from groundup.scores.judging import (
-    Endpoint,
     Match,
     Verdict,
     endpoint_judge,
     evaluate_preference,
-    people_judge,
     read_answers,
     win_rate,
 )
 from groundup.tokens.pairs import PairCorpus
 from model import Transformer
-from sample import prompt_ids
 from tokenizer import Tokenizer, train
 
 CORPUS = [Path(random.__file__).read_text(encoding="utf-8")[:20_000], "从前有一只猫，坐在垫子上。你好吗？" * 20]
@@ -237,11 +235,6 @@ def test_unfinished_answers_by_rule():
     assert found["unfinished"] == {"only A": 2, "only B": 1, "both": 2}
     turned = win_rate(*reversed(cut_rows()), longer)
     assert (turned["wins"], turned["losses"]) == (2, 3) and turned["unfinished"]["only A"] == 1
-    asked.clear()
-    found = win_rate(*cut_rows(), longer, unfinished="judge")
-    assert asked.pop() == ["only A", "only B", "both", "none 1", "none 2"]
-    assert [row["winner"] for row in found["matches"]] == ["a", "b", "a", "tie", "tie", "a", "a"]
-    assert (found["equal"], found["unfinished"]) == (2, {"only A": 2, "only B": 1, "both": 2})
 
 
 def test_files_of_answers_say_what_is_unfinished(tmp_path):
@@ -252,14 +245,6 @@ def test_files_of_answers_say_what_is_unfinished(tmp_path):
     answers = read_answers(write(tmp_path / "out.jsonl", lines))
     matches, _ = judging.matches_of(answers, answers)
     assert [(match.finished_a, match.finished_b) for match in matches] == [(False,) * 2, (True,) * 2, (True,) * 2]
-
-
-def test_people_are_not_asked_about_unfinished_answers(tmp_path):
-    out = str(tmp_path / "people")
-    assert judging.write_side_by_side(*cut_rows(), out, unfinished="judge") == 5
-    assert judging.write_side_by_side(*cut_rows(), out) == 2
-    found = win_rate(*cut_rows(), functools.partial(people_judge, out=out))
-    assert found["none"] == {"no choice": 2} and (found["wins"], found["losses"], found["ties"]) == (1, 2, 2)
 
 
 def test_nothing_to_tally():
@@ -311,7 +296,7 @@ def test_the_reward_model_prefers_the_higher_score(judge):
     ("两个都不错。[[B]]", "", "b"),
 ])  # fmt: skip
 def test_verdicts_of_replies(text, finish, said):
-    assert judging.verdict_of(Answer(text, finish, 0)) == said
+    assert judging.verdict_of(Reply(text, finish, 0)) == said
 
 
 @pytest.fixture
@@ -341,9 +326,8 @@ def six(of: str) -> list[dict]:
 
 def test_both_orders_are_asked(service, tmp_path):
     service.reply = longest
-    fields = '{"temperature": 0.5, "top_p": 0.9}'
     own = functools.partial(
-        endpoint_judge, endpoint=Endpoint(service.url, "m", key="secret", fields=fields), journal=str(tmp_path / "j")
+        endpoint_judge, endpoint=Endpoint(service.url, "m", key="secret"), journal=str(tmp_path / "j")
     )
     found = win_rate(six("a"), six("b"), own)
     assert [row["winner"] for row in found["matches"]] == ["a", "b", "tie", "tie", "a", "a"]
@@ -354,7 +338,7 @@ def test_both_orders_are_asked(service, tmp_path):
         order for row in found["matches"] for order in ((row["a"], row["b"]), (row["b"], row["a"]))
     )
     assert all("[user]\n问题" in body["messages"][0]["content"] for body in bodies)
-    assert {(body["model"], body["temperature"], body["top_p"]) for body in bodies} == {("m", 0.5, 0.9)}
+    assert {(body["model"], body["temperature"]) for body in bodies} == {("m", 0.0)}
     assert set(service.keys) == {"Bearer secret"}
 
 
@@ -365,7 +349,7 @@ def test_a_favour_for_the_first_place_is_a_tie(service, tmp_path):
     ))  # fmt: skip
     assert (found["ties"], found["disagreements"], found["first_wins"], found["win_rate"]) == (6, 6, 1.0, 0.5)
     assert {key: service.requests[0][key] for key in ("temperature", "max_tokens")} == {
-        "temperature": 0.0, "max_tokens": judging.MAX_TOKENS
+        "temperature": 0.0, "max_tokens": 2048
     }  # fmt: skip
 
 
@@ -380,8 +364,6 @@ def test_unparsable_and_refused_replies_are_counted(service, tmp_path):
     service.failures = {"all": 400}
     with pytest.raises(UserError, match="refuses every request.*planted"):
         endpoint_judge([Match(ask("x"), "a", "b")], Endpoint(service.url, "m"), str(tmp_path / "other"))
-    with pytest.raises(UserError, match="JSON object"):
-        endpoint_judge([Match(ask("x"), "a", "b")], Endpoint(service.url, "m", fields="[1]"), str(tmp_path / "third"))
 
 
 def test_what_was_broken_off_goes_on(service, tmp_path):
@@ -422,55 +404,6 @@ def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsy
     endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=2.0), str(tmp_path / "j"))
     assert capsys.readouterr().err.count("again in") == 1
     assert len(service.requests) == 12 + 8
-
-
-# ---- people ----------------------------------------------------------------------------------------------------------
-
-
-def test_side_by_side_files_and_the_choices_of_people(tmp_path):
-    of_a = rows(*((f"问题 {k}", f"one <b>{k}</b>\u2028\n猫") for k in range(40)), ("same", "s"))
-    of_b = rows(*((f"问题 {k}", f"two & {k}") for k in range(40)), ("same", " s "))
-    out = str(tmp_path / "new/people")
-    assert judging.write_side_by_side(of_a, of_b, out, seed=3) == 40
-    lines = Path(out + ".jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
-    written = [json.loads(line) for line in lines]
-    firsts = [row["first"].startswith("one") for row in written]
-    assert 8 < sum(firsts) < 32 and set(written[0]) == {"id", "prompt", "first", "second", "choice"}
-    page = Path(out + ".html").read_text(encoding="utf-8")
-    assert "one &lt;b&gt;7&lt;/b&gt;" in page and "<b>7" not in page and "问题 39" in page and "two &amp; 0" in page
-    choices = ["1", "2", "tie", "", "?", " TIE "]
-    for row in written:
-        row["choice"] = choices[row["id"] % 6]
-    Path(out + ".jsonl").write_text("\n".join(json.dumps(row) for row in written) + "\n\n", encoding="utf-8")
-    found = win_rate(of_a, of_b, functools.partial(people_judge, out=out))
-    want = {0: lambda first: "a" if first else "b", 1: lambda first: "b" if first else "a", 2: lambda first: "tie"}
-    for k, row in enumerate(found["matches"][:40]):
-        assert row["winner"] == want.get(k % 6 if k % 6 < 5 else 2, lambda first: "none")(firsts[k]), k
-    assert found["none"] == {"no choice": 7, "choice is not 1, 2 or tie": 6} and found["equal"] == 1
-    again = str(tmp_path / "again")
-    for seed, same in ((3, True), (4, False)):
-        judging.write_side_by_side(of_a, of_b, again, seed=seed)
-        keys = [Path(name + ".key.jsonl").read_bytes() for name in (out, again)]
-        assert (keys[0] == keys[1]) is same
-    with pytest.raises(UserError, match="at id 0"):
-        win_rate(of_b, of_a, functools.partial(people_judge, out=out))
-    with pytest.raises(UserError, match="the same answers"):
-        judging.write_side_by_side(of_a[-1:], of_b[-1:], out)
-
-
-def test_choices_about_more_or_fewer_matches_are_refused(tmp_path):
-    """With a smaller limit the choices about the rest would be lost; with a larger one some would have none."""
-    of_a, of_b = (rows(*((f"Q{k}", f"{name} {k}") for k in range(9))) for name in ("one", "two"))
-    out = str(tmp_path / "people")
-    judging.write_side_by_side(of_a[:6], of_b[:6], out)
-    of_b[0]["answer"] = of_a[0]["answer"]
-    with pytest.raises(UserError, match="6 matches, this run asks about 0"):
-        win_rate(of_a[:1], of_b[:1], functools.partial(people_judge, out=out))
-    of_b[0]["answer"] = "two 0"
-    for n in (5, 7):
-        with pytest.raises(UserError, match=f"6 matches, this run asks about {n}.*limit.*unfinished"):
-            win_rate(of_a[:n], of_b[:n], functools.partial(people_judge, out=out))
-    assert win_rate(of_a[:6], of_b[:6], functools.partial(people_judge, out=out))["none"] == {"no choice": 6}
 
 
 @pytest.mark.parametrize("n_cut, warned", [(3, True), (2, False)])

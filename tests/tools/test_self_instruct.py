@@ -270,7 +270,7 @@ def test_seeds_of_any_shape(tmp_path, capsys):
     assert si.read_seeds(str(path)) == [si.Task(*task) for task in expected]
     assert "s.jsonl:5: bad_field: empty" in (said := capsys.readouterr().out) and "3 left out" in said
     path.write_text("{}", encoding="utf-8")
-    with pytest.raises(si.ConfigError, match="no seed task"):
+    with pytest.raises(UserError, match="no seed task"):
         si.read_seeds(str(path))
 
 
@@ -452,11 +452,11 @@ def test_waits_grow_and_heed_the_endpoint(monkeypatch):
     def post(*args):
         asked = next(troubles)
         if asked is None:
-            return client.Answer("ok", "stop", 0)
+            return client.Reply("ok", "stop", 0)
         raise client.Trouble("planted", asked)
 
     monkeypatch.setattr(client, "post", post)
-    assert client.ask("u", "", {}, 1, 5, 1.0, "request 1").text == "ok"
+    assert client.ask(client.Endpoint("u", "m", max_retries=5), "Hi", "request 1", client.Waits()).text == "ok"
     assert 0.5 <= waits[0] <= 1 and 1 <= waits[1] <= 2 and waits[2] == 7 and 4 <= waits[3] <= 8 and waits[4] == 600
 
 
@@ -468,11 +468,11 @@ def test_a_prompt_that_is_refused_is_counted_and_passed_over(settings, endpoint,
 
 def test_an_endpoint_that_gives_nothing_new_is_left(settings, endpoint):
     endpoint.reply = lambda prompt: ("1. Instruction: Always the same thing\n1. Input:\n1. Output: x", "stop")
-    with pytest.raises(si.ConfigError, match="5 requests in a row"):
+    with pytest.raises(UserError, match="5 requests in a row"):
         si.run(changed(settings, patience=5))
     assert len(rows_of(settings)) == 1
     endpoint.reply = lambda prompt: (made_up(prompt), "stop")
-    with pytest.raises(si.ConfigError):
+    with pytest.raises(UserError):
         si.run(changed(settings, patience=5))
     si.run(changed(settings, patience=6))  # what was found does not keep it from going on
     assert len(rows_of(settings)) == 40
@@ -495,7 +495,7 @@ def test_other_settings_other_file(settings, tmp_path):
     with pytest.raises(UserError, match="was made with seeds="):
         si.run(settings)
     Path(settings.out + ".journal").unlink()
-    with pytest.raises(si.ConfigError, match="exists, but not"):
+    with pytest.raises(UserError, match="exists, but not"):
         si.run(settings)
 
 
