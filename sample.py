@@ -2,12 +2,12 @@
 
 python sample.py                                                     # the newest run: a chat if it is tuned for one
 python sample.py --init_from=out/demo --prompt="def main" --n=3 --temperature=0.7 --top_p=0.9
-python sample.py --prompts=questions.jsonl --out=answers.jsonl       # the same again continues after an interruption
+python sample.py --prompts=questions.jsonl --out=answers.jsonl       # give it again to continue after an interruption
 python sample.py --prompt="What is a list?" --best_of=8 --best_of_by=reward --reward_from=out/reward
 
-With `chat` a prompt is what a user says, and without one the conversation is in the terminal (chat.py). A file of
-prompts and its answers are described in answers.py. What is answered depends on the prompt, the parameters and the
-seed, not on the prompt's neighbours or the batch size (but for near ties in bfloat16 and float16, see generate.py).
+In a chat a prompt is a user's message; without one the conversation is in the terminal (generate/chat.py). Files of
+prompts and answers are described in generate/answers.py. An answer depends on the prompt, the parameters and the seed,
+not on other prompts or the batch size (but for near ties in bfloat16 and float16, see generate/engine.py).
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from groundup.align.best_of import Judge
 from groundup.errors import UserError
 from groundup.generate.answers import Answers, Rank
 from groundup.generate.chat import Chat, converse
-from groundup.generate.engine import Token, begin_prompt, cache_bytes, generate, never_sampled, stream
+from groundup.generate.completion import Token, never_sampled, prompt_ids
+from groundup.generate.engine import cache_bytes, generate, stream
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
@@ -39,19 +40,19 @@ init_from = ""  # run, checkpoint or Hugging Face Llama/Qwen3 directory; empty =
 prompt = ""  # text to continue or question to answer; empty = a new document, or a chat in the terminal
 prompts = ""  # jsonl file with a prompt on each line
 out = ""  # jsonl file for the answers, continued if it exists; empty = standard output
-chat = "auto"  # yes = prompts are what a user says; no = they are continued; auto = yes if the model is tuned for it
+chat = "auto"  # yes = prompts are user messages; no = they are continued; auto = yes if the model is tuned for it
 system = ""  # system message of every chat that has none
 n = 1  # samples of each prompt
-best_of = 0  # samples generated, of which the n best are given out; 0 = n
-best_of_by = "sum"  # what makes the best: sum | mean of the log-probabilities of a sample's tokens | reward
+best_of = 0  # samples generated, of which the n best are kept; 0 = n
+best_of_by = "sum"  # ranked by: sum | mean of the log-probabilities of a sample's tokens | reward
 reward_from = ""  # run, checkpoint or transformers directory of a reward model, for best_of_by=reward
-presence_penalty = 0.0  # subtracted from the logits of tokens that the output has
-frequency_penalty = 0.0  # subtracted for each time that the output has them
+presence_penalty = 0.0  # subtracted from the logits of tokens in the output
+frequency_penalty = 0.0  # subtracted for each time that a token is in the output
 repetition_penalty = 1.0  # logits of tokens in prompt or output are divided by it (negative ones multiplied); 1 = off
 temperature = 0.8  # 0 = greedy, 1 = the model's own distribution
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
-min_p = 0.0  # only tokens with at least this share of the likeliest one's probability; 0 = off
+min_p = 0.0  # only tokens at least this times as likely as the likeliest; 0 = off
 max_new_tokens = 256  # per sample; the end of the context ends it earlier
 min_new_tokens = 0  # no end before this many
 stop = ""  # texts that end a sample and are cut off, separated by |; \n, \t, \| and \\ are one character each
@@ -60,7 +61,7 @@ ignore_eos = False  # go on after the end of a text or a turn
 num_beams = 1  # > 1: beam search, with temperature 0; gives its n best
 length_penalty = 1.0  # beam search: scores are divided by length to this power; > 0 favours long ones
 early_stopping = "false"  # end of beam search: true = with num_beams results; false = better ones are unlikely; never
-logprobs = -1  # with each token its log-probability and those of the k likeliest, as JSON; 0 = its own only; -1 = off
+logprobs = -1  # k >= 0: log-probabilities of each token and of the k likeliest, as JSON; -1 = off
 prompt_logprobs = -1  # the same for the tokens of the prompt
 skip_special_tokens = True  # leave the names of special tokens out of the text
 seed = 1337  # sample i of a prompt uses seed + i, answer i of a chat likewise
@@ -69,16 +70,13 @@ device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = False  # compile the decoding step: takes up to a minute, pays off from some thousand tokens
 
-# These do not decide what an answer says, or are recorded as what was made of them.
+# Keys that do not decide the answers, or that deciding_settings records in another form.
 FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
 def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-    """The parameters among the settings, with the tokenizer's end tokens; all samples that are drawn, if a reward
-    model is to rank them. Raises SampleError."""
+    """Return the parameters among the settings, with the tokenizer's end tokens. If a reward model is to rank the
+    samples, ask for all that are drawn."""
     by_reward = config["best_of_by"] == "reward"
     keys = [field.name for field in dataclasses.fields(SamplingParams) if field.name in config]
     params = SamplingParams(**{key: config[key] for key in keys} | {
@@ -106,7 +104,7 @@ def stop_ids(value: str) -> frozenset[int]:
 
 
 def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a prompt is what a user says. Raises SampleError."""
+    """Return whether prompts are user messages."""
     if value not in ("auto", "yes", "no"):
         raise UserError(f"sample: chat must be auto, yes or no, got {value!r}")
     able = tokenizer.im_start_id >= 0 and tokenizer.im_end_id >= 0
@@ -116,8 +114,8 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
 
 
 def is_tuned(directory: Path) -> bool:
-    """Whether a model has learnt to answer. Every model of ours carries the chat template, so for one of ours its run's
-    config.py tells, which names the script that made it; another's has been tuned if it has a ChatML template."""
+    """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat template, so its run's
+    config.py tells, which names the script that wrote it; any other model is tuned if it has a ChatML template."""
     own, config = directory / "config.py", directory.resolve().parent / "config.py"
     config = own if own.exists() else config  # tools/merge.py takes it along
     first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
@@ -131,7 +129,7 @@ def is_tuned(directory: Path) -> bool:
 
 
 def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
-    """Raise SampleError if the settings do not go with answers ranked by a reward model."""
+    """Raise UserError if the settings do not fit a ranking by a reward model."""
     by, source = config["best_of_by"], config["reward_from"]
     if (by == "reward") != bool(source):
         raise UserError(f"sample: best_of_by=reward and reward_from=DIR go together, got {by} and {source!r}")
@@ -143,32 +141,8 @@ def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
         raise UserError("sample: best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes")
 
 
-def prompt_ids(
-    tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False,
-    rewarded: bool = False,
-) -> list[int]:  # fmt: skip
-    """Ids of a conversation up to the answer: of messages, without an answer that they end with, and with `talk` of
-    what a user says; else, or if it is `plain`, those of a text to continue. Raises SampleError and TokenizerError."""
-    if isinstance(prompt, str) and (plain or not talk):
-        if rewarded:
-            raise UserError("sample: a text to continue has no reward; give it as prompt or messages")
-        return begin_prompt(tokenizer, prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    if roles[-1:] == ["assistant"]:
-        messages, roles = messages[:-1], roles[:-1]
-        if roles[-1:] in ([], ["system"], ["assistant"]):
-            raise UserError("sample: before the assistant's last message there is nothing to answer")
-    if system and roles and roles[0] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return tokenizer.render(messages, add_generation_prompt=True)[0]
-
-
-# ---- samples of one prompt ------------------------------------------------------------------------------------------
-
-
 def in_sample_order(tokens: Iterable[Token], n_samples: int) -> Iterator[Token]:
-    """Sample 0 as it is generated, each later one as soon as those before it have ended."""
+    """Yield sample 0 as it is generated, each later one as soon as those before it have ended."""
     waiting = [deque() for _ in range(n_samples)]
     sample = 0
     for token in tokens:
@@ -183,7 +157,7 @@ def sample_texts(
     model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
     prompt: str, rank: Rank | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Pieces of the samples of one prompt, which each repeats, with a rule between them; streamed unless ranked."""
+    """Yield pieces of the samples of one prompt, streamed unless ranked; `prompt` begins each of them."""
     rule = "-" * 80 + "\n"
     if rank or params.num_beams > 1 or params.best_of > params.n:
         result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
@@ -202,13 +176,10 @@ def sample_texts(
         print(f"sample: {cut} of {params.n} samples ended by length: no stop string came", file=sys.stderr)
 
 
-# ---- command line -------------------------------------------------------------------------------------------------
-
-
 def deciding_settings(
     config: dict, talk: bool, directory: Path, reward_dir: Path | None, device: torch.device, dtype: torch.dtype
 ) -> dict:
-    """What decides the answers, as it is written beside them."""
+    """Return the settings that decide the answers, for the file beside them."""
     return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
         "chat": talk,
         "model": checkpoint.model_name(directory),
@@ -219,7 +190,7 @@ def deciding_settings(
 
 @contextlib.contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ctrl-C, and a reader that has gone (| head), end the program without a traceback, with a shell's exit status."""
+    """Exit without a traceback, with a shell's status, on Ctrl-C and when the reader has gone (| head)."""
     try:
         yield
     except KeyboardInterrupt:
