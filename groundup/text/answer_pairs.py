@@ -1,12 +1,11 @@
-"""Preference pairs made of answers: what sample.py wrote to FILE, line by line, as rows that prepare.py reads.
+"""Make preference pairs for prepare.py from a file of answers that sample.py has written (see answer_files.py).
 
     python prepare.py --kind=preference --pair_by=dataset ...    # (the data set's answer, a model's answer)
-    python prepare.py --kind=preference --pair_by=reward ...     # (the best, the worst of a model's by their reward)
+    python prepare.py --kind=preference --pair_by=reward ...     # (best, worst of a model's answers by their reward)
 
 A line has the fields of its prompt and "completions": [{"text", "finish_reason", and with a reward model "reward"}].
-The prompt is what the model answered: the messages before a last one of the assistant, which is the data set's own
-answer. Only answers that the model ended itself count: one that was cut off says nothing of how it would have ended.
-answer_files.py has the format, and FILE.config.json, which says which model answered, and how.
+The prompt is the messages that the model answered; a last message of the assistant is the data set's own answer. Only
+completions with finish_reason "stop" are used: nobody knows how the others would have ended.
 """
 
 import itertools
@@ -24,9 +23,9 @@ from groundup.tokens.token_files import file_sha256
 
 
 def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
-    """(the inputs with files of pairs in `work` in the place of those that are answers, what the manifest says of
-    these, what could not be read of them). config: pair_by, pair_margin, length_within, score and strict as
-    prepare.py has them. Raises PrepareError if there are no answers, or no pairs; AnswerFileError.
+    """Return (the inputs with files of answers replaced by files of pairs in `work`, their entries for the manifest,
+    counts of what could not be read). config: pair_by, pair_margin, length_within, score and strict of prepare.py.
+    Raise UserError if there are no answers, or no pairs.
     """
     found, infos, lost = [], [], Counts()
     settings = [config[key] for key in ("pair_by", "pair_margin", "length_within", "score", "strict")]
@@ -55,17 +54,16 @@ def replace_answers(inputs: list[Input], config: dict, work: Path) -> tuple[list
 def write_pairs(
     path: str, out: Path, pair_by: str, margin: float = 0.0, within: float = 0.0, score: str = "", strict: bool = False
 ) -> tuple[dict, Counts]:
-    """Write the pairs of a file of answers to `out`, and lines that are no answers to `out`.problems, as the units of
-    pipeline.py have them; (what the manifest says of it all, the counts of such lines).
+    """Write the pairs of a file of answers to `out`, and lines that are no answers to `out`.problems in pipeline.py's
+    format; return (entry for the manifest, counts of such lines).
 
-    pair_by: dataset | reward. margin: least difference of two rewards, any if 0. within: the longer answer has at most
-    this share more characters than the shorter one; 0 = any. score: whose numbers are kept, too. Raises PrepareError:
-    by reward, and no answer of the file has one; if `strict`, a line is no answer. AnswerFileError: FILE.config.json
-    is missing or damaged.
+    pair_by: dataset | reward. margin: least difference of two rewards, 0 = any. within: see `lengths_fit`. score: also
+    keep the numbers of these keys. Raise UserError if pair_by is reward and no answer has one, if `strict` and a line
+    is no answer, or if FILE.config.json is missing or damaged.
     """
     settings = answer_files.need_settings(path)
     keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, _, _ in parse_score(score)]
-    lines, answers = Counter(), Counter()  # that give nothing, by reason
+    lines, answers = Counter(), Counter()  # left out, by reason
     n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
         problems = Problems(path, problems_file, strict)
@@ -102,7 +100,7 @@ def write_pairs(
 
 
 def counts_of(path: str, n_lines: int, problems: Problems) -> Counts:
-    """The lines that are no answers, as pipeline.py counts records that cannot be read."""
+    """Return the lines that are no answers, counted like unreadable records of pipeline.py."""
     n_bad = problems.problems.total()
     torn = [path] if problems.problems["truncated_file"] else []
     bad, passed = Counter({path: n_bad} if n_bad else {}), Counter({path: n_lines - n_bad})
@@ -110,7 +108,7 @@ def counts_of(path: str, n_lines: int, problems: Problems) -> Counts:
 
 
 def describe(infos: list[dict]) -> list[str]:
-    """Lines for people: what became of the lines and answers of each file, of what write_pairs says of it."""
+    """Return lines for people on each file: its pairs, and lines and answers left out. infos: of write_pairs."""
     found = []
     for info in infos:
         found.append(
@@ -123,8 +121,8 @@ def describe(infos: list[dict]) -> list[str]:
 
 
 def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dict]:
-    """The finished answers, without the name of the end of turn that some have; by reward, those with a reward. The
-    others are counted in `left_out`."""
+    """Return the finished answers (if pair_by is reward, those with a reward), without a literal end of turn at their
+    end. Count the others in `left_out`."""
     found = []
     for answer in completions:
         if answer.get("finish_reason") != "stop":
@@ -139,27 +137,27 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
 
 
 def numbers_of(row: dict, keys: list[str]) -> dict:
-    """The row's own numbers under these keys."""
+    """Return the row's numbers under these keys."""
     numbers = ((key, as_score(row, key)) for key in keys)
     return {key: value for key, value in numbers if math.isfinite(value)}
 
 
-# ---- its pairs -------------------------------------------------------------------------------
+# ---- the pairs of one line -------------------------------------------------------------------
 
 
 def alike(first: str, second: str) -> bool:
-    """Whether two answers are the same but for white space around them."""
+    """Return whether two answers are the same apart from white space around them."""
     return first.strip() == second.strip()
 
 
 def lengths_fit(first: str, second: str, within: float) -> bool:
-    """Whether the longer of two texts has at most the share `within` more characters; always if that is 0."""
+    """Return whether the longer text has at most (1 + within) times the characters of the other; within=0: any."""
     least, most = sorted((len(first), len(second)))
     return not within or most <= least * (1 + within) + 1e-9  # 0.2 * 5 is not exactly 1
 
 
 def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Counter) -> list[dict]:
-    """The line's own answer with each of the model's that differs. Raises NoPair."""
+    """Return pairs of the data set's own answer with each different one of the model. Raise NoPair."""
     if not own.strip():
         raise no_pair("no answer of the data set", answers, left_out)
     pairs, seen = [], set()
@@ -179,7 +177,7 @@ def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Cou
 
 
 def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out: Counter) -> list[dict]:
-    """The two answers whose rewards differ most, of those that differ enough and fit in length. Raises NoPair."""
+    """Return the pair whose rewards differ most, of those that differ enough and fit in length. Raise NoPair."""
     ranked = sorted(answers, key=reward_of, reverse=True)
     pairs = [
         {"chosen": better["text"], "rejected": worse["text"], "margin": reward_of(better) - reward_of(worse)}
@@ -200,7 +198,7 @@ def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out:
 
 
 def no_pair(reason: str, answers: list[dict], left_out: Counter) -> NoPair:
-    """The error for a line whose usable answers give nothing, which are counted."""
+    """Return the error for a line whose usable answers give no pair, and count these."""
     if answers:
         left_out["in a line that gives no pair"] += len(answers)
     return NoPair(reason)

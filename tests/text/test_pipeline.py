@@ -145,13 +145,13 @@ def content(out_dir: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
     code = f"""
-import sys, pipeline, prepare
+import sys, prepare
 if __name__ == "__main__":
     sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers}
              | planted_files}))
 """
-    (tmp_path / "go.py").write_text(code.replace("import sys, pipeline, prepare",
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pipeline, prepare; "
+    (tmp_path / "go.py").write_text(code.replace("import sys, prepare",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare; from groundup.text import pipeline; "
         "pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11"), "utf-8")  # fmt: skip
     subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
     assert content(tmp_path / "out") == content(prepared)
@@ -406,8 +406,8 @@ def test_held_out_prompts_are_a_share_of_their_own(tmp_path, tok, capsys):
     assert manifest["info"]["documents"]["kept"] == len(rows) == sum(e["rows"] for e in manifest["splits"].values())
     assert "tokens" in manifest["splits"]["val"] and "tokens" not in manifest["splits"]["held_out"]
     assert f"held_out{len(held_out):>12} rows" in capsys.readouterr().out
-    learnt = chat_files.read_source(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
-    assert learnt.train.n + learnt.val.n == len(rows) - len(held_out)
+    learnt = chat_files.read_chat(str(tmp_path / "out"), Tokenizer.load(tok), 0.0)
+    assert len(learnt.train) + len(learnt.val) == len(rows) - len(held_out)
     assert run(tmp_path / "out", input=path, hold_out=0.25, **settings) == 0
     assert "is up to date" in capsys.readouterr().out
     assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
