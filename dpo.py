@@ -27,11 +27,11 @@ from groundup.align.losses import (  # fmt: skip
     METRICS,
     REFERENCE_FREE,
     about_reference,
-    answer_logps,
     check_losses,
     compute_reference,
     losses_and_metrics,
     open_reference,
+    pair_logps,
     reference_logps,
     save_reference,
 )
@@ -129,7 +129,7 @@ def evaluate(
     for source, of_source in enumerate(batches.values()):
         for batch in of_source:
             batch = batch.to(device)
-            logps, n_tokens = answer_logps(model, batch, device, dtype, config["nll_prompt"])
+            logps, n_tokens = pair_logps(model, batch, device, dtype, config["nll_prompt"])
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
             found = torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1)
             sums[source] += found.double().cpu()
@@ -248,7 +248,7 @@ if __name__ == "__main__":
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             batch = batches.next()
-            logps, n_tokens = answer_logps(model, batch, torch_device, torch_dtype, nll_prompt)
+            logps, n_tokens = pair_logps(model, batch, torch_device, torch_dtype, nll_prompt)
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
             loss_of_micro = losses.sum() * (world_size / n_pairs)  # ddp averages over ranks
             scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call

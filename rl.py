@@ -28,9 +28,8 @@ from configurator import configure
 from groundup.align import policy_gradient as pg
 from groundup.align import rollouts
 from groundup.align.critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
-from groundup.align.rewards import ModelReward, Rewards
+from groundup.align.rewards import ModelReward, Rewards, Rollout
 from groundup.align.rollouts import (
-    Drawn,
     RolloutBatch,
     Rollouts,
     answer_logps,
@@ -225,7 +224,7 @@ def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n
     return found | {"kl_answer": sums["kl"] / n_epochs / max(1, n_answers)}
 
 
-def show_answer(one: Drawn, reward: float) -> str:
+def show_answer(one: Rollout, reward: float) -> str:
     """A line for people."""
     asked, said = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
     worth = f"{reward:8.3f}" if one.finished else "     cut"
@@ -325,7 +324,7 @@ if __name__ == "__main__":
         held_out = corpus.held_out[: eval_prompts or None]
         seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
         mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
-        found = ranks.gather_objects((rollouts.score(rewards, mine), [len(one.ids) for one in mine]))
+        found = ranks.gather_objects((rewards.table(mine), [len(one.ids) for one in mine]))
         lengths = torch.tensor([n for _, sizes in found for n in sizes])
         scores = describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
         report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)

@@ -23,7 +23,7 @@ import torch
 
 from configurator import configure
 from groundup.align import reward_model
-from groundup.align.best_of import Judge
+from groundup.align.best_of import Ranker
 from groundup.errors import UserError
 from groundup.generate.answers import Answers, Rank
 from groundup.generate.chat import Chat, converse
@@ -232,9 +232,9 @@ if __name__ == "__main__":
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
         print(f"{answers.n_prompts} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device)
-    judge = Judge(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
-    rank = partial(judge.rank, n=n) if judge else None
-    encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(judge))
+    ranker = Ranker(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
+    rank = partial(ranker.rank, n=n) if ranker else None
+    encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     with autocast(torch_device, torch_dtype), quiet_end():
         if as_json:
             answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
@@ -244,7 +244,7 @@ if __name__ == "__main__":
             repeated = "" if talk else prompt
             for piece in sample_texts(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank):
                 print(piece, end="", flush=True)
-    if judge and judge.without_reward:
-        print(judge.report(), file=sys.stderr)
+    if ranker and ranker.without_reward:
+        print(ranker.report(), file=sys.stderr)
     if as_json and answers.problems:
         raise SystemExit(1)

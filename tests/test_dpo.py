@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from test_rl import forget
 
 import prepare
-from groundup.align import token_logps
-from groundup.align.losses import LOSSES, REFERENCE_FREE, answer_logps, losses_and_metrics, pair_losses, reference_logps
+from groundup.align import losses as align_losses
+from groundup.align.losses import LOSSES, REFERENCE_FREE, losses_and_metrics, pair_logps, pair_losses, reference_logps
 from groundup.errors import UserError
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
 from groundup.train import checkpoint
@@ -118,9 +118,9 @@ def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeyp
     (expected.exp() * factors).sum().backward()  # a loss that is not linear
     grads = [t.grad for t in (hidden, weight)]
     for elements in (11, 40, 10**6):
-        monkeypatch.setattr(token_logps, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(align_losses, "CHUNK_ELEMENTS", elements)
         hidden.grad = weight.grad = None
-        found = token_logps.token_logps(hidden, weight, targets)
+        found = align_losses.token_logps(hidden, weight, targets)
         torch.testing.assert_close(found, expected)
         (found.exp() * factors).sum().backward()
         for t, grad in zip((hidden, weight), grads, strict=True):
@@ -135,7 +135,7 @@ def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):
     rows = [pair(i) for i in (0, 4, 7, 14)] + [pair(3) | {"chosen": "a", "rejected": "b"}]
     batch = batch_of(base, rows, tmp_path)
     with torch.no_grad():
-        logps, n_tokens = answer_logps(model, batch, *CPU)
+        logps, n_tokens = pair_logps(model, batch, *CPU)
         for side, key in enumerate(("chosen", "rejected")):
             for i, row in enumerate(rows):
                 prompt, _ = tokenizer.render(row["prompt"], add_generation_prompt=True)
@@ -146,7 +146,7 @@ def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):
                 assert n_tokens[side, i] == len(answer)
                 assert (batch.targets[batch.row == side * len(rows) + i] == tokenizer.im_end_id).sum() == 1
             assert n_tokens[side, -1] == 2  # an answer of one token, and its end
-            alone = [answer_logps(model, batch_of(base, [row], tmp_path), *CPU)[0][side, 0] for row in rows]
+            alone = [pair_logps(model, batch_of(base, [row], tmp_path), *CPU)[0][side, 0] for row in rows]
             torch.testing.assert_close(torch.stack(alone), logps[side])
 
 
@@ -159,7 +159,7 @@ def test_equal_answers_have_equal_sums_whatever_is_beside_them(base, tmp_path):
     index = torch.cat((twice[1][: half.sum()], twice[1][: half.sum()] + B * batch.x.shape[1]))
     row = torch.cat((batch.row[half], batch.row[half] + B))
     x = torch.cat((batch.x[:B], batch.x[:B]))
-    logps, n_tokens = answer_logps(model, batch._replace(x=x, targets=twice[0], index=index, row=row), *CPU)
+    logps, n_tokens = pair_logps(model, batch._replace(x=x, targets=twice[0], index=index, row=row), *CPU)
     assert torch.equal(logps[0], logps[1]) and torch.equal(n_tokens[0], n_tokens[1])
     _, metrics = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, settings("sigmoid"))
     assert not metrics[2].any() and not metrics[3].any()  # a tie is not right
@@ -167,10 +167,10 @@ def test_equal_answers_have_equal_sums_whatever_is_beside_them(base, tmp_path):
 
 def test_forwards_in_training_are_equal_to_the_bit_and_to_the_reference(base, tmp_path):
     model, batch = checkpoint.load_model(base / "model").train(), batch_of(base, [pair(i) for i in range(5)], tmp_path)
-    first, second = (answer_logps(model, batch, *CPU)[0] for _ in range(2))
+    first, second = (pair_logps(model, batch, *CPU)[0] for _ in range(2))
     assert torch.equal(first, second) and torch.equal(first, reference_logps(model, batch, *CPU)) and model.training
     noisy = checkpoint.load_model(base / "model", dropout=0.1).train()
-    assert not torch.equal(answer_logps(noisy, batch, *CPU)[0], first)  # so the comparison can fail
+    assert not torch.equal(pair_logps(noisy, batch, *CPU)[0], first)  # so the comparison can fail
     assert torch.equal(reference_logps(noisy, batch, *CPU), first)
 
 
@@ -233,7 +233,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
     config["label_smoothing"] = 0.1 if loss == "robust" else 0.0
     model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
     torch.manual_seed(1)
-    reference = answer_logps(model, batch, *CPU)[0].detach() + torch.randn(2, 3)
+    reference = pair_logps(model, batch, *CPU)[0].detach() + torch.randn(2, 3)
     accelerator = SimpleNamespace(device=CPU[0], gather_for_metrics=lambda x: x, gather=lambda x: x)
     stub = SimpleNamespace(
         model=hf, accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
@@ -244,7 +244,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
     inputs = trl_inputs(batch) | {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
     theirs = DPOTrainer._compute_loss(stub, hf, inputs, return_outputs=False)
     theirs.backward()
-    losses, metrics = losses_and_metrics(*swapped(answer_logps(model, batch, *CPU), reference), config)
+    losses, metrics = losses_and_metrics(*swapped(pair_logps(model, batch, *CPU), reference), config)
     losses.mean().backward()
     assert losses.mean().item() == pytest.approx(theirs.item(), rel=1e-5)
     for name, p in hf.named_parameters():
@@ -256,7 +256,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
 
 
 def swapped(found: tuple[torch.Tensor, torch.Tensor], reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Arguments of losses_and_metrics from what answer_logps gives."""
+    """Arguments of losses_and_metrics from what pair_logps gives."""
     return found[0], reference, found[1]
 
 
@@ -289,8 +289,8 @@ def test_the_prompt_counts_where_it_is_asked_for(base, tmp_path):
     model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
     rows = [pair(1), pair(14)]
     batch, config = batch_of(base, rows, tmp_path), settings("orpo", nll_prompt=True)
-    logps, n_tokens = answer_logps(model, batch, *CPU, with_prompt=True)
-    torch.testing.assert_close(logps[:2], answer_logps(model, batch, *CPU)[0])
+    logps, n_tokens = pair_logps(model, batch, *CPU, with_prompt=True)
+    torch.testing.assert_close(logps[:2], pair_logps(model, batch, *CPU)[0])
     losses, _ = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, config)
     terms = pair_losses(logps[:2], torch.zeros(2, 2), n_tokens[:2], config)
     for i in range(2):
@@ -601,9 +601,9 @@ def test_the_reference_without_adapters_is_the_model_that_had_none(base, tmp_pat
     set_trainable(adapted, "lora", LoRAConfig(4))
     for name, p in adapted.named_parameters():
         p.data.add_(0.1 if "lora_B" in name else 0.0)
-    before = answer_logps(adapted, batch, *CPU)[0]
+    before = pair_logps(adapted, batch, *CPU)[0]
     torch.testing.assert_close(reference_logps(adapted, batch, *CPU), reference_logps(plain, batch, *CPU))
-    assert torch.equal(answer_logps(adapted, batch, *CPU)[0], before)
+    assert torch.equal(pair_logps(adapted, batch, *CPU)[0], before)
     assert not torch.allclose(before, reference_logps(plain, batch, *CPU), atol=0.1)
 
 

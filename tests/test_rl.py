@@ -24,6 +24,7 @@ import rl
 from groundup.align import policy_gradient as pg
 from groundup.align import reward_model, rollouts
 from groundup.align.reward_model import RewardModel
+from groundup.align.rewards import Rollout
 from groundup.errors import UserError
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.prompts import PromptCorpus
@@ -110,7 +111,7 @@ def column(out: Path, event: str, key: str) -> list:
     return [one[key] for one in tp.events(out, event)]
 
 
-def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[rollouts.Drawn]:
+def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[Rollout]:
     """What a run with FLAGS draws in step 1."""
     tokenizer = Tokenizer.load(base / "model")
     corpus = PromptCorpus(str(base / "prompts.jsonl"), tokenizer, 96 - 12, 1337, val_fraction=0.2)
@@ -120,7 +121,7 @@ def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[r
     return rollouts.draw(model, tokenizer, prompts, seeds, group_size, 12, 1.0, 0, torch.float32)
 
 
-def reward_of(one: rollouts.Drawn) -> float:
+def reward_of(one: Rollout) -> float:
     """The rule `brief`, with the penalty of an unfinished answer."""
     return -abs(len(one.text) - one.prompt.row["number"]) / 20 if one.finished else -1.0
 
@@ -130,13 +131,13 @@ def n_drawn(event: dict) -> float:
     return event["draw_tokens_per_s"] * event["draw_share"] * event["step_ms"] / 1000
 
 
-def n_positions(drawn: list[rollouts.Drawn]) -> int:
+def n_positions(drawn: list[Rollout]) -> int:
     """Of batches of 4 answers, those of like length together, with their padding; each but for its last token."""
     lengths = sorted(len(one.prompt.ids) + len(one.ids) - 1 for one in drawn)
     return sum(4 * int(columns_for(longest, 96)) for longest in lengths[3::4])
 
 
-def text_logps(model: Transformer, one: rollouts.Drawn) -> torch.Tensor:
+def text_logps(model: Transformer, one: Rollout) -> torch.Tensor:
     ids = torch.tensor([one.prompt.ids + one.ids])
     return model(ids[:, :-1])[0].log_softmax(-1).gather(1, ids[0, 1:, None])[-len(one.ids) :, 0]
 

@@ -20,7 +20,7 @@ from bench_train import SHAPES, attempted, compile_ways, memory, shapes_of, want
 from timing import Line, Options
 
 import ddp
-from groundup.align.losses import answer_logps, compute_reference, losses_and_metrics
+from groundup.align.losses import compute_reference, losses_and_metrics, pair_logps
 from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
@@ -161,7 +161,7 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
     def step(numbers: np.ndarray) -> None:
         batch = load_pairs(corpus.train, np.zeros_like(numbers), numbers).to(device)
         parallel.expect_step(opt, LEARNING_RATE)
-        logps, n_tokens = answer_logps(model, batch, device, dtype)
+        logps, n_tokens = pair_logps(model, batch, device, dtype)
         losses, _ = losses_and_metrics(logps, on_device[batch.number].T, n_tokens, LOSS)
         losses.mean().backward()
         parallel.step(opt, lr=LEARNING_RATE, clip=1.0)

@@ -1,11 +1,11 @@
-"""The best of several answers to a prompt by a reward model, which the engine that draws them knows nothing of.
+"""Best of n: rank the answers to a prompt by a reward model.
 
-    judge = Judge(load(find_model(reward_from, tokenizer, "reward_from")), tokenizer)
-    judge.rank(result, n) -> the result with its n best answers, best first, each with its reward
-    judge.report()        -> how many answers have no reward, by reason
+    ranker = Ranker(load(find_model(reward_from, tokenizer, "reward_from")), tokenizer)
+    ranker.rank(result, n) -> the result with its n best answers, best first, each with its reward
+    ranker.report()        -> how many answers have no reward, by reason
 
-What gets a reward is a whole answer, at the <|im_end|> that closes it. The answers to a prompt are scored together and
-with no other prompt's, so that rewards depend on the prompt, the parameters and the seed, not on the batch size.
+The reward of a whole answer is read at the <|im_end|> that closes it. The answers to one prompt are a batch of their
+own, so rewards depend on the prompt, the parameters and the seed, not on the batch size.
 """
 
 import math
@@ -19,8 +19,8 @@ from groundup.generate.completion import Completion, Result
 from tokenizer import Tokenizer
 
 
-class Judge:
-    """A reward model and what it could not score so far."""
+class Ranker:
+    """Ranks answers by a reward model, and counts those without a reward."""
 
     def __init__(self, model: RewardModel, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.tokenizer, self.dtype = model, tokenizer, dtype
@@ -28,18 +28,18 @@ class Judge:
         self.without_reward: Counter[str] = Counter()
 
     def rank(self, result: Result, n: int) -> Result:
-        """`result` with its n best completions, best first, equal ones in their order.
+        """Return `result` with its n best completions, best first; ties keep their order.
 
-        An answer that ended by length is unfinished: it has no reward (None), and comes after all finished ones. So
-        does one too long for the reward model, between the two. Of N answers the best one's distribution is at most
-        log N - (N - 1) / N nats (KL divergence) from the model's own (arXiv:2401.01879). Raises SampleError."""
+        An answer too long for the reward model has no reward (None) and comes after those that have one; an unfinished
+        answer (finish_reason "length") comes last. The distribution of the best of N answers is at most log N - (N - 1)
+        / N nats (KL divergence) from the model's own (arXiv:2401.01879)."""
         rewards = self.rewards(result)
         scored = [found._replace(reward=reward) for found, reward in zip(result.completions, rewards, strict=True)]
         scored.sort(key=rank_of, reverse=True)
         return result._replace(completions=scored[:n])
 
     def rewards(self, result: Result) -> list[float | None]:
-        """The reward of each completion, None if it has none; counts those. Raises SampleError."""
+        """Return the reward of each completion, None if it has none, and count the latter."""
         rows: dict[int, list[int]] = {}
         for i, found in enumerate(result.completions):
             ids = result.prompt_ids + closed_ids(found, self.tokenizer)
@@ -57,7 +57,7 @@ class Judge:
         return [found.get(i) for i in range(len(result.completions))]
 
     def report(self) -> str:
-        """One line, or "" if every answer has a reward."""
+        """Return one line for people, "" if every answer has a reward."""
         if not self.without_reward:
             return ""
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.without_reward.most_common())
@@ -65,14 +65,14 @@ class Judge:
 
 
 def rank_of(found: Completion) -> tuple[bool, float]:
-    """Higher is better."""
+    """Return a sort key; higher is better."""
     return found.finish_reason == "stop", -math.inf if found.reward is None else found.reward
 
 
 def closed_ids(found: Completion, tokenizer: Tokenizer) -> list[int]:
-    """Ids of an answer as training has them: what ended it gives way to <|im_end|>. A stop string is not part of the
-    text, and may end within a token, so the text before it is tokenized again."""
+    """Return the ids of an answer, with <|im_end|> in place of what ended it, as in training. A stop string may end in
+    the middle of a token, so the text before it is tokenized again."""
     if isinstance(found.stop_reason, str):
         return [*tokenizer.encode(found.text), tokenizer.im_end_id]
-    said = found.ids if found.stop_reason is None else found.ids[:-1]
-    return [*said, tokenizer.im_end_id]
+    ids = found.ids if found.stop_reason is None else found.ids[:-1]
+    return [*ids, tokenizer.im_end_id]

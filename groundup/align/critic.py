@@ -1,8 +1,7 @@
-"""The critic of PPO: a second model that says before each token of an answer what reward is still to come.
+"""The critic of PPO: a second model that predicts, before each token of an answer, the reward still to come.
 
-It is a reward model (reward_model.py: the body reads the text, one head of C numbers reads the last layer's result,
-normed once) and is read where the token was drawn from, not behind it. Its weights, gradients and optimizer are its
-own; it trains the parts that the policy trains, and its head.
+It is a reward model (see reward_model.py), read at the position from which a token is sampled. It has its own weights,
+gradients and optimizer, and trains the parts that the policy trains, and its head.
 """
 
 import math
@@ -24,7 +23,7 @@ from tokenizer import Tokenizer
 
 
 def find_critic(config: dict, source: Path | None, tokenizer: Tokenizer) -> Path | None:
-    """Where the critic begins: the reward model critic_from, or what the policy begins with. Raises RewardError."""
+    """Return the directory of the critic's first weights: critic_from, or those of the policy."""
     return find_model(config["critic_from"], tokenizer, "critic_from") if config["critic_from"] else source
 
 
@@ -32,13 +31,13 @@ def make_critic(
     config: dict, source: Path | None, tokenizer: Tokenizer, saved: dict, world: ranks.World, device: torch.device,
     dtype: torch.dtype,
 ) -> run.Parts:  # fmt: skip
-    """The critic and what trains it; with `saved`, of `critic_state`, exactly as it was then. Without a reward model to
-    begin with its head is 0, and so is every value. Raises RewardError if the weights it began with have changed."""
+    """Return the critic with its optimizer; with `saved`, of `critic_state`, exactly as it was then. Unless it starts
+    from a reward model its head, and so every value, is 0. Raise UserError if the first weights have changed."""
     cfg = tuned_architecture(config, source, tokenizer.vocab_size)
     model = RewardModel(cfg)
     if source:
         reward_model.load_start(model, source, count_known_ids(source, tokenizer, "the chat tokenizer"))
-    if config["normalise_rewards"]:  # returns are on another scale than the scores that its head has learnt
+    if config["normalise_rewards"]:  # returns have another scale than the scores of its head
         torch.nn.init.zeros_(model.score.weight)
     set_trainable(model, config["trainable"], adapters_of(config))
     model.score.requires_grad_(True)
@@ -52,7 +51,7 @@ def make_critic(
 
 
 def values_of(model: RewardModel, batch: RolloutBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What is still to come before each learnt token is drawn, (n,) float32 with gradient."""
+    """Return the value before each learned token, (n,) float32 with gradient."""
     with autocast(device, dtype):
         return model(batch.x, index=batch.index)
 
@@ -60,9 +59,9 @@ def values_of(model: RewardModel, batch: RolloutBatch, device: torch.device, dty
 def estimate_advantages(
     rewards: Tensor, kls: Tensor, values: Tensor, answers: Rollouts, kl_coef: float, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor, float]:
-    """(advantages (n,), whitened over the learnt tokens of all ranks; returns (n,); share of the variance of these
-    returns that the values foresaw, nan if all are the same). By all ranks. rewards (R,) of the answers, kls and values
-    (n,) of their tokens."""
+    """Return (advantages (n,), whitened over the learned tokens of all ranks; returns (n,); explained variance of the
+    returns by the values, nan if they are all equal). All ranks call it. rewards (R,) of answers; kls, values (n,) of
+    their tokens."""
     of_tokens = pg.token_rewards(rewards, kls, answers.row, kl_coef)
     advantages, returns = pg.gae(of_tokens, values, answers.row, gamma, lam)
     columns = torch.stack((advantages, returns, returns - values))[:, answers.learnt]
@@ -73,7 +72,7 @@ def estimate_advantages(
 
 
 def critic_state(parts: run.Parts, step: int, zero1: bool, source: Path | None) -> dict:
-    """What a resume needs, by all ranks: what is trained, its optimizer, and which weights the rest is from."""
+    """Return what a resume needs: trained weights, optimizer, and a key of the frozen weights. All ranks call it."""
     parts.ddp.flush()  # updates and gathers that wait for the next forward
     opt_state = parts.opt.state_dict(parts.ddp.gather if zero1 else None, keep=parts.world.is_main)
     weights = {name: p.detach() for name, p in parts.model.named_parameters() if p.requires_grad}
@@ -86,7 +85,7 @@ def critic_state(parts: run.Parts, step: int, zero1: bool, source: Path | None) 
 
 @torch.no_grad()
 def load(model: RewardModel, saved: dict, source: Path | None) -> None:
-    """The trained weights as they were. Raises RewardError if the others, of `source`, are not what they were."""
+    """Restore the trained weights. Raise UserError if the frozen ones, in `source`, have changed."""
     params = dict(model.named_parameters())
     frozen = any(not p.requires_grad for p in params.values())
     if frozen and saved["base_key"] != checkpoint.weights_key(source):

@@ -1,5 +1,9 @@
-"""Preference losses, the log-probabilities of answers that they are made of, and those of the reference: of a batch
-of pairs, and of all pairs in a file.
+"""Preference losses, the log-probabilities that they are made of, and those of the reference model.
+
+    hidden = model(x, index=index)                                  # hidden states at positions of the flat x, (N, C)
+    logps = token_logps(hidden, model.lm_head.weight, targets)      # (N,), without ever holding all the logits
+    logps, n_tokens = pair_logps(model, batch, device, dtype)       # sums over the answers of pairs, (2, B)
+    losses = pair_losses(logps, reference, n_tokens, config)        # (B,)
 """
 
 import json
@@ -15,13 +19,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.align.token_logps import token_logps
 from groundup.errors import UserError
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks
 from groundup.train.device import autocast
 from groundup.train.lora import adapters_off
-from model import IGNORE, ModelConfig, Transformer
+from model import (
+    CHUNK_ELEMENTS,
+    IGNORE,
+    ModelConfig,
+    Transformer,
+    add_product,
+    compute_dtype,
+    cross_entropy_gradient,
+    softmax_cross_entropy,
+)
 
 LOSSES = ("sigmoid", "cdpo", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo")
 REFERENCE_FREE = ("simpo", "orpo")
@@ -30,7 +42,7 @@ METRICS += ("logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen",
 
 
 def check_losses(config: Mapping) -> None:
-    """Raise ConfigError for a loss, or settings of one, that there is not."""
+    """Raise UserError for an unknown loss, or for settings that do not fit it."""
     if config["loss"] not in LOSSES:
         raise UserError(f"config: loss must be one of {', '.join(LOSSES)}, got {config['loss']!r}")
     if not config["beta"] > 0:
@@ -46,20 +58,69 @@ def check_losses(config: Mapping) -> None:
         raise UserError("config: nll_prompt=True needs nll_weight above 0 or loss='orpo'")
 
 
-# ---- log-probabilities and losses ------------------------------------------------------------------------------------
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def answer_logps(
+def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return log softmax(hidden @ weight.T)[target], (N,) float32, 0 where the target is IGNORE, with gradients.
+
+    hidden (N, C), weight (V, C), targets (N,) int64. Products in the dtype of autocast, softmax in float32. Unlike
+    model.cross_entropy, which forms its gradients in forward, a token's gradient here depends on a loss that is known
+    only after all tokens: backward computes the logits of a block once more."""
+    return ChunkedLogps.apply(hidden, weight, targets, compute_dtype(hidden))
+
+
+class ChunkedLogps(torch.autograd.Function):
+    """Head and log-softmax over blocks of tokens, so that memory holds (chunk, V) logits, never (N, V)."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        N = hidden.shape[0]
+        logps, lse = (hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
+        w = weight.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunks(N, weight.shape[0]):
+                nats, of_part = softmax_cross_entropy((hidden[part].to(dtype) @ w.T).float(), targets[part])
+                logps[part], lse[part] = -nats, of_part.squeeze(1)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.dtype = dtype
+        return logps
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        w, scale = weight.to(ctx.dtype), -grad.float() * (targets != IGNORE)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunks(hidden.shape[0], weight.shape[0]):
+                h = hidden[part].to(ctx.dtype)
+                logits = (h @ w.T).float()
+                grad_logits = cross_entropy_gradient(logits, targets[part], lse[part].unsqueeze(1), scale[part])
+                grad_logits = grad_logits.to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad_logits @ w
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_logits.T, h)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def chunks(n_tokens: int, vocab_size: int) -> list[slice]:
+    """Return the blocks of tokens that have CHUNK_ELEMENTS logits each, see model.py."""
+    chunk = max(1, CHUNK_ELEMENTS // vocab_size)
+    return [slice(start, start + chunk) for start in range(0, n_tokens, chunk)]
+
+
+def pair_logps(
     model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype, with_prompt: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(sums of the log-probabilities of the answers (2, B) float32 with gradient, their numbers of tokens likewise):
-    the chosen ones, the rejected ones. with_prompt: a third row for the prompts of the chosen ones, but their first
-    token. One forward for all."""
+    """Return the sums of log-probabilities of the chosen and the rejected answers, (2, B) float32 with gradient, and
+    their numbers of tokens. with_prompt: a third row for the prompts of the chosen ones, without their first token."""
     B, T = len(batch.x) // 2, batch.x.shape[1]
     index, targets, row = prompt_places(batch) if with_prompt else (batch.index, batch.targets, batch.row)
     n_rows = (3 if with_prompt else 2) * B
-    place = row * T + index % T  # each once: sums in an order that does not change
-    n = -len(index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes leave holes in the memory
+    place = row * T + index % T  # all different, so that scatter_add sums in a fixed order
+    n = -len(index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
     index, place, targets = F.pad(index, (0, n)), F.pad(place, (0, n)), F.pad(targets, (0, n), value=IGNORE)
     with autocast(device, dtype):
         hidden = model(batch.x, index=index)
@@ -69,7 +130,7 @@ def answer_logps(
 
 
 def prompt_places(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(index, targets, row) of the batch, then those of the prompts of its B chosen rows, as rows 2B to 3B - 1."""
+    """Return (index, targets, row) of the batch with the prompts of its B chosen rows appended as rows 2B to 3B - 1."""
     B, T = len(batch.x) // 2, batch.x.shape[1]
     first = batch.index.new_full((2 * B,), T).scatter_reduce(0, batch.row, batch.index % T, "amin")[:B]
     inside = torch.arange(T, device=first.device) < first[:, None]
@@ -81,23 +142,26 @@ def prompt_places(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def reference_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`answer_logps` (2, B) without gradient, dropout and adapters."""
+    """Return the log-probabilities of `pair_logps`, (2, B), without gradient, dropout and adapters."""
     training = model.training
     model.eval()
     with torch.no_grad(), adapters_off(model):
-        logps, _ = answer_logps(model, batch, device, dtype)
+        logps, _ = pair_logps(model, batch, device, dtype)
     model.train(training)
     return logps
 
 
-def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
-    """Loss of each pair, (B,) float32. logps, reference, n_tokens (2, B): of chosen and rejected answers; the reference
-    is 0 for losses that have none.
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
-    sigmoid: DPO (arXiv:2305.18290). cdpo: with labels that are wrong with probability label_smoothing. robust: unbiased
-    under such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425). ipo: arXiv:2310.12036, of means per token as
-    its authors do. sigmoid_norm: DPO of means per token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds
-    ratio's part (arXiv:2403.07691), its lambda is beta; the rest is the loss of the chosen answer, see nll_share."""
+
+def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
+    """Return the loss of each pair, (B,) float32. logps, reference, n_tokens (2, B): of chosen and rejected answers;
+    reference = 0 for losses that have none.
+
+    sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing. robust: unbiased under
+    such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425). ipo: arXiv:2310.12036, with means per token as its
+    authors do. sigmoid_norm: DPO with means per token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio
+    term (arXiv:2403.07691), lambda = beta; the rest is the loss of the chosen answer, see nll_share."""
     loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
     ratios = logps - reference
     means = ratios / n_tokens.clamp(min=1)
@@ -122,21 +186,20 @@ def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapp
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x <= 0, which counts as at most -1e-6: an answer that is certain has no finite odds."""
+    """Return log(1 - exp(x)) for x <= 0, clamped to -1e-6: an answer of probability 1 has no finite odds."""
     return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
 
 
 def nll_share(config: Mapping) -> float:
-    """What the loss per token of the chosen answer counts beside `pair_losses`."""
+    """Return the factor of the chosen answer's loss per token, which is added to `pair_losses`."""
     return config["nll_weight"] + (config["loss"] == "orpo")
 
 
 def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
-    """(loss of each pair (B,), METRICS of each (10, B) float32 detached). logps, n_tokens: of `answer_logps`."""
+    """Return the loss of each pair (B,) and its METRICS (10, B) float32, detached. logps, n_tokens: of `pair_logps`."""
     losses = pair_losses(logps[:2], reference, n_tokens[:2], config)
     if nll_share(config):
-        # of the chosen answers, and of the prompts if they are there
-        nll = -logps[0::2].sum(0) / n_tokens[0::2].sum(0).clamp(min=1)
+        nll = -logps[0::2].sum(0) / n_tokens[0::2].sum(0).clamp(min=1)  # of chosen answers, and of prompts if given
         losses = losses + nll_share(config) * nll
     logps, n_tokens = logps[:2].detach(), n_tokens[:2]
     ratios = logps - reference
@@ -150,7 +213,7 @@ def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, confi
 
 
 def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corpus: PairCorpus, dtype: str) -> dict:
-    """{what the reference log-probabilities depend on: its fingerprint}."""
+    """Return {what the reference log-probabilities depend on: its fingerprint}."""
     parts = [source, checkpoint.base_of(source)] if source and checkpoint.is_adapter(source) else [source]
     weights = [checkpoint.weights_key(part) for part in parts] if source else [config["seed"], asdict(cfg)]
     return {
@@ -160,8 +223,8 @@ def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corp
 
 
 def open_reference(path: Path, about: Mapping[str, str], n_pairs: int) -> Tensor | None:
-    """(n_pairs, 2) float32, log-probabilities of chosen and rejected answers, mapped; None if there is no file. Raises
-    ConfigError if they are of other weights, pairs, ..."""
+    """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, mapped; None if there is no
+    file. Raise UserError if they belong to other weights, pairs, tokenizer or dtype."""
     if not path.exists():
         return None
     try:
@@ -182,7 +245,7 @@ def compute_reference(
     model: Transformer, corpus: PairCorpus, batch_size: int, world: ranks.World, device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(n_pairs, 2) float32 on the CPU as of `open_reference`: of all pairs, which the ranks share out."""
+    """Return the table of `open_reference`, on the CPU, for all pairs; each rank computes a part of them."""
     table, began = torch.zeros(corpus.n_pairs, 2), time.perf_counter()
     for batch in corpus.all_batches(batch_size, world.rank, world.world_size):
         table[batch.number] = reference_logps(model, batch.to(device), device, dtype).T.cpu()
@@ -193,7 +256,7 @@ def compute_reference(
 
 
 def save_reference(path: Path, table: Tensor, about: Mapping[str, str]) -> None:
-    """Whole or not at all."""
+    """Write the table, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     save_file({"logps": table}, temporary, metadata=dict(about))

@@ -1,13 +1,13 @@
-"""The reward model: a Transformer's body, and one number for an answer in place of the next token's logits.
+"""The reward model: a Transformer whose head gives one score per position instead of the next token's logits.
 
-    model(idx)          -> scores (B, T) float32: what an answer that ended at this token would be worth
-    model(idx, index=i) -> scores (n,) at places i of the flat idx; an answer's is at the <|im_end|> that closes it
+    model(idx)          -> scores (B, T) float32, of an answer that would end at this token
+    model(idx, index=i) -> scores (n,) at positions i of the flat idx; that of an answer is at its <|im_end|>
 
-    bradley_terry -> losses of pairs, (B,)
-    score(model, tokenizer, conversations) -> [reward of each conversation's last answer]
+    bradley_terry(...)                     -> losses of pairs, (B,)
+    score(model, tokenizer, conversations) -> [score of each conversation's last answer]
 
 On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm) with one label, which computes the
-same score for text that is padded on the right with <|pad|>. Only differences of scores mean anything: the head has no
+same score for text that is padded on the right with <|pad|>. Only differences of scores have a meaning: the head has no
 bias.
 """
 
@@ -30,7 +30,7 @@ from tokenizer import Tokenizer
 if TYPE_CHECKING:
     from groundup.tokens.pairs import PairBatch
 
-HEAD = "lm_head.weight"  # what a language model has and a reward model has not
+HEAD = "lm_head.weight"  # of a language model; a reward model has none
 
 
 
@@ -38,14 +38,14 @@ HEAD = "lm_head.weight"  # what a language model has and a reward model has not
 
 class RewardModel(Transformer):
     def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__(replace(cfg, tie_embeddings=True))  # no head of its own is made
+        super().__init__(replace(cfg, tie_embeddings=True))  # makes no lm_head of its own
         self.cfg = cfg
         del self.lm_head
         self.score = nn.Linear(cfg.n_embd, 1, bias=False)
         nn.init.zeros_(self.score.weight)  # the first loss is ln 2, whatever the body computes
 
     def forward(self, idx: Tensor, index: Tensor | None = None) -> Tensor:
-        """idx (B, T) int64, index (n,) int64 -> scores float32, (n,) or (B, T). The head is never in half precision."""
+        """Return scores float32, (n,) or (B, T). idx (B, T) int64, index (n,) int64. The head computes in float32."""
         x = self.hidden(idx)
         x = x if index is None else x.flatten(0, 1)[index]
         with torch.autocast(x.device.type, enabled=False):
@@ -56,8 +56,8 @@ class RewardModel(Transformer):
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2, all (B,) (arXiv:2203.02155, equation
-    1; the margin: arXiv:2307.09288, 3.2.2; the second term keeps rewards near 0: arXiv:2312.09244)."""
+    """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2, all (B,) (arXiv:2203.02155,
+    equation 1; margin: arXiv:2307.09288, 3.2.2; the second term keeps scores near 0: arXiv:2312.09244)."""
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     return center * (chosen + rejected) ** 2 - F.logsigmoid(difference)
 
@@ -65,26 +65,26 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 def pair_losses(
     model: RewardModel, batch: "PairBatch", config: dict, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss (B,), score of the chosen answers (B,), of the rejected ones (B,)) of the pairs, all float32. What gets a
-    score is the last token of a row, <|im_end|>: known from its length, not looked for."""
+    """Return (loss, score of the chosen answer, of the rejected one) of each pair, (B,) float32 each. The score is read
+    at the last token of a row, <|im_end|>."""
     last = torch.arange(len(batch.x), device=batch.x.device) * batch.x.shape[1] + batch.lengths - 1
     with autocast(device, dtype):
         chosen, rejected = model(batch.x, index=last).chunk(2)
     return bradley_terry(chosen, rejected, config["margin_scale"] * batch.margin, config["center"]), chosen, rejected
 
 
-# ---- what a model is worth ------------------------------------------------------------------------------------------
+# ---- evaluation -----------------------------------------------------------------------------------------------------
 
 LENGTH_BUCKETS = ("chosen_shorter", "alike", "chosen_longer")
-ALIKE = 1.25  # answers are of like length while the longer one has at most this many times the tokens of the other
+ALIKE = 1.25  # the longer of two answers of like length has at most this many times the tokens of the other
 
 
 def measure(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor) -> dict[str, float]:
-    """What scores (N,) of pairs, and the lengths (N,) of their answers, say about the model.
+    """Return metrics of the scores (N,) of pairs and the lengths (N,) of their answers.
 
-    accuracy counts ties as wrong; `longer_wins` is what one has who prefers the longer answer, half for equal ones.
-    Both come once more for pairs by which answer is longer. ece: mean distance, over ten bins, of how sure the model is
-    to how often it is right (arXiv:1706.04599). length_correlation: Pearson's, of score and length over all answers."""
+    accuracy counts ties as wrong; longer_wins is the accuracy of preferring the longer answer, a half for equal
+    lengths. Both also for the pairs of each LENGTH_BUCKET. ece: expected calibration error over ten bins
+    (arXiv:1706.04599). length_correlation: Pearson's, of score and length over all answers."""
     chosen, rejected, n_chosen, n_rejected = (t.double() for t in (chosen, rejected, n_chosen, n_rejected))
     difference, scores = chosen - rejected, torch.cat((chosen, rejected))
     right, longer = (difference > 0).double(), ((n_chosen - n_rejected).sign() + 1) / 2
@@ -101,7 +101,8 @@ def measure(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tens
 
 
 def calibration_table(difference: Tensor, n_bins: int = 10) -> list[tuple[float, float, int]]:
-    """(how sure, how often right, pairs) of each bin of sigmoid(|difference|) that has any. A tie is half right."""
+    """Return (mean confidence, accuracy, pairs) of each bin of sigmoid(|difference|) that has pairs. A tie is half
+    right."""
     sure, right = difference.abs().sigmoid(), (difference.sign() + 1) / 2
     bins = ((sure - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
     inside = [bins == k for k in range(n_bins)]
@@ -114,7 +115,7 @@ def calibration_error(difference: Tensor) -> float:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's; nan if one of them does not vary."""
+    """Return Pearson's correlation; nan if a or b is constant."""
     return torch.corrcoef(torch.stack((a, b)))[0, 1].item() if a.numel() > 1 else float("nan")
 
 
@@ -123,8 +124,8 @@ def evaluate(
     model: RewardModel, batches: Mapping[str, Iterable["PairBatch"]], shares: list[float], config: dict,
     device: torch.device, dtype: torch.dtype,
 ) -> dict[str, object]:  # fmt: skip
-    """Over validation pairs that the ranks share out: the loss per pair in a mixture of the sources by `shares`, what
-    measure says of all pairs; if there are several sources, loss and accuracy of each."""
+    """Return the loss per pair, weighted over sources by `shares`, the metrics of `measure` over all pairs and, for
+    several sources, loss and accuracy of each. batches: this rank's; all ranks return the same."""
     model.eval()
     found = {}
     for name, of_source in batches.items():
@@ -176,8 +177,8 @@ def is_reward_model(directory: str | Path) -> bool:
 
 
 def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
-    """The directory of a reward model that reads the ids of `tokenizer`: what the setting `key` names, or the newest
-    checkpoint of that run. Raises RewardError and CheckpointError."""
+    """Return the directory of the reward model that the setting `key` names, or the newest checkpoint of that run.
+    Raise UserError if there is none, or if it has another tokenizer."""
     if not Path(name).is_dir():
         raise UserError(f"reward: {key}={name!r} is no directory; give that of a reward model")
     directory = checkpoint.resolve(name)
@@ -192,7 +193,7 @@ def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
 
 
 def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardModel:
-    """The reward model in a directory of ours or of transformers', to score with. Raises RewardError."""
+    """Return the reward model in a directory of ours or of transformers, in eval mode."""
     if not is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
     model = RewardModel(checkpoint.load_config(directory))
@@ -201,8 +202,8 @@ def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardMod
 
 
 def load_start(model: RewardModel, source: Path, n_known: int) -> None:
-    """The weights in `source` into `model`: of a reward model with its head, of a language model without; of tokens
-    from n_known on as in lora.resize_vocab."""
+    """Copy the weights in `source` into `model`: those of a reward model with its head, of a language model without.
+    Tokens from n_known on get new embeddings, see lora.resize_vocab."""
     if is_reward_model(source):
         checkpoint.copy_weights(model, source)
         return
@@ -212,7 +213,8 @@ def load_start(model: RewardModel, source: Path, n_known: int) -> None:
 
 
 def trained_weights(model: RewardModel, base: str) -> dict:
-    """What a resume needs of a model with adapters beside its base, for model.safetensors has their sum; else {}."""
+    """Return what a resume needs besides model.safetensors, which has adapters merged: adapters and their base; else
+    {}."""
     if lora.lora_config_of(model) is None:
         return {}
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -221,7 +223,7 @@ def trained_weights(model: RewardModel, base: str) -> dict:
 
 @torch.no_grad()
 def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: int) -> None:
-    """Everything as it was saved in `resume_from`, to the bit. Raises RewardError if the base is another by now."""
+    """Restore the exact weights saved in `resume_from`. Raise UserError if the base has changed."""
     if not trained:
         checkpoint.copy_weights(model, resume_from)
         return
@@ -242,13 +244,13 @@ def score(
     model: RewardModel, tokenizer: Tokenizer, conversations: Sequence[list[dict]], batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:  # fmt: skip
-    """The reward of the answer that each conversation ends with. Raises RewardError."""
+    """Return the score of the answer that each conversation ends with."""
     rows = [answered_ids(messages, tokenizer) for messages in conversations]
     return score_ids(model, rows, tokenizer.pad_id, batch_size, dtype)
 
 
 def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
-    """The conversation up to the <|im_end|> that closes its last answer. Raises RewardError if it ends otherwise."""
+    """Return the ids up to the <|im_end|> that closes the last answer. Raise UserError if there is no last answer."""
     if not messages or messages[-1].get("role") != "assistant":
         raise UserError("reward: a conversation must end with the assistant's answer, which is what gets a score")
     ids, learnt = tokenizer.render(messages)
@@ -260,8 +262,8 @@ def score_ids(
     model: RewardModel, rows: Sequence[list[int]], pad_id: int, batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:  # fmt: skip
-    """The reward at the last id of each row: a whole answer with its <|im_end|>. Rows of like length go together; what
-    is beside a row changes nothing. Raises RewardError."""
+    """Return the score at the last id of each row: of a whole answer with its <|im_end|>. Rows are sorted into batches
+    by length. Raise UserError for a row longer than the model reads."""
     longest = max(map(len, rows), default=0)
     if longest > model.cfg.block_size:
         raise UserError(f"reward: {longest} tokens, but the model reads block_size={model.cfg.block_size} at most")

@@ -1,15 +1,15 @@
-"""What an answer is worth to rl.py: a reward model, a function of yours, or a weighted sum of several.
+"""Rewards of sampled answers for rl.py: a reward model, your own function, or a weighted sum of several.
 
     --reward=out/reward                                   # the newest checkpoint of a run of reward.py
-    --reward=rules.py:exact                               # a function of a Python file: a reward that can be verified
-    --reward=out/reward=1.0,rules.py:length=-0.1          # a sum; a part without a weight has 1
+    --reward=rules.py:exact                               # a function of a Python file: a verifiable reward
+    --reward=out/reward=1.0,rules.py:length=-0.1          # a sum; the default weight is 1
 
-A function is called as function(prompt: list[dict], answer: str, row: dict) -> float. `prompt` are the messages before
-the answer, `answer` is its text, `row` is the row of the data, which may hold what the right answer is. The file is
-run once, as it is read. The same answer must always have the same reward, or a run cannot be resumed exactly.
+A function is called as function(prompt: list[dict], answer: str, row: dict) -> float: the messages before the answer,
+its text, and the row of the data, which may hold the right answer. The file runs once, when it is read. The same answer
+must always get the same reward, or a run cannot be resumed exactly.
 
-A reward model reads the very ids that were drawn, and scores the <|im_end|> that closes them. An unfinished answer has
-no reward here: what it gets instead is a rule of rl.py.
+A reward model reads the very ids that were sampled, and scores the <|im_end|> that closes them. An unfinished answer
+has no reward here; the setting `unfinished` of rl.py says what it gets.
 """
 
 import copy
@@ -17,44 +17,40 @@ import json
 import math
 import numbers
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configurator import load_function
 from groundup.align.reward_model import find_model, load, score_ids
 from groundup.errors import UserError
+from groundup.tokens.corpus import names_of
+from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 
 SHOWN = 60  # characters of a prompt in an error
-LARGEST = torch.finfo(torch.float32).max  # that training reckons with
+LARGEST = torch.finfo(torch.float32).max  # training computes in float32
 
 
-class Answer(NamedTuple):
-    prompt: list[dict]  # messages, up to the question
-    text: str  # without what ended it
-    ids: list[int]  # of the prompt and the answer, with what ended it
+class Rollout(NamedTuple):
+    """A prompt with an answer that the policy has sampled."""
+
+    prompt: Prompt
+    ids: list[int]  # with the id that ended it, if one did
+    text: str  # without it
     finished: bool  # it ended by itself
-    row: dict  # of the data
-    place: str  # of the row, "file:line"
-
-
-class Scores(NamedTuple):
-    total: list[float]  # the weighted sum for each answer; nan for one that is not finished
-    parts: dict[str, list[float]]  # of each part by name, before it is weighted; for the log
+    logprob: float  # the engine's sum over its tokens, before the temperature
 
 
 class Rewards:
-    """The parts that a `reward` string names. Raises RewardError, or ConfigError for a function: one is not there, or
-    does not fit the policy.
+    """The parts that a `reward` string names. Raise UserError if one does not exist or does not fit the policy.
 
-    names: what the log calls the parts. block_size: most ids of a prompt and its answer that all parts can read; 0 = no
-    limit.
+    names: of the parts, for the log. block_size: most ids of a prompt and its answer that all parts can read, 0 = any.
     """
 
     def __init__(
@@ -66,40 +62,36 @@ class Rewards:
             FunctionReward(part) if is_function(part) else ModelReward(part, tokenizer, device, dtype, batch_size)
             for part in self.weights
         ]
-        self.names = names_of(list(self.weights))
+        self.names = part_names(list(self.weights))
         self.block_size = min((part.block_size for part in self.parts if part.block_size), default=0)
 
-    def score(self, answers: Sequence[Answer]) -> Scores:
-        """The reward of each answer; nan for unfinished ones, which no part gets to see. Raises RewardError."""
-        finished = [answer for answer in answers if answer.finished]
-        parts, total = {}, [0.0] * len(finished)
-        for name, part, weight in zip(self.names, self.parts, self.weights.values(), strict=True):
-            found = part.score(finished)
-            total = [so_far + weight * value for so_far, value in zip(total, found, strict=True)]
-            parts[name] = spread(found, answers)
+    def table(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return (1 + parts, R) float64: the weighted sum for each of R answers, then each part; nan for unfinished
+        answers, which no part gets to see. Raise UserError for a reward that is not finite."""
+        finished = torch.tensor([rollout.finished for rollout in rollouts], dtype=torch.bool)
+        answers = [rollout for rollout in rollouts if rollout.finished]
+        parts, total = [part.rewards(answers) for part in self.parts], [0.0] * len(answers)
+        for values, weight in zip(parts, self.weights.values(), strict=True):
+            total = [so_far + weight * value for so_far, value in zip(total, values, strict=True)]
         if not all(abs(value) <= LARGEST for value in total):
             raise UserError(f"reward: the weighted sum of {', '.join(self.weights)} is not finite; lower the weights")
-        return Scores(spread(total, answers), parts)
+        table = torch.full((1 + len(parts), len(rollouts)), math.nan, dtype=torch.float64)
+        table[:, finished] = torch.tensor([total, *parts], dtype=torch.float64)
+        return table
 
     def record(self) -> dict[str, str]:
-        """{part and weight: fingerprint of the weights or of the file} of all that decides the rewards."""
+        """Return {part and weight: fingerprint of the weights or of the file}: all that decides the rewards."""
         return {
             f"{part}={weight:g}": of.fingerprint
             for (part, weight), of in zip(self.weights.items(), self.parts, strict=True)
         }
 
 
-def spread(values: list[float], answers: Sequence[Answer]) -> list[float]:
-    """The values of the finished answers in the places of these, nan in those of the others."""
-    left = iter(values)
-    return [next(left) if answer.finished else math.nan for answer in answers]
-
-
-# ---- what `reward` says ---------------------------------------------------------------------------------------------
+# ---- the setting `reward` -------------------------------------------------------------------------------------------
 
 
 def parse_reward(spec: str) -> dict[str, float]:
-    """'out/reward,rules.py:length=-0.1' -> {'out/reward': 1.0, 'rules.py:length': -0.1}. Raises RewardError."""
+    """'out/reward,rules.py:length=-0.1' -> {'out/reward': 1.0, 'rules.py:length': -0.1}."""
     weights: dict[str, float] = {}
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
@@ -113,7 +105,7 @@ def parse_reward(spec: str) -> dict[str, float]:
 
 
 def parse_weight(text: str) -> float:
-    """A finite number, of either sign; 0 for what is none."""
+    """Return a finite number of either sign; 0 for anything else."""
     try:
         number = float(text)
     except ValueError:
@@ -125,50 +117,46 @@ def is_function(part: str) -> bool:
     return re.search(r"\.py(:[^/]*)?$", part) is not None
 
 
-def names_of(parts: list[str]) -> list[str]:
-    """The function, or the directory's last name; the whole part where that is the name of several."""
+def part_names(parts: list[str]) -> list[str]:
+    """Return the name of each function or directory; the whole part if that name is not unique."""
     short = [part.rpartition(":")[2] if is_function(part) else Path(part).resolve().name for part in parts]
-    counts = Counter(short)
-    return [name if counts[name] == 1 else part for name, part in zip(short, parts, strict=True)]
+    return names_of(parts, short)
 
 
 # ---- a function -----------------------------------------------------------------------------------------------------
 
 
 class FunctionReward:
-    block_size = 0  # it reads text of any length
+    block_size = 0  # text of any length
 
     def __init__(self, name: str) -> None:
         self.name, self.function = name, load_function(name, "reward")
         self.fingerprint = checkpoint.sha256(Path(name.rpartition(":")[0]))
 
-    def score(self, answers: Sequence[Answer]) -> list[float]:
-        return [self.score_one(answer) for answer in answers]
+    def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        return list(map(self.reward, rollouts))
 
-    def score_one(self, answer: Answer) -> float:
-        """What the function says. Raises RewardError if that is no finite number, naming the prompt."""
-        prompt, row = copy.deepcopy((answer.prompt, answer.row))  # a function that changes them changes no data
+    def reward(self, rollout: Rollout) -> float:
+        """Return the function's value. Raise UserError, naming the prompt, if it fails or is no finite number."""
+        messages, row = copy.deepcopy((rollout.prompt.messages, rollout.prompt.row))  # the function may change its own
         try:
-            value = self.function(prompt, answer.text, row)
+            value = self.function(messages, rollout.text, row)
             number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
-        except (Exception, SystemExit) as error:  # of code that is not ours
-            raise UserError(f"reward: {self.name} fails {about(answer)}: {said_by(error)}") from error
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"reward: {self.name} fails {describe(rollout)}: {problem}") from error
         if not abs(number) <= LARGEST:
             returned = f"{shorten(repr(value))} ({type(value).__name__})"
-            raise UserError(f"reward: {self.name} returns {returned}, not a finite number, {about(answer)}")
+            raise UserError(f"reward: {self.name} returns {returned}, not a finite number, {describe(rollout)}")
         return number
 
 
-def said_by(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def about(answer: Answer) -> str:
-    """Which prompt it was, and the answer, for people."""
-    question = answer.prompt[-1]["content"] if answer.prompt else ""
-    return f"on {answer.place}, prompt {shorten(json.dumps(question, ensure_ascii=False))}, answer " + shorten(
-        json.dumps(answer.text, ensure_ascii=False)
-    )
+def describe(rollout: Rollout) -> str:
+    """Return the place, the prompt and the answer, shortened, for people."""
+    messages = rollout.prompt.messages
+    texts = (messages[-1]["content"] if messages else "", rollout.text)
+    question, answer = (shorten(json.dumps(text, ensure_ascii=False)) for text in texts)
+    return f"on {rollout.prompt.place}, prompt {question}, answer {answer}"
 
 
 def shorten(text: str) -> str:
@@ -188,12 +176,12 @@ class ModelReward:
         self.block_size = self.model.cfg.block_size
         self.fingerprint = checkpoint.weights_key(directory)
 
-    def score(self, answers: Sequence[Answer]) -> list[float]:
-        """Of finished answers. Whatever ended one gives way to <|im_end|>, where the model learnt to read a score.
-        Raises RewardError for a score that is not finite, and for an answer longer than the model reads."""
-        rows = [[*answer.ids[:-1], self.tokenizer.im_end_id] for answer in answers]
+    def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the scores of finished answers, read at <|im_end|>, which replaces the id that ended them. Raise
+        UserError for a score that is not finite, and for an answer too long for the model."""
+        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], self.tokenizer.im_end_id] for rollout in rollouts]
         scores = score_ids(self.model, rows, max(self.tokenizer.pad_id, 0), self.batch_size, self.dtype)
-        for answer, value in zip(answers, scores, strict=True):
+        for rollout, value in zip(rollouts, scores, strict=True):
             if not math.isfinite(value):
-                raise UserError(f"reward: {self.name} gives {value} {about(answer)}; try dtype=float32")
+                raise UserError(f"reward: {self.name} gives {value} {describe(rollout)}; try dtype=float32")
         return scores

@@ -1,15 +1,14 @@
-"""Answers that the policy draws to prompts, and the batches that it learns from: what a step of rl.py begins with.
+"""Rollouts: answers that the policy samples to prompts, and the batches that it learns from, for a step of rl.py.
 
-    draw(...)              -> the answers to prompts, by the engine of generate.py
-    draw_groups(...)       -> those of a step with their rewards
-    Rollouts(answers)      -> their tokens, one answer behind the other, and batches of some of them
-    answer_logps(...)      -> log-probabilities of a batch's answer tokens, as training computes them
+    draw(...)              -> rollouts of prompts, sampled by generate/engine.py
+    draw_groups(...)       -> those of a step, with their rewards
+    Rollouts(rollouts)     -> their tokens, end to end, and batches of some of them
+    answer_logps(...)      -> log-probabilities of a batch's answer tokens
 
-The tokens are drawn from exactly the distribution whose log-probabilities are trained: softmax of logits / temperature
-over all ids, none cut off, none forbidden, not even those that no text has. What ends an answer, <|im_end|> or the end
-of a text, was drawn like the others, so it is learnt like the others. An answer's tokens depend on the weights, its
-prompt and (seed, step, attempt, place of the prompt, number of the sample) alone: not on the ranks, nor on what is
-beside it (in float32 to the bit, see generate.py).
+Tokens are sampled from exactly the distribution that is trained: softmax of logits / temperature over all ids, with no
+top-k, top-p or forbidden ids. The token that ends an answer, <|im_end|> or the end of text, was sampled like the
+others, so it is learned like the others. An answer depends only on the weights, its prompt and (seed, step, attempt,
+number of the prompt in the step, sample): not on the ranks, nor on the rest of the batch (to the bit in float32).
 """
 
 import time
@@ -21,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groundup.align.losses import token_logps
 from groundup.align.policy_gradient import flat_groups
-from groundup.align.rewards import Answer, Rewards
-from groundup.align.token_logps import token_logps
+from groundup.align.rewards import Rewards, Rollout
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import in_each
@@ -35,32 +34,17 @@ from model import CHUNK_ELEMENTS, IGNORE, Transformer, compute_dtype
 from tokenizer import Tokenizer
 
 
-class Drawn(NamedTuple):
-    """An answer as it was drawn."""
-
-    prompt: Prompt
-    ids: list[int]  # with the id that ended it, if one did
-    text: str  # without
-    finished: bool
-    logprob: float  # the engine's sum over its tokens, before the temperature
-
-    def answer(self) -> Answer:
-        """What a reward is given for."""
-        prompt = self.prompt
-        return Answer(prompt.messages, self.text, prompt.ids + self.ids, self.finished, prompt.row, prompt.place)
-
-
 def seed_of(seed: int, *place: int) -> int:
-    """The seed of a prompt's first sample; its others are the numbers that follow."""
+    """Return the seed of a prompt's first sample; the next samples have the numbers that follow."""
     return int(hash_words(1, "rollouts", seed, *place)[0]) >> 2
 
 
 def draw(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Prompt], seeds: Sequence[int], n: int,
     max_new_tokens: int, temperature: float, batch_size: int, dtype: torch.dtype,
-) -> list[Drawn]:  # fmt: skip
-    """n answers to each prompt, those of the first one first. seeds: of `seed_of`, one for each prompt. batch_size:
-    answers at a time, 0 = all. dtype: of the matrix products, as in training."""
+) -> list[Rollout]:  # fmt: skip
+    """Return n rollouts of each prompt, those of the first prompt first. seeds: of `seed_of`, one per prompt.
+    batch_size: answers at a time, 0 = all. dtype: of the matrix products, as in training."""
     if not prompts:
         return []
     params = [
@@ -70,34 +54,35 @@ def draw(
     with autocast(model.embed_tokens.weight.device, dtype):
         results = generate(model, tokenizer, [prompt.ids for prompt in prompts], params, batch_size)
     return [
-        Drawn(prompt, found.ids, found.text, found.finish_reason == "stop", found.cumulative_logprob)
+        Rollout(prompt, found.ids, found.text, found.finish_reason == "stop", found.cumulative_logprob)
         for prompt, result in zip(prompts, results, strict=True)
         for found in result.completions
     ]
 
 
-# ---- a step's answers and what they get ------------------------------------------------------------------------------
+# ---- the answers of a step and their rewards -------------------------------------------------------------------------
 
 
 class Groups(NamedTuple):
-    """The answers of one rank in a step, group by group."""
+    """The rollouts of one rank in a step, group by group."""
 
-    drawn: list[Drawn]
-    scores: Tensor  # (1 + parts, R) float64: the reward, then its parts; nan for unfinished answers
-    n_redrawn: int  # groups that were drawn anew
-    n_tokens: int  # drawn, with those that were not kept
-    seconds: float  # that drawing took, without the rewards
+    drawn: list[Rollout]
+    scores: Tensor  # (1 + parts, R) float64, of Rewards.table
+    n_redrawn: int  # groups that were sampled again
+    n_tokens: int  # sampled, with those that were not kept
+    seconds: float  # of sampling, without the rewards
 
 
 def draw_groups(
-    draw: Callable[[Sequence[Prompt], Sequence[int]], list[Drawn]], rewards: Rewards, corpus: PromptCorpus, step: int,
+    draw: Callable[[Sequence[Prompt], Sequence[int]], list[Rollout]], rewards: Rewards, corpus: PromptCorpus, step: int,
     slots: Sequence[int], config: Mapping,
 ) -> Groups:  # fmt: skip
-    """group_size answers to the prompts of these places of a step. draw: as the function above, of prompts and seeds.
+    """Return group_size rollouts for each of these prompt numbers (`slots`) of a step. draw: the function above, called
+    with prompts and seeds.
 
-    With filter_groups, a group of equal rewards gives way to one of another prompt, so often at most (arXiv:2503.14476,
-    3.2). Which prompt that is depends on step, place and attempt alone."""
-    kept: dict[int, tuple[list[Drawn], Tensor]] = {}
+    Replace groups with equal rewards by groups of other prompts, at most filter_groups times (arXiv:2503.14476, 3.2).
+    The other prompt depends only on step, slot and attempt."""
+    kept: dict[int, tuple[list[Rollout], Tensor]] = {}
     G, wanted = config["group_size"], np.array(slots)
     n_redrawn, n_tokens, seconds = 0, 0, 0.0
     for attempt in range(1 + config["filter_groups"]):
@@ -107,7 +92,7 @@ def draw_groups(
         began = time.perf_counter()
         drawn = draw(prompts, [seed_of(config["seed"], step, attempt, slot) for slot in wanted.tolist()])
         seconds, n_tokens = seconds + time.perf_counter() - began, n_tokens + sum(len(one.ids) for one in drawn)
-        scores = score(rewards, drawn)
+        scores = rewards.table(drawn)
         parts = [slice(k * G, (k + 1) * G) for k in range(len(wanted))]
         kept |= {slot: (drawn[part], scores[:, part]) for slot, part in zip(wanted.tolist(), parts, strict=True)}
         if config["filter_groups"]:
@@ -119,23 +104,16 @@ def draw_groups(
     return Groups(every, torch.cat([kept[slot][1] for slot in slots], dim=1), n_redrawn, n_tokens, seconds)
 
 
-def score(rewards: Rewards, drawn: Sequence[Drawn]) -> Tensor:
-    """(1 + parts, R) float64: the reward of each answer and its parts, nan for unfinished ones."""
-    found = rewards.score([one.answer() for one in drawn])
-    table = [found.total, *found.parts.values()]
-    return torch.tensor(table, dtype=torch.float64).view(len(table), len(drawn))
-
-
 def learnt_rewards(scores: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
-    """(rewards (R,) float32 with what the rule has for unfinished answers, whose scores are nan; which count (R,))."""
+    """Return (rewards (R,) float32, where the setting `unfinished` replaces nan; which answers count, (R,) bool)."""
     unfinished, penalty = scores.isnan(), config["unfinished"] == "penalty"
     rewards = scores.masked_fill(unfinished, config["unfinished_reward"] if penalty else 0.0).float()
     return rewards, ~unfinished | penalty
 
 
 def describe_answers(scores: Tensor, lengths: Tensor, names: Sequence[str], config: Mapping) -> dict[str, float]:
-    """Mean and standard deviation of the rewards (of the finished answers alone with unfinished='mask'), share of the
-    finished answers, mean length in tokens; the mean of each part over the finished ones."""
+    """Return mean and standard deviation of the rewards (with unfinished='mask' of finished answers only), the share of
+    finished answers, their mean length in tokens, and the mean of each part over finished answers."""
     finished = ~scores[0].isnan()
     rewards, counts = learnt_rewards(scores[0], config)
     rewards = rewards[counts].double()
@@ -151,25 +129,25 @@ def describe_answers(scores: Tensor, lengths: Tensor, names: Sequence[str], conf
 
 
 class RolloutBatch(NamedTuple):
-    """B answers behind their prompts, padded on the right to T, and the n tokens that are learnt of them."""
+    """B prompts with their answers, padded on the right to T, and the n answer tokens that are learned."""
 
     x: Tensor  # (B, T) int64, all but the last token of each
-    index: Tensor  # (n,) int64: places in the flat x, ascending
+    index: Tensor  # (n,) int64: positions in the flat x, ascending
     targets: Tensor  # (n,) int64: the tokens that follow them
-    row: Tensor  # (n,) int64: which of the B answers they are in
-    place: Tensor  # (n,) int64: where they are among all tokens of the Rollouts
+    row: Tensor  # (n,) int64: their answers, of B
+    place: Tensor  # (n,) int64: their numbers among all tokens of the Rollouts
 
     def to(self, device: str | torch.device) -> "RolloutBatch":
         return in_each(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class Rollouts:
-    """Answers of one step on one rank. Their tokens are numbered through, one answer behind the other.
+    """The answers of one step on one rank; their tokens are numbered consecutively, answer by answer.
 
-    row (n,) int64: the answer of each token. counts (R,) bool: answers that are learnt; the others stay in batches, but
-    have no token there."""
+    row (n,) int64: the answer of each token. counts (R,) bool: answers that are learned; the others are in batches too,
+    but none of their tokens."""
 
-    def __init__(self, drawn: Sequence[Drawn], counts: Sequence[bool], block_size: int, pad_id: int) -> None:
+    def __init__(self, drawn: Sequence[Rollout], counts: Sequence[bool], block_size: int, pad_id: int) -> None:
         self.drawn, self.block_size, self.pad_id = list(drawn), block_size, max(pad_id, 0)
         self.counts = torch.tensor(counts, dtype=torch.bool)
         self.sizes = np.array([len(one.ids) for one in drawn], np.int64)
@@ -179,11 +157,11 @@ class Rollouts:
 
     @property
     def learnt(self) -> Tensor:
-        """(n,) bool: tokens of answers that are learnt."""
+        """(n,) bool: tokens of answers that are learned."""
         return self.counts[self.row]
 
     def batch(self, answers: np.ndarray) -> RolloutBatch:
-        """These answers (B,) int64, T rounded up so that there are few shapes."""
+        """Return these answers (B,) int64 as a batch, with T rounded up so that there are few shapes."""
         T = int(columns_for(self.lengths[answers].max(), self.block_size))
         x = np.full((len(answers), T), self.pad_id, np.int64)
         y, learnt, place = np.zeros_like(x), np.zeros(x.shape, bool), np.zeros_like(x)
@@ -198,7 +176,7 @@ class Rollouts:
         return RolloutBatch(*map(torch.from_numpy, arrays))
 
     def batches(self, batch_size: int, answers: np.ndarray | None = None) -> Iterator[RolloutBatch]:
-        """Batches of at most batch_size answers, of all or of these, those of like length together."""
+        """Yield batches of at most batch_size answers, sorted by length; answers: some of them, None = all."""
         answers = np.arange(len(self.drawn)) if answers is None else answers
         by_length = answers[np.argsort(self.lengths[answers], kind="stable")]
         for first in range(0, len(by_length), batch_size):
@@ -206,7 +184,7 @@ class Rollouts:
 
     @torch.no_grad()
     def of_each(self, function: Callable[[RolloutBatch], Tensor], batch_size: int, device: torch.device) -> Tensor:
-        """(n,) float32 on the CPU: what `function` gives for the tokens (n,) of a batch; 0 where none is learnt."""
+        """Return (n,) float32 on the CPU: `function` of the tokens of each batch; 0 for tokens that are not learned."""
         found = torch.zeros(len(self.row))
         for batch in self.batches(batch_size):
             found[batch.place] = function(batch.to(device)).float().cpu()
@@ -214,27 +192,27 @@ class Rollouts:
 
 
 def minibatch_of(n: int, n_minibatches: int, *seed: int) -> np.ndarray:
-    """Which minibatch each of the n answers of all ranks is in, (n,) int64.
+    """Return the minibatch of each of the n answers of all ranks, (n,) int64; n is a multiple of n_minibatches.
 
-    Of every n_minibatches answers in a row each minibatch gets one, by lot. So a rank whose answers are a multiple of
-    n_minibatches has as many in each as any other. n must be such a multiple."""
+    Each minibatch gets one, at random, of every n_minibatches consecutive answers, so a rank whose number of answers is
+    such a multiple has equally many in each minibatch."""
     assert n % n_minibatches == 0, f"{n=} {n_minibatches=}"
     blocks = range(n // n_minibatches)
     lots = [np.argsort(hash_words(n_minibatches, "minibatches", *seed, block)) for block in blocks]
     return np.concatenate(lots)
 
 
-# ---- what the model says --------------------------------------------------------------------------------------------
+# ---- log-probabilities and entropies --------------------------------------------------------------------------------
 
 
 def answer_logps(
     model: Transformer, batch: RolloutBatch, temperature: float, device: torch.device, dtype: torch.dtype,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(log-probabilities of the learnt tokens (n,) float32 with gradient; entropies of their distributions likewise,
-    without gradient, or empty)."""
+    """Return the log-probabilities of the learned tokens (n,) float32 with gradient, and the entropies of their
+    distributions without gradient, or empty."""
     n = len(batch.index)
-    extra = -n % max(1, batch.x.numel() // 16)  # tensors of ever new sizes leave holes in the memory
+    extra = -n % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
     index, targets = F.pad(batch.index, (0, extra)), F.pad(batch.targets, (0, extra), value=IGNORE)
     with autocast(device, dtype):
         hidden = model(batch.x, index=index)
@@ -246,8 +224,8 @@ def answer_logps(
 
 @torch.no_grad()
 def token_entropies(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Entropies of softmax(hidden @ weight.T) in nats, (N,) float32. hidden (N, C), weight (V, C). As in token_logps,
-    never with all the logits in memory."""
+    """Return the entropies of softmax(hidden @ weight.T) in nats, (N,) float32. hidden (N, C), weight (V, C). Like
+    token_logps it never holds all the logits."""
     dtype, chunk = compute_dtype(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
     w, found = weight.to(dtype), [hidden.new_zeros(0, dtype=torch.float32)]
     with torch.autocast(hidden.device.type, enabled=False):

@@ -15,10 +15,11 @@ from transformers import AutoModelForSequenceClassification
 
 from groundup.align import rewards
 from groundup.align.best_of import closed_ids
-from groundup.align.rewards import Answer, Rewards
+from groundup.align.rewards import Rewards, Rollout
 from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
+from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
 from tokenizer import Tokenizer, train
 
@@ -82,29 +83,28 @@ def tokenizer_of(home: Path) -> Tokenizer:
     return Tokenizer.load(checkpoint.resolve(home / "chat"))
 
 
-def answer(text: str = "好。", finished: bool = True, ids: tuple = (), **row) -> Answer:
-    prompt = [{"role": "system", "content": "短"}, {"role": "user", "content": "从前有一只猫吗?"}]
-    return Answer(prompt, text, list(ids), finished, row, "data/zh.jsonl:7")
+def answer(text: str = "好。", finished: bool = True, ids: tuple = (), **row) -> Rollout:
+    messages = [{"role": "system", "content": "短"}, {"role": "user", "content": "从前有一只猫吗?"}]
+    return Rollout(Prompt(messages, [], row, "data/zh.jsonl:7"), list(ids), text, finished, 0.0)
 
 
 def test_a_sum_is_weighted_and_each_part_is_named(home):
-    found = Rewards("rules.py:exact=2, rules.py:length=-0.5,rules.py:turns", tokenizer_of(home)).score(
+    found = Rewards("rules.py:exact=2, rules.py:length=-0.5,rules.py:turns", tokenizer_of(home)).table(
         [answer("好。", answer="好。"), answer("不好。", answer="好。")]
     )
-    assert found.parts == {"exact": [1.0, 0.0], "length": [2.0, 3.0], "turns": [9.0, 9.0]}
-    assert found.total == [2 * 1 - 0.5 * 2 + 9, 0 - 0.5 * 3 + 9]
+    assert found[1:].tolist() == [[1.0, 0.0], [2.0, 3.0], [9.0, 9.0]]
+    assert found[0].tolist() == [2 * 1 - 0.5 * 2 + 9, 0 - 0.5 * 3 + 9]
 
 
 def test_an_unfinished_answer_is_shown_to_no_part(home):
     parts = Rewards("rm,rules.py:exact", tokenizer_of(home))
     cut = answer("好", finished=False, ids=(5, 6, 7), answer="好")
     whole = answer("好", ids=(5, 6, 7), answer="好")
-    found = parts.score([cut, whole, cut])
-    assert [math.isnan(value) for value in found.total] == [True, False, True]
-    assert all([math.isnan(v) for v in part] == [True, False, True] for part in found.parts.values())
-    assert found.parts["exact"][1] == 1.0
-    assert all(map(math.isnan, Rewards("rules.py:fails", tokenizer_of(home)).score([cut]).total))
-    assert parts.score([]).total == []
+    found = parts.table([cut, whole, cut])
+    assert found.isnan().tolist() == [[True, False, True]] * 3
+    assert parts.names == ["rm", "exact"] and found[2, 1] == 1.0
+    assert Rewards("rules.py:fails", tokenizer_of(home)).table([cut]).isnan().all()
+    assert parts.table([]).shape == (3, 0)
 
 
 def test_a_model_scores_the_drawn_ids_as_transformers_does(home):
@@ -117,10 +117,10 @@ def test_a_model_scores_the_drawn_ids_as_transformers_does(home):
     drawn = [one for one in result.completions if one.finish_reason == "stop"]
     assert {one.stop_reason for one in drawn} == ends
     answers = [answer(one.text, ids=(*ids, *one.ids)) for one in drawn]
-    found = Rewards("random", tokenizer).score(answers)
+    found = Rewards("random", tokenizer).table(answers)
     model = AutoModelForSequenceClassification.from_pretrained(home / "random").eval()
     assert model.config.pad_token_id is not None
-    for one, total, part in zip(drawn, found.total, found.parts["random"], strict=True):
+    for one, total, part in zip(drawn, *found.tolist(), strict=True):
         row = torch.tensor([ids + closed_ids(one, tokenizer)])
         assert total == part == pytest.approx(model(row).logits.item(), abs=1e-5)
 
@@ -129,24 +129,23 @@ def test_the_score_is_by_hand_that_of_the_whole_conversation(home):
     tokenizer = tokenizer_of(home)
     ids = [*tokenizer.encode("猫。。坐"), tokenizer.im_end_id]
     other = [*ids[:-1], tokenizer.bos_id]  # ended by another id
-    found = Rewards("rm=0.5", tokenizer).score([answer(ids=ids), answer(ids=other)])
+    found = Rewards("rm=0.5", tokenizer).table([answer(ids=ids), answer(ids=other)])
     wanted = tb.reward_by_hand(ids, tb.stop(tokenizer))
-    assert found.parts["rm"] == pytest.approx([wanted] * 2, rel=1e-4)
-    assert found.total == pytest.approx([wanted / 2] * 2, rel=1e-4)
+    assert found.tolist() == [pytest.approx([wanted / 2] * 2, rel=1e-4), pytest.approx([wanted] * 2, rel=1e-4)]
 
 
 def test_the_longest_answer_is_that_of_the_model(home):
     assert Rewards("rules.py:exact", tokenizer_of(home)).block_size == 0
     parts = Rewards("rules.py:exact,rm", tokenizer_of(home))
     assert parts.block_size == 128
-    assert len(parts.score([answer(ids=range(5, 133), answer="")]).total) == 1
+    assert parts.table([answer(ids=range(5, 133), answer="")]).shape == (3, 1)
     with pytest.raises(UserError, match="129 tokens, but the model reads block_size=128"):
-        parts.score([answer(ids=range(5, 134), answer="")])
+        parts.table([answer(ids=range(5, 134), answer="")])
 
 
 def test_a_function_cannot_change_the_data(home):
     one = answer(more=[])
-    Rewards("rules.py:spoils", tokenizer_of(home)).score([one])
+    Rewards("rules.py:spoils", tokenizer_of(home)).table([one])
     assert one == answer(more=[])
 
 
@@ -154,7 +153,7 @@ def test_a_file_may_hold_dataclasses_whose_types_are_texts(home):
     lines = ["from __future__ import annotations", "import dataclasses", "@dataclasses.dataclass", "class Mark:"]
     lines += ["    value: float", "def mark(prompt, answer, row):", "    return Mark(0.5).value"]
     Path("marks.py").write_text("\n".join(lines), encoding="utf-8")
-    assert Rewards("marks.py:mark", tokenizer_of(home)).score([answer()]).total == [0.5]
+    assert Rewards("marks.py:mark", tokenizer_of(home)).table([answer()])[0].tolist() == [0.5]
 
 
 PLACE = 'on data/zh.jsonl:7, prompt "从前有一只猫吗?", answer "好。"'
@@ -172,15 +171,16 @@ PLACE = 'on data/zh.jsonl:7, prompt "从前有一只猫吗?", answer "好。"'
 ])  # fmt: skip
 def test_a_function_that_gives_no_number_is_named_with_the_prompt(home, function, says):
     with pytest.raises(UserError) as error:
-        Rewards(f"rules.py:{function}", tokenizer_of(home)).score([answer()])
+        Rewards(f"rules.py:{function}", tokenizer_of(home)).table([answer()])
     assert str(error.value) == f"reward: {says}"
     assert isinstance(error.value, UserError)
 
 
 def test_a_long_prompt_is_shortened_in_the_error(home):
-    long = answer("好" * 500)._replace(prompt=[{"role": "user", "content": "猫" * 500}])
+    long = answer("好" * 500)
+    long = long._replace(prompt=long.prompt._replace(messages=[{"role": "user", "content": "猫" * 500}]))
     with pytest.raises(UserError) as error:
-        Rewards("rules.py:nan", tokenizer_of(home)).score([long])
+        Rewards("rules.py:nan", tokenizer_of(home)).table([long])
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
@@ -189,7 +189,7 @@ def test_a_model_whose_score_is_not_finite_is_named_with_the_prompt(home):
     with torch.no_grad():
         parts.parts[0].model.score.weight.fill_(math.nan)
     with pytest.raises(UserError, match=re.escape(f"rm gives nan {PLACE}; try dtype=float32")):
-        parts.score([answer(ids=(5, 6, 7))])
+        parts.table([answer(ids=(5, 6, 7))])
 
 
 @pytest.mark.parametrize(("spec", "says"), [
@@ -221,7 +221,7 @@ def test_a_model_with_another_tokenizer_is_refused(home):
 
 def test_parts_of_the_same_name_keep_their_whole_one():
     parts = ["out/a/step_000010", "out/b/step_000010", "rules.py:exact", "x/rules.py:exact", "x/y.py:z", "out/rm/"]
-    assert rewards.names_of(parts) == [*parts[:4], "z", "rm"]
+    assert rewards.part_names(parts) == [*parts[:4], "z", "rm"]
 
 
 def test_another_weight_file_or_function_is_another_record(home):
@@ -236,7 +236,7 @@ def test_another_weight_file_or_function_is_another_record(home):
 
 # ---- the demo's task ------------------------------------------------------------------------------------------------
 
-TASK = Path(rewards.__file__).parent / "tools/largest.py"
+TASK = ts.ROOT / "tools/largest.py"
 
 
 def make_task(out_dir: Path, *flags: str) -> subprocess.CompletedProcess:
@@ -273,8 +273,8 @@ def test_the_task_rewards_the_right_answer_and_no_other(home, tmp_path):
         largest, smallest = (f(map(int, re.findall(r"\d+", question))) for f in (max, min))
         assert str(largest) in right and ("largest" in question) == ("largest" in right)
         wrong = [right.replace(str(largest), str(smallest)), right + right, str(largest), ""]
-        found = parts.score([answer(text, **row) for text in (right, *wrong)])
-        assert found.total == [1.0, 0.0, 0.0, 0.0, 0.0]
+        found = parts.table([answer(text, **row) for text in (right, *wrong)])
+        assert found[0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     for name in ("questions", "held_out"):
         assert all([m["role"] for m in row["messages"]] == ["user"] for row in rows_in(tmp_path / f"{name}.jsonl"))
 

@@ -7,7 +7,8 @@ import torch
 
 import prepare
 from groundup.align import rollouts
-from groundup.align.rollouts import Drawn, Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
+from groundup.align.rewards import Rollout
+from groundup.align.rollouts import Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
 from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
 from model import ModelConfig, Transformer
@@ -44,19 +45,19 @@ def prompts(tokenizer) -> list[Prompt]:
     return [Prompt(talk, ids, {}, f"x:{i}") for i, (talk, ids) in enumerate(zip(talks, rendered, strict=True))]
 
 
-def drawn_of(model, tokenizer, prompts, n=6, temperature=1.0, batch_size=0, max_new_tokens=24) -> list[Drawn]:
+def drawn_of(model, tokenizer, prompts, n=6, temperature=1.0, batch_size=0, max_new_tokens=24) -> list[Rollout]:
     seeds = [seed_of(1, 1, 0, k) for k in range(len(prompts))]
     return draw(model, tokenizer, prompts, seeds, n, max_new_tokens, temperature, batch_size, torch.float32)
 
 
 @pytest.fixture(scope="module")
-def drawn(model, tokenizer, prompts) -> list[Drawn]:
+def drawn(model, tokenizer, prompts) -> list[Rollout]:
     found = drawn_of(model, tokenizer, prompts)
     assert 4 < sum(one.finished for one in found) < len(found) - 4  # both kinds
     return found
 
 
-def by_hand(model: Transformer, one: Drawn, temperature: float) -> torch.Tensor:
+def by_hand(model: Transformer, one: Rollout, temperature: float) -> torch.Tensor:
     """Log-probabilities of an answer's tokens from all the logits of its text alone."""
     ids = torch.tensor([one.prompt.ids + one.ids])
     with torch.no_grad():
@@ -73,7 +74,7 @@ def test_tokens_come_as_often_as_training_believes(model, tokenizer, prompts, te
     found = draw(model, tokenizer, prompts[:1], [5], 4000, 1, temperature, 0, torch.float32)
     counts = torch.bincount(torch.tensor([one.ids[0] for one in found]), minlength=model.cfg.vocab_size)
     likely = counts.topk(12).indices.tolist()
-    examples = [Drawn(prompts[0], [token], "", False, 0.0) for token in likely]
+    examples = [Rollout(prompts[0], [token], "", False, 0.0) for token in likely]
     batch = Rollouts(examples, [True] * 12, 96, tokenizer.pad_id).batch(np.arange(12))
     p = answer_logps(model, batch, temperature, *CPU)[0].exp().detach()
     spread = (p * (1 - p) * 4000).sqrt()
