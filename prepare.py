@@ -46,6 +46,7 @@ from groundup.demo.python_talks import docs_conversations, docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, streams
 from groundup.files.splits import SPLITS
+from groundup.files.text_mix import mix_texts
 from groundup.text import answer_pairs, dedup
 from groundup.text.decontaminate import Evals
 from groundup.text.difficulty import NgramModel
@@ -103,7 +104,7 @@ from groundup.tokens.token_files import (
 from groundup.tokens.token_files import (
     verify as verify_tokens,
 )
-from tokenizer import FILES, SMALLEST, Tokenizer, mix_texts, train
+from tokenizer import FILES, SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'

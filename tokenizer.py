@@ -20,25 +20,21 @@ Ordinary text never becomes a special token: `encode` cannot produce one, only `
 
 import codecs
 import hashlib
-import itertools
 import json
 import os
-import re
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
 from configurator import configure
 from groundup.errors import UserError
-from groundup.files.readers import Report, find_files, read_documents
 from groundup.files.streams import scrub
+from groundup.files.text_mix import Part, first_texts, parts_of, texts_by_weight
 from groundup.tokens import foreign
 from groundup.tokens.bpe import (
     MAX_CHARS,
@@ -84,7 +80,6 @@ CONFIG = {  # of tokenizer_config.json, the part that both backends share
     "chat_template": CHAT_TEMPLATE,
 }
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
-MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
 SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
 
 
@@ -387,94 +382,7 @@ class StreamDecoder:
         return self.decoder.decode(b"", final=True)
 
 
-# ---- command line: texts to train on, figures about a tokenizer ------------------------------
-
-
-class Part(NamedTuple):
-    """One part of `input`: its name, files, and weight, 0 where none is given."""
-
-    name: str
-    files: list[str]
-    weight: float
-
-
-def parts_of(spec: str) -> list[Part]:
-    """Return the parts of `input`; a file that several of them name belongs to the first. Raise UserError."""
-    parts, taken = [], set()
-    for piece in filter(None, (piece.strip() for piece in spec.split(","))):
-        match = re.fullmatch(r"(.+)=(\d+\.?\d*|\.\d+)", piece)
-        name, weight = (match[1], float(match[2])) if match else (piece, 0.0)
-        files = [file for file in find_files(name) if file not in taken]
-        taken.update(files)
-        parts.append((Part(name, files, weight), bool(match)))
-    if any(weighted for _, weighted in parts) and not all(part.weight > 0 for part, _ in parts):
-        raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
-    return [part for part, _ in parts]
-
-
-def read_texts(files: list[str], text_key: str, report: Report) -> Iterator[str]:
-    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
-        for path in files:
-            for document in read_documents(path, text_key, report=report):
-                yield document.text
-                progress.update(len(document.text.encode()))
-
-
-def training_texts(parts: list[Part], text_key: str, max_mb: int) -> Iterator[str]:
-    """Yield up to max_mb of the parts, by turns if they have weights, and print what could not be read."""
-    report = Report()
-    try:
-        streams = [read_texts(part.files, text_key, report) for part in parts]
-        if all(part.weight for part in parts):
-            weights = [part.weight for part in parts]
-            yield from mix_texts(list(zip(streams, weights, strict=True)), max_mb * 1_000_000)
-        else:
-            yield from first_mb(itertools.chain.from_iterable(streams), max_mb)
-    finally:  # also where a limit ends it
-        for path, line, _, why in report.places[:10]:
-            print(f"tokenizer: {path}:{line}: {why}")
-        if lost := sum(report.problems.values()):
-            print(f"tokenizer: {lost} documents could not be read")
-
-
-def first_mb(texts: Iterable[str], max_mb: int, quiet: bool = False) -> Iterator[str]:
-    n_bytes = 0
-    for text in texts:
-        if n_bytes >= max_mb * 1_000_000:
-            if not quiet:
-                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
-            return
-        yield text
-        n_bytes += len(text.encode())
-
-
-def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Iterator[str]:
-    """Yield texts of all sources by turns, so that the bytes of each follow its weight (above 0), until max_bytes.
-
-    The next text is of the source that is furthest behind its weight; one that ends leaves the others at their weights.
-    Of each text the first MAX_DOC_CHARS are taken. Print what every source gave. Deterministic.
-    """
-    iterators = [iter(texts) for texts, _ in sources]
-    weights = [weight for _, weight in sources]
-    n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
-    going = list(range(len(sources)))
-    while going and sum(n_bytes) < max_bytes:
-        k = min(going, key=lambda k: n_bytes[k] / weights[k])
-        text = next(iterators[k], None)
-        if text is None:
-            going.remove(k)
-            continue
-        n_texts[k] += 1
-        n_cut[k] += len(text) > MAX_DOC_CHARS
-        text = scrub(text[:MAX_DOC_CHARS])
-        n_bytes[k] += len(text.encode())
-        yield text
-    for k, weight in enumerate(weights):
-        print(
-            f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB "
-            f"({n_bytes[k] / max(sum(n_bytes), 1):.1%}), {n_texts[k]:,} texts, {n_cut[k]:,} of them cut to "
-            f"{MAX_DOC_CHARS:,} characters{'' if k in going else '; read to its end'}"
-        )
+# ---- command line ----------------------------------------------------------------------------
 
 
 def describe(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
@@ -515,9 +423,8 @@ def readable(tokenizer: Tokenizer, token_id: int) -> str:
 def show(tokenizer: Tokenizer, title: str, parts: list[Part], text_key: str, max_mb: int) -> None:
     print(f"{title}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
     for part in parts:
-        if part.files != ["-"]:  # standard input is read once
-            texts = first_mb(read_texts(part.files, text_key, Report()), max_mb, quiet=True)
-            print(f"{part.name}:\n{describe(tokenizer, texts)}")
+        if part.files != ["-"]:  # standard input cannot be read again
+            print(f"{part.name}:\n{describe(tokenizer, first_texts(part, text_key, max_mb))}")
 
 
 if __name__ == "__main__":
@@ -532,7 +439,7 @@ if __name__ == "__main__":
     elif not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
     else:
-        texts = training_texts(parts, text_key, max_mb)
+        texts = texts_by_weight(parts, text_key, max_mb)
         if extend:
             old = Tokenizer.load(extend)
             tokenizer = extended(old, texts, vocab_size - old.vocab_size)

@@ -28,10 +28,11 @@ from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brut
 import tokenizer as tokenizer_module
 from groundup.errors import UserError
 from groundup.files.streams import scrub
+from groundup.files.text_mix import mix_texts
 from groundup.tokens import bpe as bpe_module
 from groundup.tokens import foreign
 from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, train_bpe
-from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready, extended, mix_texts, train
+from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready, extended, train
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -854,37 +855,6 @@ def test_conversations_add_only_what_is_missing(bpe: Tokenizer, tmp_path: Path):
     assert [ready.encode(text) for text in TEXTS] == [old.encode(text) for text in TEXTS]
     hf = saved_hf(ready, tmp_path / "ready")
     assert hf.chat_template == CHAT_TEMPLATE and len(hf) == 768 and hf.pad_token_id == 702
-
-
-# ---- mixtures --------------------------------------------------------------------------------
-
-
-def test_a_mixture_follows_its_weights(capsys):
-    """By every moment each source has given its share of bytes, up to one text; the order of a source is kept."""
-    rng = random.Random(14)
-    sources = [[f"{name}{i} " + "甲" * rng.randrange(300) for i in range(5000)] for name in "abc"]
-    weights = [0.6, 0.3, 0.1]
-    mixed = list(mix_texts(list(zip(sources, weights, strict=True)), 400_000))
-    given = [0, 0, 0]
-    for text in mixed:
-        given["abc".index(text[0])] += len(text.encode())
-        assert all(abs(g - w * sum(given)) < 1000 for g, w in zip(given, weights, strict=True))
-    assert 400_000 <= sum(given) < 401_000
-    for name, texts in zip("abc", sources, strict=True):
-        mine = [text for text in mixed if text[0] == name]
-        assert mine == texts[: len(mine)]
-    assert mixed == list(mix_texts(list(zip(sources, weights, strict=True)), 400_000))
-    assert f"source 1, weight 0.6: {given[0] / 1e6:.2f} MB" in capsys.readouterr().out
-
-
-def test_a_mixture_goes_on_when_a_source_ends(capsys):
-    long_and_short = ["b" * 200_000, *["b" * 100] * 500]
-    sources = [(iter(["a" * 100] * 10), 1.0), (iter(long_and_short), 1.0), (["c" * 100] * 900, 3.0)]
-    mixed = list(mix_texts(sources, 10**9))
-    sizes = Counter(text[0] for text in mixed)
-    assert sizes == {"a": 10, "b": 501, "c": 900} and max(map(len, mixed)) == 100_000
-    out = capsys.readouterr().out
-    assert out.count("read to its end") == 3 and "501 texts, 1 of them cut to 100,000 characters" in out
 
 
 # ---- command line ----------------------------------------------------------------------------

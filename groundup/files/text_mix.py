@@ -1,0 +1,106 @@
+"""The texts that a tokenizer is trained on: documents of several inputs, mixed by their weights, up to a limit."""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from groundup.errors import UserError
+from groundup.files.readers import Report, find_files, read_documents
+from groundup.files.streams import scrub
+
+MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
+
+
+class Part(NamedTuple):
+    """One part of `input`: its name, files, and weight, 0 where none is given."""
+
+    name: str
+    files: list[str]
+    weight: float
+
+
+def parts_of(spec: str) -> list[Part]:
+    """Return the parts of `input`; a file that several of them name belongs to the first. Raise UserError."""
+    parts, taken = [], set()
+    for piece in filter(None, (piece.strip() for piece in spec.split(","))):
+        match = re.fullmatch(r"(.+)=(\d+\.?\d*|\.\d+)", piece)
+        name, weight = (match[1], float(match[2])) if match else (piece, 0.0)
+        files = [file for file in find_files(name) if file not in taken]
+        taken.update(files)
+        parts.append((Part(name, files, weight), bool(match)))
+    if any(weighted for _, weighted in parts) and not all(part.weight > 0 for part, _ in parts):
+        raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
+    return [part for part, _ in parts]
+
+
+def read_texts(part: Part, text_key: str, report: Report) -> Iterator[str]:
+    with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
+        for path in part.files:
+            for document in read_documents(path, text_key, report=report):
+                yield document.text
+                progress.update(len(document.text.encode()))
+
+
+def first_texts(part: Part, text_key: str, max_mb: int) -> Iterator[str]:
+    """Yield the documents of one part, up to max_mb."""
+    n_bytes = 0
+    for text in read_texts(part, text_key, Report()):
+        if n_bytes >= max_mb * 1_000_000:
+            return
+        yield text
+        n_bytes += len(text.encode())
+
+
+def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[str]:
+    """Yield the documents of all parts, up to max_mb: by turns if they have weights, else one part after the other.
+    Print what is not read and what could not be read."""
+    report, n_bytes = Report(), 0
+    streams = [read_texts(part, text_key, report) for part in parts]
+    try:
+        if all(part.weight for part in parts):
+            weights = [part.weight for part in parts]
+            yield from mix_texts(list(zip(streams, weights, strict=True)), max_mb * 1_000_000)
+            return
+        for text in itertools.chain.from_iterable(streams):
+            if n_bytes >= max_mb * 1_000_000:
+                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
+                return
+            yield text
+            n_bytes += len(text.encode())
+    finally:  # also where a limit ends it
+        for path, line, _, why in report.places[:10]:
+            print(f"tokenizer: {path}:{line}: {why}")
+        if lost := sum(report.problems.values()):
+            print(f"tokenizer: {lost} documents could not be read")
+
+
+def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Iterator[str]:
+    """Yield texts of all sources by turns, so that the bytes of each follow its weight (above 0), until max_bytes.
+
+    The next text is of the source that is furthest behind its weight; one that ends leaves the others at their weights.
+    Of each text the first MAX_DOC_CHARS are taken. Print what every source gave. Deterministic.
+    """
+    iterators = [iter(texts) for texts, _ in sources]
+    weights = [weight for _, weight in sources]
+    n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
+    going = list(range(len(sources)))
+    while going and sum(n_bytes) < max_bytes:
+        k = min(going, key=lambda k: n_bytes[k] / weights[k])
+        text = next(iterators[k], None)
+        if text is None:
+            going.remove(k)
+            continue
+        n_texts[k] += 1
+        n_cut[k] += len(text) > MAX_DOC_CHARS
+        text = scrub(text[:MAX_DOC_CHARS])
+        n_bytes[k] += len(text.encode())
+        yield text
+    for k, weight in enumerate(weights):
+        print(
+            f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB "
+            f"({n_bytes[k] / max(sum(n_bytes), 1):.1%}), {n_texts[k]:,} texts, {n_cut[k]:,} of them cut to "
+            f"{MAX_DOC_CHARS:,} characters{'' if k in going else '; read to its end'}"
+        )
