@@ -10,6 +10,7 @@ the share shown is above the share of time in which the device multiplies.
 import importlib.util
 import io
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +27,7 @@ from timing import Line, Options
 
 import ddp
 from groundup.errors import UserError
-from groundup.train import plan
-from groundup.train.device import autocast, process_bytes
+from groundup.train.device import autocast
 from groundup.train.log import read_events
 from groundup.train.optim import Optimizer, stays_whole
 from groundup.train.plan import flops_per_token, parameter_table
@@ -209,10 +209,12 @@ def compare(shape: str, options: Options, n_tokens: int) -> list[Line]:
 
 
 def usable_bytes(device: torch.device) -> float:
-    """Return the free memory beyond what this process holds; infinite where the system does not tell."""
+    """Return the free memory of the device; infinite where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
-        return plan.usable_bytes(device) - process_bytes(device)
-    except UserError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, AttributeError):  # not Linux
         return math.inf
 
 

@@ -18,14 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 GPU_PEAK_TFLOPS = {
     "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71, "T4": 65,
 }  # fmt: skip
-# What figures may depend on.
 PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu", "rouge-score")
-
-
-
-
-
-# ---- device, dtype, seeds -------------------------------------------------------------------------------------------
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -50,7 +43,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it, else float32."""
+    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it, else float32."""
     if name == "auto":
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if name not in DTYPES:
@@ -59,7 +52,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 natively (emulated it would be slower than float32)."""
+    """Return whether the device multiplies bfloat16 natively; emulation is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
@@ -69,12 +62,12 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`, weights and sums in float32; nothing when dtype is float32."""
+    """Compute matrix products in `dtype`, keep weights and sums in float32."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of one device: the data sheet's for a known GPU, else that of a large matrix product measured now."""
+    """Return FLOP/s of one device: from the data sheet of a known GPU, else measured on a large matrix product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = [peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name]
@@ -117,26 +110,16 @@ def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-# ---- memory, machine ------------------------------------------------------------------------------------------------
-
-
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: on the GPU, else in RAM."""
+    """Return the peak memory of this process: on the GPU, else in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return ram_bytes("VmHWM") / 2**30
 
 
-def process_bytes(device: torch.device) -> float:
-    """Memory of the process itself, to be asked before there is a model: what it holds on a CPU, and the 100 MB that
-    torch and its compiler take when they are first used. On a GPU the figures count tensors only."""
-    return 0.0 if device.type == "cuda" else ram_bytes("VmRSS") + 100e6
-
-
 def ram_bytes(field: str) -> float:
-    """Linux's VmRSS (now) or VmHWM (peak) without the pages of files: the system takes those of libraries and token
-    files back when it needs them, and how many are mapped at a time is its own affair. Elsewhere the peak, 0 on
-    Windows. Linux's getrusage would not do: its peak is inherited from the process that started this one."""
+    """Return Linux's VmRSS (now) or VmHWM (peak) without mapped files, which the system takes back when it must;
+    elsewhere the peak, 0 on Windows. Linux's getrusage would count the peak of the parent process."""
     status = Path("/proc/self/status")
     if status.exists():
         sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
@@ -155,7 +138,7 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of Python and of PACKAGES, as far as they are installed."""
+    """Return {package: version} of Python and of the installed PACKAGES, on which figures may depend."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

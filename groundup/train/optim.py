@@ -1,8 +1,8 @@
 """Optimizers on flat buckets, and learning-rate schedules.
 
-AdamW (fused) and Muon for the 2-D weights of the blocks. Both work on the flat buffers of ddp.py's buckets: a run of
-parameters is one tensor to AdamW, and equal-shaped matrices, which lie side by side, are one stack to Muon. State is
-saved by parameter name, so a checkpoint does not know about buckets.
+AdamW (fused), and Muon for the 2-D weights of the blocks. Both work on the flat buffers of ddp.py's buckets: AdamW sees
+consecutive parameters as one tensor, Muon sees adjacent matrices of equal shape as one stack. State is saved by
+parameter name, so a checkpoint does not know about buckets.
 """
 
 import math
@@ -20,11 +20,8 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
 
 
-
-
-
 class Bucket(Protocol):
-    """What an optimizer needs to know of a bucket of ddp.py."""
+    """The part of ddp.py's bucket that an optimizer reads."""
 
     index: int
     names: list[str]
@@ -32,7 +29,7 @@ class Bucket(Protocol):
     offsets: list[int]  # where each parameter begins in the flat tensors
     param: Tensor  # flat view of the parameters
     grad: Tensor  # flat view of their gradients
-    shard: tuple[int, int]  # first and one-past-last element that this rank updates (all of them, but for ZeRO-1)
+    shard: tuple[int, int]  # begin and end of the elements that this rank updates (all of them without ZeRO-1)
 
 
 class AdamWSegment:
@@ -110,7 +107,7 @@ class Optimizer:
         self.buckets, self.groups = list(buckets), []
         for bucket in self.buckets:
             groups = []
-            for rule, items in runs(bucket, kind):
+            for rule, items in segments(bucket, kind):
                 if rule == "muon":
                     groups.append(MuonStack(bucket, items, momentum, weight_decay, muon_dtype))
                 else:
@@ -118,19 +115,18 @@ class Optimizer:
             self.groups.append(groups)
 
     def update(self, bucket: Bucket, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """One step of the parameters of `bucket`. Gradients are divided by `grad_scale` (0-d); where `found_inf` (0-d)
-        is 1, parameters and state stay as they are."""
+        """Update the parameters of `bucket` with gradients / `grad_scale` (0-d); change nothing where `found_inf` (0-d)
+        is 1."""
         for group in self.groups[bucket.index]:
             group.update(lr, grad_scale, found_inf)
 
     def state_dict(
         self, gather: Callable[[Bucket, Tensor], None] | None = None, keep: bool = True
     ) -> dict[str, dict[str, Tensor]]:
-        """{parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, in the parameter's shape.
+        """Return {parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, in the parameter's shape: views.
 
-        Views of the live state. With ZeRO-1 a rank holds a part: then `gather`, DDP.gather, must be given by all ranks.
-        It completes a flat tensor laid out as bucket.param; the result is a copy on the CPU, and empty on ranks that do
-        not want to `keep` it.
+        With ZeRO-1, all ranks must pass `gather` (DDP.gather), which completes a flat tensor laid out as bucket.param;
+        the result is then a copy on the CPU, and empty on ranks that do not `keep` it.
         """
         saved: dict[str, dict[str, Tensor]] = {}
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
@@ -145,7 +141,7 @@ class Optimizer:
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take from a whole state what this rank updates. Raises OptimError if it is another optimizer's."""
+        """Load the part of a whole state that this rank updates. Raise UserError if another optimizer saved it."""
         groups = [(bucket, group) for bucket, groups in zip(self.buckets, self.groups, strict=True) for group in groups]
         needs = {bucket.names[i]: {*group.state, *group.scalars} for bucket, group in groups for i in group.items}
         for name in needs.keys() | saved.keys():
@@ -168,7 +164,7 @@ class Optimizer:
 def gather_states(
     bucket: Bucket, groups: list[AdamWSegment | MuonStack], gather: Callable[[Bucket, Tensor], None], keep: bool
 ) -> dict[str, Tensor]:
-    """{key: state of the whole bucket (padded,), on the CPU} from what each rank has of it."""
+    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts."""
     whole = {}
     for key in dict.fromkeys(key for group in groups for key in group.state):
         flat = torch.zeros_like(bucket.param)
@@ -182,13 +178,13 @@ def gather_states(
 
 
 def stays_whole(kind: str, name: str) -> bool:
-    """True if the parameter must not be shared out among ranks: Muon's rule is one of whole matrices. Adapters
-    are AdamW's: their factors are no maps of their own whose singular values should be alike."""
+    """Return whether Muon trains the parameter, so that ZeRO-1 must not split it. Adapters are left to AdamW: their
+    factors are not maps whose singular values should be equal."""
     return kind == "muon" and name.startswith("layers.") and ".lora_" not in name
 
 
-def runs(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
-    """Cut a bucket into runs [(rule, indices of consecutive parameters)]; rule is 'muon', 'decay' or 'no_decay'."""
+def segments(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
+    """Cut a bucket into [(rule, indices of consecutive parameters)]; rule is 'muon', 'decay' or 'no_decay'."""
     found: list[tuple[tuple, list[int]]] = []
     for i, (name, p) in enumerate(zip(bucket.names, bucket.params, strict=True)):
         if p.ndim == 2 and stays_whole(kind, name):
@@ -204,7 +200,7 @@ def runs(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
 
 
 def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
-    """First and one-past-last element of what this rank updates of consecutive parameters; equal if that is nothing."""
+    """Return (begin, end) of what this rank updates of consecutive parameters; equal if that is nothing."""
     begin, end = bucket.offsets[items[0]], bucket.offsets[items[-1]] + bucket.params[items[-1]].numel()
     begin = min(max(begin, bucket.shard[0]), end)
     return begin, max(min(end, bucket.shard[1]), begin)
@@ -219,10 +215,10 @@ def learning_rate_at(
     step: int, schedule: str, peak: float, min_lr: float, warmup_steps: int, decay_steps: int,
     decay_fraction: float = 0.2,
 ) -> float:  # fmt: skip
-    """Learning rate of update number `step` (1, 2, ...).
+    """Return the learning rate of update number `step` (1, 2, ...).
 
-    Linear warm-up reaches `peak` just after `warmup_steps`; the first update is never a no-op. `min_lr` is reached at
-    `decay_steps` and held after it; a run that ends earlier ends above it.
+    Linear warm-up reaches `peak` just after `warmup_steps`, and the first update is never a no-op. `min_lr` is reached
+    at `decay_steps` and held after it.
       constant  peak
       cosine    half a cosine from peak to min_lr (arXiv:1608.03983)
       linear    a straight line from peak to min_lr
@@ -236,15 +232,10 @@ def learning_rate_at(
         return min_lr
     t = (step - warmup_steps) / max(1, decay_steps - warmup_steps)  # 0..1 from the end of the warm-up to the horizon
     if schedule == "cosine":
-        return half_cosine(peak, min_lr, t)
+        return min_lr + (peak - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
     if schedule == "linear":
         return peak + (min_lr - peak) * t
     decay_begin = 1 - decay_fraction  # wsd
     if t <= decay_begin:
         return peak
     return peak + (min_lr - peak) * (t - decay_begin) / decay_fraction
-
-
-def half_cosine(high: float, low: float, t: float) -> float:
-    """`high` at t = 0, `low` at t = 1."""
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * t))

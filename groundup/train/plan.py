@@ -1,18 +1,12 @@
 """The plan of a run before anything is allocated: parameters, FLOPs, and memory by part."""
 
-import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
-from groundup.errors import UserError
-from groundup.train.device import ram_bytes
 from groundup.train.log import clock
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 
-MEMORY_SHARE = 0.85  # of a device's memory that a plan may fill
 # Share of activations and logits that allocators lose between blocks; measured on ten shapes: 0.35 to 0.7 for glibc.
 MARGIN = {"cpu": 0.5, "cuda": 0.1}
 
@@ -133,41 +127,3 @@ def describe(
         describe_parts(memory),
         f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip
-
-
-def usable_bytes(device: torch.device, root: Path = Path("/")) -> float:
-    """What this rank may plan to fill: MEMORY_SHARE of its GPU, or its share of the RAM that is free now, with what it
-    holds already. Ranks may see different numbers. Raises ConfigError where the system does not tell. root: of the
-    files that tell, /proc and /sys."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(device)
-        return MEMORY_SHARE * min(total, free + torch.cuda.memory_reserved(device))
-    if device.type != "cpu" or not (root / "proc/meminfo").exists():
-        raise UserError(f"config: batch_size=0: nothing tells how much memory {device} has here; give batch_size")
-    text = (root / "proc/meminfo").read_text(encoding="utf-8")
-    free = [1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1]), *free_in_groups(root)]
-    return MEMORY_SHARE * (min(free) / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + ram_bytes("VmRSS"))
-
-
-def free_in_groups(root: Path) -> list[int]:
-    """Bytes left in each control group that this process is in and whose memory is limited (a container, a job).
-
-    Version 2 has memory.max, version 1 memory.limit_in_bytes, in the group's directory; inside a container that is
-    often the top one. The groups above count too. Pages of files are not counted: the system takes them back."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, kinds, group = line.split(":", 2)
-        if kinds not in ("", "memory"):
-            continue
-        top, limit, used, files = root / "sys/fs/cgroup", "memory.max", "memory.current", "file"
-        if kinds:
-            top, limit, used, files = top / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
-        place = top / group.lstrip("/")
-        for directory in (place, *place.parents):
-            if directory.is_relative_to(top) and (directory / limit).exists():
-                most = (directory / limit).read_text(encoding="utf-8").strip()
-                if most != "max":
-                    stat = dict(line.split() for line in (directory / "memory.stat").read_text("utf-8").splitlines())
-                    held = int((directory / used).read_text(encoding="utf-8")) - int(stat.get(files, 0))
-                    found.append(int(most) - held)
-    return found

@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason(monkeypatch):
     with torch.device("meta"):
         n = sum(p.numel() for p in Transformer(bench_train.SHAPES["124M"]).parameters())
     assert bench_train.needed_bytes(bench_train.SHAPES["124M"], 0, 3) == 3 * 16 * n
-    monkeypatch.setattr(bench_train.plan, "usable_bytes", lambda device: 1e9)
+    monkeypatch.setattr(bench_train, "usable_bytes", lambda device: 1e9)
     (line,) = bench_train.compare("124M", options(), 128)
     assert line.samples == [] and "2 models at once need 6 GB" in line.note
 
