@@ -60,6 +60,7 @@ from groundup.text.pipeline import (
     Recipe,
     Source,
     Unit,
+    WorkerLost,
     inspect_unit,
     parse_score,
     plan_units,
@@ -67,6 +68,7 @@ from groundup.text.pipeline import (
     run,
     tokenize_unit,
     unit_fates,
+    wait_for_workers,
 )
 from groundup.text.selection import (
     ROW_SPLITS,
@@ -302,6 +304,7 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
         sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
         texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
     tokenizer = train(texts, config["vocab_size"], config["backend"], config["pattern"])
+    (kept / "key").unlink(missing_ok=True)  # it vouches for the tokenizer that is about to be replaced
     tokenizer.save(kept)
     (kept / "key").write_text(key, encoding="utf-8")
     return tokenizer
@@ -448,12 +451,25 @@ def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
             yield work
         except ValueError as error:
             done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
-            if isinstance(error, UserError) and done < UNIT_BYTES:  # little is lost
-                shutil.rmtree(work, ignore_errors=True)
+            of_input = isinstance(error, UserError) and not isinstance(error, WorkerLost)
+            if of_input and done < UNIT_BYTES:  # little is lost
+                remove(work)
             raise
-        shutil.rmtree(work, ignore_errors=True)
+        remove(work)
     finally:
         os.close(handle)
+
+
+def remove(work: Path) -> None:
+    """Remove `work`. What another run would go on with is first put aside, by one rename each: after a kill in the
+    middle, no file vouches for another that is gone."""
+    aside = work / "removed"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in ("units", "tokenizer", "old"):
+        if (work / name).exists():
+            (work / name).rename(aside / name)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def lock(work: Path, wait: bool, out_dir: Path) -> int:
@@ -465,6 +481,7 @@ def lock(work: Path, wait: bool, out_dir: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
                 (work / "units").mkdir(exist_ok=True)
+                wait_for_workers(work)
                 return handle
         except BlockingIOError:
             os.close(handle)
@@ -547,7 +564,7 @@ def build(
         info["decontaminate"] = {"items": evals.n_items, "unprotected": len(evals.unprotected)}
     units = plan_units(inputs, recipe)
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    counts = sum(run(inspect, units, workers, "read"), lost or Counts())
+    counts = sum(run(inspect, units, workers, "read", work), lost or Counts())
     unreadable, answers = [file for file in inputs if file.problem], info.get("answers", [])
     print_problems(unreadable, counts)
     write_problems(unreadable, [work / f"pairs_{k}.jsonl.problems" for k in range(len(answers))], units, work)
@@ -597,7 +614,7 @@ def tokenize(units: list[Unit], recipe: Recipe, tokenizer: Tokenizer, workers: i
     tokenizer.save(work / "out")  # the workers read it there
     dtype, fingerprint = token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
     function = partial(tokenize_unit, dtype=dtype, fingerprint=fingerprint, work=work, chat=recipe.kind == "chat")
-    run(function, units, workers, "tokenize")
+    run(function, units, workers, "tokenize", work)
 
 
 def load_evals(recipe: Recipe, work: Path) -> Evals | None:

@@ -3,6 +3,7 @@ does the work and whatever is killed."""
 
 import bz2
 import collections
+import fcntl
 import gzip
 import hashlib
 import json
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import unicodedata
 from collections.abc import Callable
@@ -104,7 +106,8 @@ def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
     """A command line that runs main() in a process of its own."""
     config = KEYS | ALL | {"out_dir": str(out_dir)} | settings
     patch = f"vars(pipeline).update({SMALL})" if small else ""
-    return [sys.executable, "-c", f"import sys, pipeline, prepare; {patch}; sys.exit(prepare.main({config}))"]
+    code = f"import sys, prepare; from groundup.text import pipeline; {patch}; sys.exit(prepare.main({config}))"
+    return [sys.executable, "-c", code]
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -381,6 +384,40 @@ def test_killed_twenty_times_at_random(tmp_path, tok, corpus):
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
+
+
+def test_killed_while_tidying_up_then_run_again(tmp_path, tok, corpus, monkeypatch):
+    settings = {"input": corpus, "vocab_size": 512, "workers": 1}
+    run(tmp_path / "whole", **settings)
+    remove_all = shutil.rmtree
+
+    def killed(path: Path, **others) -> None:
+        if not Path(path).name.endswith(".work.tmp"):
+            return remove_all(path, **others)
+        for file in [*Path(path).rglob("*.problems"), *Path(path).rglob("tokenizer.json")]:
+            file.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        run(tmp_path / "out", **settings)
+    shutil.rmtree(tmp_path / "out")
+    run(tmp_path / "out", **settings)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not leftovers(tmp_path)
+
+
+def test_next_run_waits_for_workers_of_a_killed_one(tmp_path):
+    (tmp_path / "units").mkdir()
+    worker = os.open(tmp_path / "units", os.O_RDONLY)
+    fcntl.flock(worker, fcntl.LOCK_SH)
+    waiting = threading.Thread(target=pipeline.wait_for_workers, args=(tmp_path,))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    os.close(worker)
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):

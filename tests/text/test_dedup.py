@@ -151,8 +151,8 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_importing_loads_neither_datasketch_nor_torch() -> None:
-    code = "import sys, dedup; print([name for name in ('datasketch', 'scipy', 'torch') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(dedup.__file__).parent)
+    code = "import sys; from groundup.text import dedup; print([name for name in ('datasketch', 'scipy', 'torch') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.strip() == "[]", run.stderr
 
 

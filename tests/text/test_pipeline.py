@@ -145,14 +145,16 @@ def content(out_dir: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
     code = f"""
-import sys, prepare
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import prepare
+from groundup.text import pipeline
+pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11
 if __name__ == "__main__":
     sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers}
              | planted_files}))
 """
-    (tmp_path / "go.py").write_text(code.replace("import sys, prepare",
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare; from groundup.text import pipeline; "
-        "pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11"), "utf-8")  # fmt: skip
+    (tmp_path / "go.py").write_text(code, encoding="utf-8")
     subprocess.run([sys.executable, tmp_path / "go.py"], check=True, capture_output=True, cwd=ROOT)
     assert content(tmp_path / "out") == content(prepared)
 
