@@ -24,12 +24,15 @@ from safetensors.torch import load_file
 
 import ddp
 import prepare
+from configurator import defaults_of
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
 from groundup.train import checkpoint
+from groundup.train.log import RunLog
 from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.run import compile_blocks, describe_resume, warmup_of
 from model import IGNORE, ModelConfig, Transformer
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
@@ -188,14 +191,68 @@ def test_config_of_a_run_runs_again(run, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_models_train_like_eager_ones(run, tmp_path):
-    """Block by block, and as one graph; that one resumes to the bit, as all do."""
-    for name, *flags in (("eager",), ("blocks", "--compile=True"), ("whole", "--compile=True", "--compile_whole=True")):
-        assert run("--max_steps=5", *flags, f"--out_dir={tmp_path / name}") == 0
+    for name, *flags in (("eager",), ("blocks", "--compile=True")):
+        assert run("--max_steps=5", "--n_layer=1", *flags, f"--out_dir={tmp_path / name}") == 0
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
-    for steps in (2, 5):
-        assert run(f"--max_steps={steps}", *flags, "--decay_steps=5", f"--out_dir={tmp_path / 'parts'}") == 0
-    assert run("--max_steps=5", *flags, "--decay_steps=5", f"--out_dir={tmp_path / 'whole_again'}") == 0
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole_again")
+
+
+def test_a_save_comes_before_its_evaluation_and_best_goes_by_it(run, tmp_path, monkeypatch):
+    """Memory that ends in an evaluation costs no step: the checkpoint is there. The resumed run evaluates at once."""
+    flags = ["--max_steps=8", "--save_every=4", "--eval_every=4", "--keep_last=0"]
+    assert run(*flags, f"--out_dir={tmp_path / 'whole'}") == 0
+    seen = []
+
+    def out_of_memory(log, event, step, values):
+        if event == "eval" and step == 4 and not seen:
+            seen.append(step)
+            raise MemoryError
+        write(log, event, step, values)
+
+    write = RunLog.write
+    monkeypatch.setattr(RunLog, "write", out_of_memory)
+    with pytest.raises(MemoryError):
+        run(*flags)
+    assert checkpoint.find_latest(tmp_path / "out").name == "step_000004"
+    assert run(*flags, "--resume=must") == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "out")
+    for out in (tmp_path / "whole", tmp_path / "out"):
+        loss_of = {event["step"]: event["val_loss"] for event in events(out, "eval") if event["step"]}
+        assert {step: checkpoint.read_loss(out / f"step_{step:06d}") for step in loss_of} == loss_of
+        best = min(loss_of, key=loss_of.get)
+        assert (out / "best").resolve().name == f"step_{best:06d}"
+
+
+@pytest.mark.parametrize("script", ["pretrain", "sft", "dpo", "reward", "rl"])
+def test_steps_of_warm_up_win_over_a_fraction(script):
+    defaults = defaults_of(ROOT / f"{script}.py") | {"max_steps": 200}
+    assert warmup_of(defaults) == round(200 * defaults["warmup_fraction"]) > 0
+    assert warmup_of(defaults | {"warmup_steps": 7}) == 7
+
+
+def test_more_shapes_than_torch_compiles_by_default_are_compiled():
+    """Every trainer compiles by compile_blocks; beyond recompile_limit torch runs eager without a word."""
+    graphs = []
+    torch._dynamo.reset()
+    net = Transformer(ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32))
+    original = torch.compile
+    try:
+        torch.compile = lambda f, **how: original(f, backend=lambda g, _: graphs.append(g) or g.forward, **how)
+        compile_blocks(net)
+    finally:
+        torch.compile = original
+    for length in range(2, 22):
+        net(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64))
+    assert len(graphs) >= 20
+
+
+def test_removed_settings_are_read_where_they_were_off_and_named_where_not(run, tmp_path, capsys):
+    path = tmp_path / "old.py"
+    path.write_text("max_steps = 1\ncompile_whole = False\nstable_lr = 0.0\ndomain = ''\n", encoding="utf-8")
+    assert run(str(path)) == 0
+    path.write_text("domain = 'law'\n", encoding="utf-8")
+    assert "domain='law' in " in refused(run, capsys, str(path))
+    saved = {"max_steps": 1, "domain": "law", "compile_whole": False}
+    assert describe_resume(Path("x"), 1, saved, {"max_steps": 2}).endswith("no longer a setting, ignored: domain='law'")
 
 
 # ---- several sources ------------------------------------------------------------------------------------------------
@@ -391,27 +448,15 @@ def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, m
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_equal_one_over_fifty_steps(tmp_path, data_dir):
-    flags = [f"--data_dir={data_dir}", "--max_steps=50", "--total_batch_tokens=256"]
-    flags += ["--eval_every=25", "--eval_steps=5"]
-    for ranks in (1, 2):
-        finish(start(*flags, f"--out_dir={tmp_path / str(ranks)}", ranks=ranks))
+def test_two_ranks_equal_one_over_twenty_steps(run, tmp_path, data_dir):
+    flags = ["--max_steps=20", "--total_batch_tokens=256", "--eval_every=10", "--eval_steps=5"]
+    finish(start(*flags, f"--data_dir={data_dir}", f"--out_dir={tmp_path / '2'}", ranks=2))
+    assert run(*flags, f"--out_dir={tmp_path / '1'}") == 0
     one, two = tmp_path / "1", tmp_path / "2"
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for a, b in zip(events(one, "eval"), events(two, "eval"), strict=True):
         assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
     assert events(two, "eval")[0]["val_bpb"] == pytest.approx(events(one, "eval")[0]["val_bpb"], rel=1e-12)
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_a_run_continues_on_another_number_of_ranks(tmp_path, data_dir):
-    """The next step takes the next samples: without dropout the losses are those of a straight run."""
-    flags = [f"--data_dir={data_dir}", "--total_batch_tokens=256", "--save_every=4"]
-    finish(start(*flags, f"--out_dir={tmp_path / 'straight'}", "--max_steps=8"))
-    finish(start(*flags, f"--out_dir={tmp_path / 'moved'}", "--max_steps=4", "--decay_steps=8", ranks=2))
-    finish(start(*flags, f"--out_dir={tmp_path / 'moved'}", "--max_steps=8"))
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
 # ---- resume ---------------------------------------------------------------------------------------------------------
@@ -438,10 +483,10 @@ def logged_steps(out: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("float16", 2)])
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 2), ("bfloat16", 1)])
 def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
     """kill -9 during a save, then at a random moment, then to the end; with dropout, accumulation and clipping."""
-    steps = 12 if dtype == "float16" else 24  # a CPU multiplies float16 slowly
+    steps = 15
     flags = [f"--data_dir={data_dir}", f"--max_steps={steps}", f"--dtype={dtype}", "--dropout=0.1", "--grad_clip=0.5"]
     flags += ["--batch_size=1", "--total_batch_tokens=192", "--save_every=3", "--eval_every=5"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -460,13 +505,11 @@ def test_killed_runs_end_like_a_straight_one(tmp_path, data_dir, dtype, ranks):
     if ranks == 2:  # dropout masks are each rank's own
         states = [checkpoint.load_train_state(broken / "latest", rank)[1]["rng"]["cpu"] for rank in range(2)]
         assert not torch.equal(*states)
-    if dtype == "float16":
-        assert checkpoint.load_train_state(broken / "latest", 0)[0]["scaler"]["scale"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_leaves(tmp_path, data_dir, number, ranks):
     flags = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}", "--max_steps=100000", "--save_every=100000"]
     process = start(*flags, ranks=ranks)
@@ -523,7 +566,7 @@ def refused(run, capsys, *flags: str) -> str:
         ("--block_size=9999999", "block_size=9999999"),
         ("--vocab_size=100", "vocab_size=100 is less than"),
         ("--max_steps=0", "max_steps must be at least 1"),
-        ("--batch_size=0", "batch_size=0 takes as many as fit"),
+        ("--batch_size=0", "batch_size must be at least 1, got 0"),
         ("--total_batch_tokens=-512", "total_batch_tokens must be at least 0"),
         ("--eval_steps=-1", "eval_steps must be at least 0"),
         ("--keep_best=3", "keep_best must be 0, 1 or 2"),
@@ -544,14 +587,6 @@ def refused(run, capsys, *flags: str) -> str:
 def test_mistakes_are_one_line_and_leave_nothing(run, tmp_path, capsys, flag, says):
     assert says in refused(run, capsys, flag)
     assert not (tmp_path / "out").exists()
-
-
-def test_one_graph_of_the_model_is_for_one_process(run, capsys, monkeypatch):
-    for flag in ("--overlap_step=forward", "--overlap_step=backward"):
-        says = refused(run, capsys, "--compile_whole=True", "--grad_clip=0", flag)
-        assert "compile_whole=True is for one process without overlap_step" in says
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "compile_whole=True is for one process" in refused(run, capsys, "--compile_whole=True")
 
 
 def test_compile_without_a_compiler_is_one_line(run, capsys, monkeypatch):
@@ -733,8 +768,7 @@ def test_shipped_configs_train(tmp_path, monkeypatch, data_dir, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--dtype=float32"], ["--dtype=bfloat16"], ["--activation_checkpointing=True"],
-                                   ["--doc_mask=True", "--dtype=float32"]])  # fmt: skip
+@pytest.mark.parametrize("flags", [["--dtype=float32"], ["--activation_checkpointing=True"]])
 def test_peak_memory_is_the_printed_estimate(tmp_path, data_dir, flags):
     """Within 15 %, with a vocabulary of 32,768: the measured peak of a process against the plan it printed."""
     shape = ["--n_layer=6", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=32768", "--block_size=256"]

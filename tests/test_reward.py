@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import prepare
 from groundup.align import reward_model
-from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses, per_token
+from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses
 from groundup.errors import UserError
 from groundup.files.answer_files import read_settings, settings_path, write_settings
 from groundup.scores import rows as scored_rows
@@ -36,7 +36,7 @@ from tokenizer import Tokenizer
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--block_size=128", "--batch_size=4"]
 FLAGS += ["--learning_rate=3e-3", "--peak_tflops=1", "--val_fraction=0.2", "--warmup_fraction=0"]
-LAST = {"loss": "last", "end": "min", "margin_scale": 1.0, "center": 0.0}
+PLAIN = {"margin_scale": 1.0, "center": 0.0}
 CPU = torch.device("cpu"), torch.float32
 
 
@@ -140,58 +140,15 @@ def test_gradient_of_bradley_terry_is_the_closed_form():
     assert rejected.grad.item() == pytest.approx(push + 0.02 * 1.75, abs=1e-6)
 
 
-def literal_per_token(rows: list[list[int]], scores: list[list[float]], pad: int, end: str) -> list[float]:
-    """Token by token, from padded ids alone. A row ends where its padding begins."""
-    n, losses = len(rows) // 2, []
-    for one, other, r_one, r_other in zip(rows[:n], rows[n:], scores[:n], scores[n:], strict=True):
-        first = [a == b for a, b in zip(one, other, strict=True)].index(False)
-        ends = [row.index(pad) if pad in row else len(row) for row in (one, other)]
-        span = range(first, min(ends) if end == "min" else max(ends))
-        losses.append(sum(math.log1p(math.exp(r_other[t] - r_one[t])) for t in span) / len(span))
-    return losses
-
-
-@pytest.mark.parametrize("end", ["min", "max"])
-def test_per_token_equals_the_literal_loop(end):
-    """Different from the first token on, at the end only, one the beginning of the other, the one longer, the other."""
-    chosen = [[5, 6, 7, 1], [5, 6, 1, 0], [5, 6, 7, 8], [5, 6, 1, 0], [5, 6, 8, 1], [2, 1, 0, 0]]
-    rejected = [[6, 5, 1, 0], [5, 6, 7, 1], [5, 6, 7, 1], [5, 1, 0, 0], [5, 6, 1, 0], [3, 4, 5, 1]]
-    torch.manual_seed(0)
-    rows, scores = chosen + rejected, torch.randn(12, 4)
-    ends = torch.tensor([row.index(0) if 0 in row else 4 for row in rows])
-    first = torch.tensor([0, 2, 3, 1, 2, 0])
-    found = per_token(scores, first, ends, end)
-    assert found.tolist() == pytest.approx(literal_per_token(rows, scores.tolist(), 0, end), abs=1e-6)
-
-
-@pytest.mark.parametrize("end", ["min", "max"])
-def test_per_token_of_a_model_equals_the_literal_loop(base, end):
-    """The two rules differ here, and what is padded behind a pair changes neither."""
-    model, batch = random_model(base), some_batch(base)
-    config = LAST | {"loss": "per_token", "end": end, "margin_scale": 0.0}
-    with torch.no_grad():
-        losses, chosen, rejected = pair_losses(model, batch, config, *CPU)
-        scores = model(batch.x)
-        wider = torch.nn.functional.pad(batch.x, (0, 9), value=int(Tokenizer.load(base / "model").pad_id))
-        again = pair_losses(model, batch._replace(x=wider), config, *CPU)[0]
-        other = pair_losses(model, batch, config | {"end": "max" if end == "min" else "min"}, *CPU)[0]
-    pad = Tokenizer.load(base / "model").pad_id
-    assert losses.tolist() == pytest.approx(literal_per_token(batch.x.tolist(), scores.tolist(), pad, end), rel=1e-5)
-    torch.testing.assert_close(again, losses, atol=1e-5, rtol=1e-5)
-    assert (other - losses).abs().max() > 1e-3
-    ends = [row[n - 1].item() for row, n in zip(scores, batch.lengths, strict=True)]
-    assert [*chosen.tolist(), *rejected.tolist()] == pytest.approx(ends)
-
-
 def test_the_score_is_read_at_the_end_token_whatever_is_beside_and_behind_it(base):
     model, batch, tokenizer = random_model(base), some_batch(base), Tokenizer.load(base / "model")
     with torch.no_grad():
-        _, chosen, rejected = pair_losses(model, batch, LAST, *CPU)
+        _, chosen, rejected = pair_losses(model, batch, PLAIN, *CPU)
         alone = [model.hidden(torch.tensor([ids]))[0, -1] @ model.score.weight[0] for ids in rows_of(batch)]
         junk = batch.x.clone()
         for row, n in zip(junk, batch.lengths, strict=True):
             row[n:] = 7  # not even padding
-        _, others, _ = pair_losses(model, batch._replace(x=junk), LAST, *CPU)
+        _, others, _ = pair_losses(model, batch._replace(x=junk), PLAIN, *CPU)
     assert all(ids[-1] == tokenizer.im_end_id and ids.count(tokenizer.im_end_id) == 2 for ids in rows_of(batch))
     torch.testing.assert_close(torch.cat((chosen, rejected)), torch.stack(alone), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(others, chosen, atol=1e-5, rtol=1e-5)
@@ -220,7 +177,7 @@ def test_scores_and_loss_equal_transformers_and_trl(base, tmp_path, name):
     )  # fmt: skip
     inputs = {"input_ids": batch.x, "attention_mask": keep, "margin": batch.margin}
     theirs, outputs = RewardTrainer.compute_loss(stub, hf, inputs, return_outputs=True)
-    losses, chosen, rejected = pair_losses(model, batch, LAST | {"center": 0.01}, *CPU)
+    losses, chosen, rejected = pair_losses(model, batch, PLAIN | {"center": 0.01}, *CPU)
     torch.testing.assert_close(torch.cat((chosen, rejected)), outputs.logits[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(losses.mean(), theirs, atol=1e-6, rtol=1e-6)
     n = torch.bincount(batch.row).chunk(2)
@@ -237,7 +194,7 @@ def test_scores_and_loss_equal_transformers_and_trl(base, tmp_path, name):
 
 def test_scores_stay_float32_under_autocast(base):
     model, batch = random_model(base), some_batch(base)
-    losses, chosen, _ = pair_losses(model, batch, LAST, CPU[0], torch.bfloat16)
+    losses, chosen, _ = pair_losses(model, batch, PLAIN, CPU[0], torch.bfloat16)
     assert losses.dtype == chosen.dtype == torch.float32
     assert (chosen != chosen.bfloat16().float()).any()
 
@@ -288,7 +245,7 @@ def test_metrics_equal_counts_by_hand():
 def test_evaluation_equals_scores_of_one_answer_at_a_time(base):
     model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     corpus = PairCorpus(str(base / "pairs.jsonl"), tokenizer, 128, seed=1, val_fraction=0.3)
-    found = reward_model.evaluate(model, corpus.val_batches(4, 0), corpus.val_shares(), LAST, *CPU)
+    found = reward_model.evaluate(model, corpus.val_batches(4, 0), corpus.val_shares(), PLAIN, *CPU)
     (val,) = corpus.val.values()
     sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]
     scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows], 0) for rows in sides]
@@ -348,7 +305,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1", "--loss=per_token"]], ids=["all", "lora"]
+    "flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1"]], ids=["all", "lora"]
 )
 def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
     common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
@@ -649,7 +606,7 @@ ONE_STEP = ["--total_batch_pairs=8", "--batch_size=2", "--max_steps=4", "--save_
 RANK_CASES = {
     "all": ["--center=0.01"],
     "lora zero1": ["--trainable=lora", "--zero1=True"],
-    "forward": ["--overlap_step=forward", "--loss=per_token"],
+    "forward": ["--overlap_step=forward"],
 }
 
 

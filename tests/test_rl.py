@@ -236,7 +236,6 @@ def test_unfinished_answers_by_rule(run, base, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_steps_without_a_finished_answer_change_nothing(run, base, tmp_path, monkeypatch, algorithm):
-    """Not the weights, and not the coefficient of a KL divergence that was not measured."""
     plain, rows = rollouts.draw, set()
 
     def draw(*args, batch_size, **others):
@@ -244,7 +243,7 @@ def test_steps_without_a_finished_answer_change_nothing(run, base, tmp_path, mon
         return [one._replace(finished=False) for one in plain(*args, batch_size=batch_size, **others)]
 
     monkeypatch.setattr(rollouts, "draw", draw)
-    flags = ["--unfinished=mask", "--kl_target=1", "--kl_horizon=1", "--max_steps=2", "--eval_prompts=0"]
+    flags = ["--unfinished=mask", "--max_steps=2", "--eval_prompts=0"]
     assert run(f"--algorithm={algorithm}", *flags) == 0
     out = tmp_path / "out"
     assert column(out, "train", "kl_coef") == [0.04, 0.04] and column(out, "train", "grad_norm") == [0, 0]
@@ -295,9 +294,6 @@ def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
         assert run(*common, f"--kl_coef={coef}", f"--out_dir={tmp_path / str(coef)}") == 0
     free, held = (column(tmp_path / name, "train", "kl_answer")[-1] for name in ("0.0", "1.0"))
     assert 0 < held < free / 2
-    assert run(*common, "--kl_coef=0.01", "--kl_target=0.1", "--kl_horizon=50") == 0
-    coefs = column(tmp_path / "out", "train", "kl_coef")
-    assert coefs[0] == 0.01 and coefs[-1] > 0.02
 
 
 @pytest.mark.parametrize("flags", [["--minibatches=2"], ["--algorithm=ppo", "--epochs_per_step=2"]])
@@ -371,7 +367,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 RESUMED = {
-    "grpo": ["--kl_target=0.5", "--filter_groups=1", "--reward=even"],
+    "grpo": ["--filter_groups=1", "--reward=even"],
     "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True"],
     "lora": ["--algorithm=ppo", "--trainable=lora", "--reference=adapter_off", "--minibatches=2"],
 }
@@ -391,7 +387,7 @@ def test_a_run_continues_to_the_bit(run, tmp_path, name):
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save."""
-    common = [*RESUMED["ppo"], "--max_steps=12", "--save_every=3", "--eval_every=6"]
+    common = [*RESUMED["ppo"], "--max_steps=6", "--save_every=2", "--eval_every=6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
@@ -424,13 +420,12 @@ def test_a_resume_of_something_else_is_refused(run, base, tmp_path):
 
 STEPS = ["--max_steps=3", "--save_every=2", "--eval_every=3"]
 RANK_CASES = {
-    "grpo": ["--minibatches=2", "--epochs_per_step=2", "--scale_rewards=batch"],
+    "grpo": ["--minibatches=2", "--epochs_per_step=2", "--scale_rewards=group"],
     "grpo zero1 forward": ["--minibatches=2", "--zero1=True", "--overlap_step=forward", "--normalise_rewards=True"],
     "backward": ["--overlap_step=backward", "--grad_clip=0", "--loss=dr_grpo", "--eval_prompts=1"],
     "mask filter": ["--unfinished=mask", "--filter_groups=1", "--reward=even", "--loss=grpo"],
-    "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True", "--kl_target=1"],
-    # ddp_debug waits for what is in flight
-    "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True", "--ddp_debug=False"],
+    "ppo": ["--algorithm=ppo", "--epochs_per_step=2", "--minibatches=2", "--normalise_rewards=True"],
+    "ppo lora zero1": ["--algorithm=ppo", "--group_size=2", "--trainable=lora", "--zero1=True"],
 }
 
 
@@ -440,7 +435,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
 
     def job(name: str, flags: list[str], stops: bool) -> tuple[list[str], bool]:
-        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), [*STEPS, "--ddp_debug=True"])), stops
+        return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), STEPS)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
     flags = ["--max_steps=8", *RANK_CASES["ppo"]]
@@ -460,7 +455,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
 @pytest.mark.dist
 @pytest.mark.parametrize("name", RANK_CASES)
 def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
-    """Answers, rewards, updates. With ddp_debug the ranks' weights are compared after every update."""
+    """Answers, rewards, updates."""
     flags = [flag for flag in RANK_CASES[name] if not flag.startswith(("--zero1", "--overlap"))]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
     keys = ["loss", "grad_norm", "reward", "length", "kl_k3", "entropy", "flat_groups", "redrawn", "kl_coef"]

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,12 +285,22 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--neftune_alpha=5", "--dropout=0.1"], ["--trainable=embed,lm_head,lora", "--lora_dropout=0.1"],
-              ["--pack=False", "--trainable=lora"]], ids=["noise", "lora", "padded"],
-)  # fmt: skip
-def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
+    "flags", [["--neftune_alpha=5", "--dropout=0.1"], ["--pack=False", "--trainable=lora"]], ids=["noise", "padded"]
+)
+def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags):
+    """From the checkpoint of step 4, which is all that is left of a run."""
+    straight, left = tmp_path / "straight", tmp_path / "left"
+    common = [*flags, "--max_steps=10", "--save_every=4", "--eval_every=8", "--keep_last=0"]
+    assert run(*common, f"--out_dir={straight}") == 0
+    shutil.copytree(straight, left, symlinks=True, ignore=shutil.ignore_patterns("step_000008", "step_000010", "*est*"))
+    assert run(*common, f"--out_dir={left}", "--resume=must") == 0
+    assert_same_run(straight, left)
+
+
+def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save."""
-    common = [*flags, "--max_steps=24", "--save_every=4", "--eval_every=8"]
+    common = ["--trainable=embed,lm_head,lora", "--lora_dropout=0.1"]
+    common += ["--max_steps=12", "--save_every=3", "--eval_every=6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
@@ -319,6 +330,22 @@ def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, ru
     assert list((tmp_path / "tokens").glob("train_*.mask.npy")) and not list((tmp_path / "rows").glob("*.npy"))
     a, b = (tp.events(tmp_path / f"out{name}", "train") for name in ("rows", "tokens"))
     assert [e["loss"] for e in a] == [e["loss"] for e in b]
+
+
+@pytest.mark.parametrize("flags", [[], ["--pack=False"]], ids=["packed", "padded"])
+def test_the_loss_and_the_step_are_means_over_labels_however_the_batch_is_cut(run, base, tmp_path, flags):
+    """A mean of the micro-batches' means would weigh the labels of a micro-batch with few of them more."""
+    uneven = [talk(i) for i in range(60)]
+    for i, row in enumerate(uneven):
+        row["messages"][-1]["content"] += " Yes." * (i * 7 % 23)
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in uneven), encoding="utf-8")
+    common = [*flags, f"--data={path}", "--total_batch_tokens=1024", "--max_steps=4", "--eval_every=4"]
+    for size in (1, 8):
+        assert run(*common, f"--batch_size={size}", f"--out_dir={tmp_path / str(size)}") == 0
+    one, eight = (tp.events(tmp_path / str(size), "train") for size in (1, 8))
+    for key in ("loss", "grad_norm"):
+        assert [e[key] for e in one] == pytest.approx([e[key] for e in eight], rel=2e-5), key
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -411,11 +438,8 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
         (["--loss_weights=other.jsonl=2"], "other.jsonl"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(base, tmp_path, flags, says):
-    command = [sys.executable, str(ROOT / "sft.py"), *flags_of(base, tmp_path / "out", *flags)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+def test_a_mistake_is_one_line_and_leaves_nothing(run, tmp_path, capsys, flags, says):
+    assert says in tp.refused(run, capsys, *flags)
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,7 @@ A trainer that needs another default assigns the key again. `--help` lists these
 # value is still read; any other value is refused (configurator.py, run.py).
 REMOVED = {
     "ddp_debug": False, "compile_whole": False, "domain": "", "stable_lr": 0.0, "kl_target": 0.0, "kl_horizon": 10000.0,
-    "end": "min",
+    "loss": "last", "end": "min", "competence": 1.0, "competence_steps": 0, "competence_schedule": "sqrt",
 }  # fmt: skip
 
 resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
