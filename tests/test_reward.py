@@ -328,7 +328,7 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
 
 DIES = """
 import os, runpy, signal, sys, time
-import checkpoint
+from groundup.train import checkpoint
 
 write_state = checkpoint.write_state
 
