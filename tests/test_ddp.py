@@ -228,7 +228,7 @@ def check_equals_torch_ddp(world: ranks.World) -> None:
     """Bitwise for two ranks, whatever the buckets: a sum of two terms has no order."""
     tolerance = 0.0 if world.world_size == 2 else 1e-6
     models = [new_model(3), new_model(3, tied=True), Casting()]
-    for start, bucket_mb, accum_steps in itertools.product(models, (BLOCK_MB, 0.5, 100.0), (1, 2, 4)):
+    for start, bucket_mb, accum_steps in itertools.product(models, (BLOCK_MB, 0.5, 100.0), (1, 3)):
         model = copy.deepcopy(start)
         torchs = nn.parallel.DistributedDataParallel(
             copy.deepcopy(start), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
@@ -245,7 +245,7 @@ def check_equals_torch_ddp(world: ranks.World) -> None:
 
 
 def check_ranks_stay_equal(world: ranks.World) -> None:
-    """Weights and buffers of rank 0 at the start, equal bits after each of 20 steps, and they do change."""
+    """Weights and buffers of rank 0 at the start, equal bits after each of 8 steps, and they do change."""
     for clip, scaler, dtype in (
         (0.0, None, torch.float32),
         (0.5, None, torch.float32),
@@ -260,17 +260,18 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
         parallel = ddp.DDP(model)
         assert model.running.tolist() == [1, 1, 1] and model.flags.tolist() == [True, False]
         assert model.norm.weight.tolist() == [1] * D
-        before = digest(list(model.parameters()))
-        assert before == digest(list(_frozen_norm(new_model(0)).to(dtype).parameters()))
-        for step in range(20):
+        digests = [digest(list(model.parameters()))]
+        assert digests[0] == digest(list(_frozen_norm(new_model(0)).to(dtype).parameters()))
+        for step in range(8):
             for micro_step in range(2):
                 parallel.sync = micro_step == 1
                 _, _, x, y = batch(world, 2 * step + micro_step)
                 loss = model(x, y) / 100
                 (loss if scaler is None else scaler.scale(loss)).backward()
             parallel.step(optimizer, 1e-3, clip, scaler)
-            assert_same_on_all_ranks(digest(list(model.parameters())))
-        assert before != digest(list(model.parameters()))
+            digests.append(digest(list(model.parameters())))
+        assert_same_on_all_ranks(digests)
+        assert len(set(digests)) == 9
 
 
 def _frozen_norm(model: Llama) -> Llama:
@@ -773,7 +774,7 @@ def lose_rank(world: ranks.World, report: Callable[[str, str], None], how: str) 
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stopped":
-                time.sleep(7)
+                time.sleep(5)
             sys.exit(0)  # "left": one step fewer than the others
         model(x, y).backward()
         parallel.step(optimizer, 1e-3)
@@ -789,6 +790,7 @@ def test_lost_rank(how: str, seconds: float, tmp_path: Path) -> None:
     assert when - reports[1]["lost"][0] < seconds, (when - reports[1]["lost"][0], text)
     assert "UserError: ddp: rank 0: step 4: all_reduce of bucket" in text, text
     assert "(first: " in text and "another rank has died or is stuck" in text
+    assert how != "killed" or "; steps finished: rank 0 3, rank 1 3 (" in text, text
 
 
 # ---- layout -------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 
 
 def train(
-    world: ranks.World, steps: int = 20, kind: str = "adamw", clip: float = 0.5, scaled: bool = False,
+    world: ranks.World, steps: int = 8, kind: str = "adamw", clip: float = 0.5, scaled: bool = False,
     dtype: torch.dtype = torch.float32, recompute: str = "", bad_step: int = -1, element: int = 0,
     model: Llama | None = None, first: int = 0, start: dict[str, Tensor] | None = None, **options: object,
 ) -> dict[str, Tensor]:  # fmt: skip
@@ -128,17 +128,18 @@ def train(
 
 def check_overlap_is_exact(world: ranks.World) -> None:
     """The bits of overlap_step="off": weights, moments, norms and losses, whatever else is switched on."""
-    for overlap, variant in (
-        ("forward", {"bad_step": 9}),
-        ("forward", {"clip": 0.0, "bucket_mb": 0.0, "steps": 5}),
-        ("forward", {"scaled": True, "bad_step": 9, "recompute": "saved"}),
-        ("forward", {"recompute": "reentrant", "dtype": torch.bfloat16, "steps": 5}),
-        ("forward", {"kind": "muon", "scaled": True, "bad_step": 4, "steps": 8}),
-        ("forward", {"kind": "muon", "zero1": True, "bad_step": 5, "steps": 8}),
-        ("backward", {"clip": 0.0, "steps": 8}),
-        ("backward", {"clip": 0.0, "kind": "muon", "zero1": True, "steps": 8}),
+    variants = [
+        ("forward", {"kind": "muon", "zero1": True, "bad_step": 3, "steps": 5}),
+        ("backward", {"clip": 0.0, "kind": "muon", "zero1": True, "steps": 5}),
+        ("forward", {"bad_step": 5}),
+        ("forward", {"clip": 0.0, "bucket_mb": 0.0, "steps": 4}),
+        ("forward", {"scaled": True, "bad_step": 5, "recompute": "saved"}),
+        ("forward", {"recompute": "reentrant", "dtype": torch.bfloat16, "steps": 4}),
+        ("forward", {"kind": "muon", "scaled": True, "bad_step": 3, "steps": 5}),
+        ("backward", {"clip": 0.0, "steps": 4}),
         ("backward", {"clip": 0.0, "steps": 3, "recompute": "saved"}),
-    ):
+    ]
+    for overlap, variant in variants if world.world_size < 4 else variants[:2]:
         assert_close(train(world, overlap_step=overlap, **variant), train(world, **variant), 0.0)
 
 
@@ -238,12 +239,10 @@ def check_zero1_equals_plain(world: ranks.World) -> None:
     skip although only the first or the last rank's shard holds the infinity."""
     for kind, element in (("adamw", 0), ("adamw", -1), ("muon", 0)):
         # Without clipping: the norm, and so the coefficient, is float32, whose last bit depends on the shards
-        runs = [train(world, 10, kind, 0.0, dtype=torch.float64, zero1=zero1) for zero1 in (True, False)]
+        runs = [train(world, 5, kind, 0.0, dtype=torch.float64, zero1=zero1) for zero1 in (True, False)]
         assert_agree(*runs, 1e-13, "^[^@]*$")
-        options = {"scaled": element == 0, "bad_step": 4, "element": element}
-        assert_agree(
-            train(world, 10, kind, zero1=True, **options), train(world, 10, kind, **options), 1e-6, "@|weight$"
-        )
+        options = {"scaled": element == 0, "bad_step": 3, "element": element}
+        assert_agree(train(world, 6, kind, zero1=True, **options), train(world, 6, kind, **options), 1e-6, "@|weight$")
     parallel, _ = setup(zero1=True)
     if world.world_size > 1:
         with pytest.raises(UserError, match="whole matrices, but a shard ends inside one; see DDP's keep_whole"):
@@ -275,10 +274,10 @@ def check_state_moves_between_world_sizes(world: ranks.World) -> None:
     one = ranks.World(rank=0, local_rank=0, world_size=1)
     for kind in ("adamw", "muon"):
         run = functools.partial(train, kind=kind, clip=0.0, dtype=torch.float64)
-        half = run(world, 5, zero1=True)
+        half = run(world, 3, zero1=True)
         with mock.patch.object(dist, "is_initialized", return_value=False):  # a run without a process group
-            alone, whole, continued = run(one, 5), run(one, 10), run(one, 10, first=5, start=half)
-        for got, want in ((half, alone), (continued, whole), (run(world, 10, zero1=True, first=5, start=alone), whole)):
+            alone, whole, continued = run(one, 3), run(one, 6), run(one, 6, first=3, start=half)
+        for got, want in ((half, alone), (continued, whole), (run(world, 6, zero1=True, first=3, start=alone), whole)):
             assert_agree(got, want, 1e-12, "^[^@]*$")
 
 
@@ -375,7 +374,8 @@ class Wire(WireLog):
 def check_bytes_on_the_wire(world: ranks.World) -> None:
     """Each step sends what the formulas say, in the same order on all ranks; nothing while gradients are added up."""
     wires = (None, 4), (torch.float16, 2), (torch.bfloat16, 2)
-    for zero1, overlap, (wire, width) in itertools.product((False, True), ("off", "forward", "backward"), wires):
+    zero1s = (False, True) if world.world_size < 4 else (True,)
+    for zero1, overlap, (wire, width) in itertools.product(zero1s, ("off", "forward", "backward"), wires):
         kind = "muon" if zero1 else "adamw"
         parallel, optimizer = setup(None, kind, zero1=zero1, overlap_step=overlap, hook=ddp.Average(wire))
         want = [("c10d::allreduce_", 8, 0)]  # the flag that all gradients have arrived
@@ -419,7 +419,8 @@ def check_memory(world: ranks.World) -> None:
         return readings[-1]
 
     for zero1, overlap in ((False, "off"), (True, "forward"), (True, "backward")):
-        before = settled_bytes()
+        gc.collect()
+        gc.freeze()  # what there is already is not counted, nor looked at: all of torch is a lot
         parallel, optimizer = setup(zero1=zero1, overlap_step=overlap)
         for step in range(2):
             parallel.expect_step(optimizer, 1e-3)
@@ -429,10 +430,11 @@ def check_memory(world: ranks.World) -> None:
         n_params = sum(p.numel() for p in parallel.model.parameters())
         padded = sum(bucket.param.numel() for bucket in parallel.buckets)
         assert padded - n_params < 128 * world.world_size * len(parallel.buckets)
-        share, moments = padded // (world.world_size if zero1 else 1), (settled_bytes() - before - 8 * padded) / 8
+        share, moments = padded // (world.world_size if zero1 else 1), (settled_bytes() - 8 * padded) / 8
         assert share - (padded - n_params) <= moments <= share, f"{moments=} {share=} {padded=} {n_params=}"
         assert ranks.all_reduce_sum(torch.tensor(moments)) == n_params * (1 if zero1 else world.world_size)
         del parallel, optimizer
+        gc.unfreeze()
 
 
 class Ticking(nn.Module):
@@ -537,12 +539,14 @@ def check_rank_that_skips_blocks(world: ranks.World) -> None:
 
 CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_")]
 OF_SEVERAL = (check_zero1_equals_torch, check_overlap)
+OF_AT_MOST_TWO = (check_compiled_blocks, check_own_hooks, check_memory, check_overlap)
 
 
 def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
     for check in CHECKS:
-        check(world)
-        report(check.__name__, "")
+        if world.world_size <= 2 or check not in OF_AT_MOST_TWO:
+            check(world)
+            report(check.__name__, "")
 
 
 @pytest.mark.parametrize("check", [c for c in CHECKS if c not in OF_SEVERAL], ids=lambda check: check.__name__)
@@ -571,8 +575,9 @@ def fail_in_step_4(world: ranks.World, report: Callable, lost: int, **options: o
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("options", "operation"), [({}, "all_reduce"), ({"zero1": True}, "all_to_all_single")])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "options", "operation"), [(0, {}, "all_reduce"), (1, {"zero1": True}, "all_to_all_single")]
+)
 def test_rank_that_fails(lost: int, options: dict, operation: str, tmp_path: Path) -> None:
     """One line says who, when, what and where, and how far each rank has come."""
     scenario = functools.partial(fail_in_step_4, lost=lost, overlap_step="forward", **options)

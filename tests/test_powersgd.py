@@ -111,7 +111,8 @@ def send(model: nn.Module, parallel: ddp.DDP, grads: Grads) -> Grads:
 
 def check_equals_paper(world: ranks.World) -> None:
     """Also with tied and frozen weights, activation checkpointing and clipping; the norm is that of what comes out."""
-    for rank, n_steps, recompute, clip in ((4, 12, "", 0.0), (2, 4, "saved", 0.0), (8, 4, "reentrant", 0.1)):
+    cases = [(8, 3, "reentrant", 0.1), (4, 6, "", 0.0), (2, 3, "saved", 0.0)]
+    for rank, n_steps, recompute, clip in cases if world.world_size < 4 else cases[:1]:
         model, hook, capture = new_model(3, tied=bool(recompute)).double(), ddp.PowerSGD(rank, seed=rank), Capture()
         model.layers[1].up_proj.requires_grad_(not recompute)
         reference = copy.deepcopy(model)
@@ -141,7 +142,7 @@ def check_equals_paper(world: ranks.World) -> None:
 def check_buckets(world: ranks.World) -> None:
     """How the model is cut does not matter: equal bits, but for the order in which gloo adds up four terms. Nor does
     accumulation: the error is added once per step, not once per backward."""
-    dtype, tolerance = (torch.float64, 1e-13) if world.world_size == 4 else (torch.float32, 0.0)
+    dtype, tolerance = (torch.float64, 1e-13) if world.world_size > 2 else (torch.float32, 0.0)
     runs = [train_llama(world, ddp.PowerSGD(4), bucket_mb=mb, dtype=dtype) for mb in (BLOCK_MB, 100.0)]
     for many, few in zip(*runs, strict=True):
         assert_close(many, few, tolerance)
@@ -201,14 +202,14 @@ def check_error_is_bounded(world: ranks.World) -> None:
     parallel, capture = ddp.DDP(model, hook=hook), Capture()
     paper = Paper(kept(hook, "basis"), world.world_size)
     rms = {}
-    for step in range(401):
+    for step in range(201):
         everyone = noise(model, world, step)
         model.weight.backward(everyone[world.rank]["weight"])
         parallel.step(capture, 0.0)
         paper.step(everyone)
         rms[step] = [e["weight"].square().mean().sqrt().item() for e in (kept(hook, "error"), paper.errors[world.rank])]
-    assert 1 < rms[400][0] < 1.2 * rms[100][0], rms
-    assert world.world_size == 1 or rms[400][1] > 1.5 * rms[100][1]
+    assert 1 < rms[200][0] < 1.2 * rms[50][0], rms
+    assert world.world_size == 1 or rms[200][1] > 1.5 * rms[50][1]
 
 
 def check_start_step(world: ranks.World) -> None:
@@ -226,7 +227,7 @@ def check_start_step(world: ranks.World) -> None:
 
 
 def check_ranks_stay_equal(world: ranks.World) -> None:
-    """20 steps: equal weights and bases on all ranks, errors of their own, and equal bits if the update is deferred to
+    """8 steps: equal weights and bases on all ranks, errors of their own, and equal bits if the update is deferred to
     the next forward. During backward, or with ZeRO-1, it is refused with the reason."""
     for kind, dtype in (("adamw", torch.float32), ("muon", torch.float32), ("adamw", torch.bfloat16)):
         results = []
@@ -234,16 +235,16 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
             model, hook = new_model(world.rank).to(dtype), ddp.PowerSGD(4, start_step=3)
             parallel = ddp.DDP(model, hook=hook, overlap_step=overlap_step, keep_whole=partial(stays_whole, kind))
             optimizer, norms = Optimizer(parallel.buckets, kind), []
-            for step in range(20):
+            for step in range(8):
                 _, _, x, y = batch(world, step)
                 (model(x, y) / y.numel()).backward()
-                norms.append(parallel.step(optimizer, 1e-4 * (step + 1), clip=0.5).item())
+                norms.append(parallel.step(optimizer, 2e-4 * (step + 1), clip=0.5).item())
             parallel.flush()
             mine, shared = list(kept(hook, "error").values()), [*model.parameters(), *kept(hook, "basis").values()]
             assert_same_on_all_ranks((norms, digest(shared)))
             assert len(set(ranks.gather_objects(digest(mine)))) == world.world_size
             results.append((norms, digest(mine), digest(shared)))
-        assert results[0] == results[1] and len(set(norms)) == 20
+        assert results[0] == results[1] and len(set(norms)) == 8
         assert {e.dtype for e in kept(hook, "error").values()} == {torch.float32}
     for option, text in (({"zero1": True}, "shard"), ({"overlap_step": "backward"}, "skip")):
         refused = partial(ddp.DDP, Matrices(), hook=ddp.PowerSGD(), **option)
@@ -339,10 +340,13 @@ CHECKS = [
     check_equals_paper, check_buckets, check_low_rank, check_conservation, check_error_is_bounded, check_start_step,
     check_ranks_stay_equal, check_not_finite, check_resume, check_wire_and_memory,
 ]  # fmt: skip
+CHECKS_OF_FOUR = [
+    check_equals_paper, check_buckets, check_low_rank, check_conservation, check_resume, check_wire_and_memory,
+]  # fmt: skip
 
 
 def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
-    for check in CHECKS:
+    for check in CHECKS if world.world_size <= 2 else CHECKS_OF_FOUR:
         check(world)
         report(check.__name__, "")
 
@@ -359,8 +363,10 @@ def test_one_process(check: Callable) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", [*(check.__name__ for check in CHECKS), "end"])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [(name, n) for n, checks in ((2, CHECKS), (4, CHECKS_OF_FOUR)) for name in [*(c.__name__ for c in checks), "end"]],
+)
 def test_several_ranks(outcome: Callable, name: str, n: int) -> None:
     reports, exit_codes = outcome(n)
     for rank, report in enumerate(reports):
@@ -372,7 +378,7 @@ def test_several_ranks(outcome: Callable, name: str, n: int) -> None:
 
 
 def compare_to_torch(world: ranks.World, report: Callable[[str, str], None]) -> None:
-    """20 compressed steps in float64 from the same basis. Torch gets one bucket: with two its hook deadlocks on gloo,
+    """10 compressed steps in float64 from the same basis. Torch gets one bucket: with two its hook deadlocks on gloo,
     with more it aborts. It orders matrices by shape, and its bucket is final from the third step on."""
     model, hook, capture = new_model(3).double(), ddp.PowerSGD(4, start_step=2), Capture()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1000)
@@ -394,7 +400,7 @@ def compare_to_torch(world: ranks.World, report: Callable[[str, str], None]) -> 
 
     state = torchs.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     theirs.register_comm_hook(state, prefilled)
-    for step in range(22):
+    for step in range(12):
         _, _, x, y = batch(world, step)
         theirs.zero_grad()
         (model(x, y) / y.numel()).backward()
@@ -406,9 +412,8 @@ def compare_to_torch(world: ranks.World, report: Callable[[str, str], None]) -> 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("n", [2, 4])
-def test_equals_torch(n: int, tmp_path: Path) -> None:
-    reports, _ = test_ddp.start_ranks(compare_to_torch, n, tmp_path)
+def test_equals_torch(tmp_path: Path) -> None:
+    reports, _ = test_ddp.start_ranks(compare_to_torch, 2, tmp_path)
     assert all("equal" in report for report in reports), reports
 
 
