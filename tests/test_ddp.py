@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 from groundup.errors import UserError
 from groundup.train import ranks
+from groundup.train.powersgd import PowerSGD, make_hook
 
 V, D, L, T = 512, 64, 3, 16
 BLOCK_MB = 1e-4  # smaller than any block: every block gets a bucket of its own
@@ -635,7 +636,7 @@ def check_different_models(world: ranks.World) -> None:
         assert_raises_on_all_ranks(lambda model=model: ddp.DDP(model), "rank 1 differs from rank 0", text)
         assert time.monotonic() - start < 10
     assert_raises_on_all_ranks(lambda: ddp.DDP(new_model(0), bucket_mb=1.0 + (world.rank == 1)), "bucket_mb=2.0")
-    hook = ddp.PowerSGD(rank=4 + (world.rank == 1))  # messages of another size would end in an abort
+    hook = PowerSGD(rank=4 + (world.rank == 1))  # messages of another size would end in an abort
     assert_raises_on_all_ranks(lambda: ddp.DDP(new_model(0), hook=hook), "rank 1 differs from rank 0", "'rank': 5")
 
 
@@ -743,6 +744,7 @@ def test_close_ends_the_threads_of_the_group() -> None:
     code = """if True:
         import os, pathlib, torch, ddp
         from groundup.train import ranks
+from groundup.train.powersgd import PowerSGD, make_hook
         ranks.init()
         ddp.DDP(torch.nn.Linear(2, 2))
         import torch._dynamo  # as compile=True does at some point
@@ -893,7 +895,7 @@ def cuda_rank(world: ranks.World, report: Callable[[str, str], None]) -> None:
 def train_on_gpu(**options: object) -> tuple[list[Tensor], list[float]]:
     """Weights and norms after six steps of AdamW with a loss scale, clipping and two micro-steps."""
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    hook = ddp.make_hook(str(options.pop("compress", "none")), start_step=2, scaler=scaler)
+    hook = make_hook(str(options.pop("compress", "none")), start_step=2, scaler=scaler)
     exact = options.get("overlap_step") == "backward"  # cannot clip or scale
     model = new_model(0).cuda()
     parallel = ddp.DDP(model, BLOCK_MB, hook, **options)

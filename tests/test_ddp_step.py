@@ -45,6 +45,7 @@ import ddp
 from groundup.errors import UserError
 from groundup.train import ranks
 from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
+from groundup.train.powersgd import PowerSGD
 
 ROWS = 8  # sequences in the global batch
 
@@ -226,7 +227,7 @@ def check_step_on_arrival_refused(world: ranks.World) -> None:
         parallel.expect_step(optimizer, 1e-3)
         (mean_loss(world, parallel.model, 0) * (factor if world.rank == 0 else 1.0)).backward()
         assert_raises_on_all_ranks(functools.partial(parallel.step, optimizer, *arguments), *texts)
-    powersgd = functools.partial(setup, hook=ddp.PowerSGD())
+    powersgd = functools.partial(setup, hook=PowerSGD())
     assert_raises_on_all_ranks(lambda: powersgd(overlap_step="backward"), *why, "PowerSGD's errors")
     assert_raises_on_all_ranks(lambda: powersgd(zero1=True), "powersgd", "zero1=True", "use one of the two")
     own = functools.partial(setup, hook=lambda bucket: iter(()))  # would take the norm of a shard for that of the whole

@@ -635,13 +635,11 @@ HEAD_MEMORY = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_head_takes_a_fifth_of_the_memory_of_full_logits(tmp_path):
     env = dict(os.environ, PYTHONPATH=str(Path(model.__file__).parent), OMP_NUM_THREADS="1")
-    started, peak, results = {}, {}, {}
+    peak, results = {}, {}
     for which in ("chunked", "plain"):
         command = [sys.executable, "-c", textwrap.dedent(HEAD_MEMORY), which, str(tmp_path / which)]
-        started[which] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    for which, process in started.items():
-        peak[which] = int(process.communicate()[0])
-        results[which] = torch.load(tmp_path / which, weights_only=True)
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        peak[which], results[which] = int(out.stdout), torch.load(tmp_path / which, weights_only=True)
     for got, want in zip(results["chunked"], results["plain"], strict=True):
         assert relative_error(got, want) < 1e-6
     assert peak["plain"] > 2 * 4096 * 16000 * 4  # at the least the logits and their gradient: the measure measures

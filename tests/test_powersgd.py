@@ -1,4 +1,4 @@
-"""ddp.PowerSGD against plain loops after the paper, torch's powerSGD_hook, the uncompressed mean, and algebra.
+"""PowerSGD against plain loops after the paper, torch's powerSGD_hook, the uncompressed mean, and algebra.
 
 As in test_ddp.py a check is a function of a World that asserts: all run in this process and in 2 and 4 gloo processes.
 """
@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 import ddp
 from groundup.train import ranks
 from groundup.train.optim import Optimizer, stays_whole
+from groundup.train.powersgd import PowerSGD
 
 Grads = dict[str, Tensor]
 
@@ -73,12 +74,12 @@ class Paper:
         return means
 
 
-def kept(hook: ddp.PowerSGD, key: str) -> Grads:
+def kept(hook: PowerSGD, key: str) -> Grads:
     """The errors ("error") or bases ("basis") by name."""
     return {name: state[key].clone() for name, state in hook.state_dict().items()}
 
 
-def mean_error(hook: ddp.PowerSGD, world: ranks.World) -> Grads:
+def mean_error(hook: PowerSGD, world: ranks.World) -> Grads:
     return {name: ranks.all_reduce_sum(e) / world.world_size for name, e in kept(hook, "error").items()}
 
 
@@ -113,7 +114,7 @@ def check_equals_paper(world: ranks.World) -> None:
     """Also with tied and frozen weights, activation checkpointing and clipping; the norm is that of what comes out."""
     cases = [(8, 3, "reentrant", 0.1), (4, 6, "", 0.0), (2, 3, "saved", 0.0)]
     for rank, n_steps, recompute, clip in cases if world.world_size < 4 else cases[:1]:
-        model, hook, capture = new_model(3, tied=bool(recompute)).double(), ddp.PowerSGD(rank, seed=rank), Capture()
+        model, hook, capture = new_model(3, tied=bool(recompute)).double(), PowerSGD(rank, seed=rank), Capture()
         model.layers[1].up_proj.requires_grad_(not recompute)
         reference = copy.deepcopy(model)
         model.recompute = recompute
@@ -143,11 +144,11 @@ def check_buckets(world: ranks.World) -> None:
     """How the model is cut does not matter: equal bits, but for the order in which gloo adds up four terms. Nor does
     accumulation: the error is added once per step, not once per backward."""
     dtype, tolerance = (torch.float64, 1e-13) if world.world_size > 2 else (torch.float32, 0.0)
-    runs = [train_llama(world, ddp.PowerSGD(4), bucket_mb=mb, dtype=dtype) for mb in (BLOCK_MB, 100.0)]
+    runs = [train_llama(world, PowerSGD(4), bucket_mb=mb, dtype=dtype) for mb in (BLOCK_MB, 100.0)]
     for many, few in zip(*runs, strict=True):
         assert_close(many, few, tolerance)
     models = [Matrices().to(dtype) for _ in range(2)]
-    parallels = [ddp.DDP(m, mb, ddp.PowerSGD(2)) for m, mb in zip(models, (BLOCK_MB, 100.0), strict=True)]
+    parallels = [ddp.DDP(m, mb, PowerSGD(2)) for m, mb in zip(models, (BLOCK_MB, 100.0), strict=True)]
     assert [len(parallel.buckets) for parallel in parallels] == [6, 1]
     for step in range(8):
         parts = [noise(models[0], world, 10 * step + i)[world.rank] for i in range(3)]
@@ -162,7 +163,7 @@ def check_low_rank(world: ranks.World) -> None:
     """A mean of rank 4 passes unharmed, at once, also after steps without a gradient; matrices that would not shrink
     are sent as they are."""
     for n_zeros in (0, 2):
-        model, hook, share = Matrices(), ddp.PowerSGD(4), 4 // world.world_size
+        model, hook, share = Matrices(), PowerSGD(4), 4 // world.world_size
         parallel, everyone = ddp.DDP(model, BLOCK_MB, hook), noise(model, world, 1)
         for grads, name in product(everyone, ("a", "b", "c", "d")):
             g = grads[name].flatten(1)
@@ -175,14 +176,14 @@ def check_low_rank(world: ranks.World) -> None:
         for name, error in kept(hook, "error").items():
             assert error.norm() < 1e-5 * everyone[0][name].norm()
     assert hook.state_dict().keys() == {"a", "b", "c", "d"}
-    hook = ddp.PowerSGD(64)
+    hook = PowerSGD(64)
     assert_close(train_llama(world, hook, (0,))[0], train_llama(world, None, (0,))[0], 0.0)
     assert hook.state_dict() == {}
 
 
 def check_conservation(world: ranks.World) -> None:
     """What has not come out yet is the mean of the ranks' errors, to the last digit, also where gradients vanish."""
-    model, hook = Matrices().double(), ddp.PowerSGD(2)
+    model, hook = Matrices().double(), PowerSGD(2)
     parallel = ddp.DDP(model, BLOCK_MB, hook)
     owed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for step in range(15):
@@ -198,7 +199,7 @@ def check_conservation(world: ranks.World) -> None:
 
 def check_error_is_bounded(world: ranks.World) -> None:
     """The error settles; the paper's, whose ranks also keep what they differ by, walks away."""
-    model, hook = nn.Linear(32, 24, bias=False), ddp.PowerSGD(2)
+    model, hook = nn.Linear(32, 24, bias=False), PowerSGD(2)
     parallel, capture = ddp.DDP(model, hook=hook), Capture()
     paper = Paper(kept(hook, "basis"), world.world_size)
     rms = {}
@@ -215,7 +216,7 @@ def check_error_is_bounded(world: ranks.World) -> None:
 def check_start_step(world: ranks.World) -> None:
     """Until then, and outside the blocks with embedding=False, the plain mean to the bit."""
     plain = train_llama(world, None)
-    for hook, first in ((ddp.PowerSGD(4, start_step=3), 3), (ddp.PowerSGD(4, embedding=False), 0)):
+    for hook, first in ((PowerSGD(4, start_step=3), 3), (PowerSGD(4, embedding=False), 0)):
         outputs = train_llama(world, hook)
         assert len(hook.state_dict()) == (20 if hook.embedding else 18)
         for step, name in product(range(6), plain[0]):
@@ -232,7 +233,7 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
     for kind, dtype in (("adamw", torch.float32), ("muon", torch.float32), ("adamw", torch.bfloat16)):
         results = []
         for overlap_step in ("off", "forward"):
-            model, hook = new_model(world.rank).to(dtype), ddp.PowerSGD(4, start_step=3)
+            model, hook = new_model(world.rank).to(dtype), PowerSGD(4, start_step=3)
             parallel = ddp.DDP(model, hook=hook, overlap_step=overlap_step, keep_whole=partial(stays_whole, kind))
             optimizer, norms = Optimizer(parallel.buckets, kind), []
             for step in range(8):
@@ -247,7 +248,7 @@ def check_ranks_stay_equal(world: ranks.World) -> None:
         assert results[0] == results[1] and len(set(norms)) == 8
         assert {e.dtype for e in kept(hook, "error").values()} == {torch.float32}
     for option, text in (({"zero1": True}, "shard"), ({"overlap_step": "backward"}, "skip")):
-        refused = partial(ddp.DDP, Matrices(), hook=ddp.PowerSGD(), **option)
+        refused = partial(ddp.DDP, Matrices(), hook=PowerSGD(), **option)
         test_ddp.assert_raises_on_all_ranks(refused, text)
 
 
@@ -259,7 +260,7 @@ def check_not_finite(world: ranks.World) -> None:
         """Weights, moments and errors at the end. A negative seed is a step with a bad first element in `where`."""
         model, poison = new_model(3), torch.zeros(())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2, enabled=where != "")
-        hook = ddp.PowerSGD(4, scaler=scaler)
+        hook = PowerSGD(4, scaler=scaler)
         parallel = ddp.DDP(model, BLOCK_MB, hook)
         optimizer = Optimizer(parallel.buckets)
         if where and world.rank == world.world_size - 1:
@@ -291,14 +292,14 @@ def check_not_finite(world: ranks.World) -> None:
 def check_resume(world: ranks.World) -> None:
     """Equal bits. On another number of ranks the mean goes on. At another rank the errors stay, bases are new."""
     resume = partial(train_llama, world, dtype=torch.float64)
-    straight, hook = resume(ddp.PowerSGD(4), range(8)), ddp.PowerSGD(4)
+    straight, hook = resume(PowerSGD(4), range(8)), PowerSGD(4)
     resume(hook, range(4))
     saved = hook.state_dict()
     for states, tolerance in (([saved], 0.0), (ranks.gather_objects(saved), 1e-10)):
-        again = resume(ddp.PowerSGD(4, seed=1), range(4, 8), saved=states)
+        again = resume(PowerSGD(4, seed=1), range(4, 8), saved=states)
         for got, want in zip(again, straight[4:], strict=True):
             assert_close(got, want, tolerance)
-    fresh, wider = ddp.PowerSGD(8), ddp.PowerSGD(8)
+    fresh, wider = PowerSGD(8), PowerSGD(8)
     resume(fresh, ())
     resume(wider, (), saved=[saved])
     assert_close(kept(wider, "error"), kept(hook, "error"), 0.0)
@@ -308,7 +309,7 @@ def check_resume(world: ranks.World) -> None:
 def check_wire_and_memory(world: ranks.World) -> None:
     """The bytes of the formula, in the order P0, P1, Q0, P2, Q1, ..., on all ranks; the errors and bases, no more."""
     for embedding in (True, False):
-        model, hook, capture = new_model(0), ddp.PowerSGD(4, embedding=embedding), Capture()
+        model, hook, capture = new_model(0), PowerSGD(4, embedding=embedding), Capture()
         parallel = ddp.DDP(model, BLOCK_MB, hook)
         vocab, d = model.lm_head.weight.shape
         edge = [(vocab, d)] * embedding
@@ -380,7 +381,7 @@ def test_several_ranks(outcome: Callable, name: str, n: int) -> None:
 def compare_to_torch(world: ranks.World, report: Callable[[str, str], None]) -> None:
     """10 compressed steps in float64 from the same basis. Torch gets one bucket: with two its hook deadlocks on gloo,
     with more it aborts. It orders matrices by shape, and its bucket is final from the third step on."""
-    model, hook, capture = new_model(3).double(), ddp.PowerSGD(4, start_step=2), Capture()
+    model, hook, capture = new_model(3).double(), PowerSGD(4, start_step=2), Capture()
     theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1000)
     names = {p: name for name, p in theirs.module.named_parameters()}
     parallel = ddp.DDP(model, BLOCK_MB, hook)
@@ -420,7 +421,7 @@ def test_equals_torch(tmp_path: Path) -> None:
 def test_start_step_after_resuming() -> None:
     """Compression goes on in the first step after a resume, also where it had begun late."""
     model = Matrices()
-    parallel = ddp.DDP(model, hook=ddp.PowerSGD(2, start_step=3))
+    parallel = ddp.DDP(model, hook=PowerSGD(2, start_step=3))
     parallel.n_steps = 5
     grads = noise(model, ranks.World(0, 0, 1), 0)[0]
     assert relative(send(model, parallel, grads)["a"], grads["a"]) > 0.1

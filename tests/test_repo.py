@@ -160,7 +160,7 @@ def test_a_trainer_has_the_whole_frame(name):
 
 def test_the_start_and_the_end_of_a_run_stand_once():
     sources = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
-    for part in ("= ddp.make_hook(", "= ddp.DDP(", "checkpoint.find_latest(", "torch.amp.GradScaler(device"):
+    for part in ("= powersgd.make_hook(", "= ddp.DDP(", "checkpoint.find_latest(", "torch.amp.GradScaler(device"):
         assert [name for name, text in sources.items() if part in text] == ["groundup.train.run"], part
 
 

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp
 from groundup.errors import UserError
 from groundup.train.optim import Optimizer
+from groundup.train.powersgd import PowerSGD
 from groundup.train.ranks import barrier, close, gather_objects, init
 from model import ModelConfig, Transformer
 
@@ -56,8 +57,8 @@ CASES = {  # key: (label, options of our DDP)
     "zero1_forward": ("ours, ZeRO-1, step in forward", {"zero1": True, "overlap_step": "forward"}),
     "fp16": ("ours, float16 on the wire", {"hook": ddp.Average(torch.float16)}),
     "bf16": ("ours, bfloat16 on the wire", {"hook": ddp.Average(torch.bfloat16)}),
-    "powersgd": ("ours, PowerSGD rank 4", {"hook": ddp.PowerSGD(rank=4, embedding=True)}),
-    "powersgd_raw": ("the same, embedding as it is", {"hook": ddp.PowerSGD(rank=4, embedding=False)}),
+    "powersgd": ("ours, PowerSGD rank 4", {"hook": PowerSGD(rank=4, embedding=True)}),
+    "powersgd_raw": ("the same, embedding as it is", {"hook": PowerSGD(rank=4, embedding=False)}),
 }
 RUN = SimpleNamespace(ranks=2, mbit=0, rounds=1, steps=1, cases=[], timeline=False)  # a rank gets it as JSON
 

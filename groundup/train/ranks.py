@@ -43,7 +43,7 @@ class World:
         return self.rank == 0
 
 
-def init(device_type: str = "cpu", timeout_s: float = 300, debug: bool = False) -> World:
+def init(device_type: str = "cpu", timeout_s: float = 300) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, return a world of one.
 
     A collective fails if it waits longer than `timeout_s` for another rank. With `device_type` "cuda" this process

@@ -26,7 +26,7 @@ from configurator import write_config
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
-from groundup.train import checkpoint, ranks, run_card
+from groundup.train import checkpoint, powersgd, ranks, run_card
 from groundup.train.device import choose_device, choose_dtype, rng_state, seed_everything, set_rng_state
 from groundup.train.log import RunLog, check_tensorboard
 from groundup.train.optim import SCHEDULES, Optimizer, stays_whole
@@ -244,7 +244,7 @@ class Parts(NamedTuple):
     model: Transformer
     opt: Optimizer
     scaler: torch.amp.GradScaler
-    hook: object  # of ddp.make_hook
+    hook: object  # of powersgd.make_hook
     ddp: ddp.DDP
     world: ranks.World
     device: torch.device
@@ -261,7 +261,7 @@ def set_up(
         compile_blocks(model)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     first = updates_per_step * warmup_of(config) if config["compress_start_step"] < 0 else config["compress_start_step"]
-    hook = ddp.make_hook(
+    hook = powersgd.make_hook(
         config["compress"], config["compress_rank"], first, config["compress_embedding"], config["seed"], scaler
     )
     whole = partial(stays_whole, config["optimizer"])

@@ -25,7 +25,7 @@ import ddp
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.train import checkpoint, ranks, write_behind
+from groundup.train import checkpoint, powersgd, ranks, write_behind
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
@@ -49,7 +49,7 @@ class Training:
         kind, compress, trainable = CASES[case]
         self.model, self.base = tc.tiny(), "" if base is None else str(base)
         set_trainable(self.model, trainable, LoRAConfig(rank=2, modules=("q_proj", "down_proj")))
-        self.hook = ddp.make_hook(compress, 1, 0, True)
+        self.hook = powersgd.make_hook(compress, 1, 0, True)
         self.ddp = ddp.DDP(self.model, hook=self.hook)
         self.opt, self.n_steps = Optimizer(self.ddp.buckets, kind), 0
         self.step()
@@ -63,7 +63,7 @@ class Training:
 
     def states(self) -> tuple[dict, dict]:
         state = {"step": 1, "optimizer": self.opt.state_dict(), "skipped": [0.0, 0.0], "config": {"a": "b", "c": "b"}}
-        errors = self.hook.state_dict() if isinstance(self.hook, ddp.PowerSGD) else {}
+        errors = self.hook.state_dict() if isinstance(self.hook, powersgd.PowerSGD) else {}
         return state, {"rng": {"cpu": torch.get_rng_state()}, "powersgd": errors}
 
     def save(self, out: Path, model: nn.Module, state: dict, rank_state: dict, world: ranks.World = tc.ALONE) -> Path:
