@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import prepare
 from configurator import configure
 from groundup.align.losses import (  # fmt: skip
     METRICS,
@@ -35,6 +34,7 @@ from groundup.align.losses import (  # fmt: skip
     reference_logps,
     save_reference,
 )
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairBatch, PairCorpus
@@ -161,7 +161,7 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), prepare.debug_pairs)
+        debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     if not corpus.val:

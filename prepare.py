@@ -29,20 +29,18 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
 
 import numpy as np
 
 from configurator import configure, write_config
-from groundup.demo.python_docs import debug_texts
-from groundup.demo.python_talks import docs_conversations, docs_rows
+from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, streams
 from groundup.files.splits import SPLITS
@@ -630,41 +628,6 @@ def check_unchanged(inputs: list[Input]) -> None:
     for file in inputs:
         if look(file.path, file.name, file.source) != file:
             raise UserError(f"prepare: {file.name} changed while it was read; run again")
-
-
-def make_debug_data(out_dir: str | Path) -> None:
-    """A small corpus and tokenizer to try things out on, made in a second unless it is there.
-
-    Several processes may call this at once: one makes it, the others wait.
-    """
-    out_dir = Path(out_dir)
-    if (out_dir / "manifest.json").exists():
-        return
-    recipe = Recipe(sources=(Source(min_chars=1),), val_fraction=0.1, strict=True)
-    check_replaceable(out_dir, overwrite=False)
-    with work_dir(out_dir, wait=True) as work:
-        if not (out_dir / "manifest.json").exists():
-            inputs = [made_file(write_documents(debug_texts(), work / "debug.jsonl"), "debug", 0)]
-            config = {"workers": 1, "vocab_size": 512, "backend": "bpe", "pattern": "gpt4"}
-            config |= {"tokenizer_dir": "", "pack": 0}
-            build(inputs, recipe, None, work, config, info={})
-            publish(work, out_dir)
-
-
-def debug_pairs(talks: list[list[dict]]) -> list[dict]:
-    """Questions about Python with their answer, and its words in reverse."""
-    said = [(talk[:1], talk[1]["content"]) for talk in talks]
-    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
-
-
-def make_debug_rows(path: Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
-    """Beside the debug corpus a file of rows that `rows_of` makes of some conversations about Python, unless it is
-    there. Several processes may call this at once: each writes the same, under its own name at first."""
-    if not path.exists():
-        make_debug_data(path.parent)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        write_documents(rows_of(list(islice(docs_conversations(), 0, 4000, 20))), part)
-        os.replace(part, path)
 
 
 # ---- the command -----------------------------------------------------------------------------

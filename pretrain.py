@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import prepare
 from configurator import configure
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate.completion import begin_prompt, never_sampled
 from groundup.generate.engine import generate
@@ -217,7 +217,7 @@ if __name__ == "__main__":
         print(describe(choose_architecture(config, source, 0), epochs=""))
         sys.exit(0)
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
-        prepare.make_debug_data(data_dir)
+        debug_data.make_debug_data(data_dir)
     corpus = TextCorpus(data_dir, block_size, pack, val_data)
     if stop_on and (stop_on not in corpus.val or len(corpus.val) == 1):
         has = ", ".join(corpus.val)

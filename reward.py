@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-import prepare
 from configurator import configure
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), prepare.debug_pairs)
+        debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     if not corpus.val:

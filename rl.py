@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import prepare
 from configurator import configure
 from groundup.align import policy_gradient as pg
 from groundup.align import rollouts
@@ -37,6 +36,7 @@ from groundup.align.rollouts import (
     draw_groups,
     learnt_rewards,
 )
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
 from groundup.tokens.prompts import PromptCorpus
@@ -248,7 +248,7 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), debug_rows)
+        debug_data.make_debug_rows(Path(data), debug_rows)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_critic(config, source, tokenizer)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-import prepare
 from configurator import configure
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate.completion import never_sampled
 from groundup.generate.engine import generate
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        prepare.make_debug_rows(Path(data), debug_rows)
+        debug_data.make_debug_rows(Path(data), debug_rows)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     if not corpus.val:

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_rl import forget
 
-import prepare
 from groundup.align import losses as align_losses
 from groundup.align.losses import LOSSES, REFERENCE_FREE, losses_and_metrics, pair_logps, pair_losses, reference_logps
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
 from groundup.train import checkpoint
@@ -55,7 +55,7 @@ def pair(i: int) -> dict:
 def base(tmp_path_factory) -> Path:
     """A small model of random weights: base/model, its tokenizer, and pairs.jsonl."""
     folder = tmp_path_factory.mktemp("base")
-    prepare.make_debug_data(folder / "data")
+    debug_data.make_debug_data(folder / "data")
     tokenizer = Tokenizer.load(folder / "data")
     (folder / "model").mkdir()
     torch.manual_seed(0)

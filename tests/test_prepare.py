@@ -25,6 +25,7 @@ import pytest
 
 import prepare
 from configurator import is_key
+from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.text import pipeline
@@ -731,18 +732,18 @@ def test_verify(tmp_path, tok, capsys):
 
 
 def test_debug_data_made_by_several_processes_at_once(tmp_path):
-    code = f"import prepare; prepare.make_debug_data({str(tmp_path / 'debug')!r})"
+    code = f"from groundup.demo import debug_data; debug_data.make_debug_data({str(tmp_path / 'debug')!r})"
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert os.listdir(tmp_path) == ["debug"]
     verify(tmp_path / "debug")
     before = content(tmp_path / "debug")
-    prepare.make_debug_data(tmp_path / "debug")
+    debug_data.make_debug_data(tmp_path / "debug")
     assert content(tmp_path / "debug") == before
     found = read_back(tmp_path / "debug")
     assert sorted(found["train"] + found["val"]) == sorted(corpora.debug_texts())
     assert any("的" in text for text in corpora.debug_texts())
-    prepare.make_debug_data(tmp_path / "again")
+    debug_data.make_debug_data(tmp_path / "again")
     assert content(tmp_path / "again").keys() == before.keys()
     assert (tmp_path / "again" / "train_00000.npy").read_bytes() == before["train_00000.npy"]
 

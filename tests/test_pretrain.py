@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file
 
 import ddp
-import prepare
 from configurator import defaults_of
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
@@ -51,7 +51,7 @@ def flags_with_defaults(flags: tuple[str, ...], defaults: list[str]) -> list[str
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("data") / "debug"
-    prepare.make_debug_data(path)
+    debug_data.make_debug_data(path)
     return path
 
 

@@ -20,9 +20,9 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import prepare
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.files.answer_files import read_settings, settings_path, write_settings
 from groundup.scores import rows as scored_rows
@@ -58,7 +58,7 @@ def write(path: Path, rows: list) -> Path:
 def base(tmp_path_factory) -> Path:
     """A small language model: base/model, its tokenizer, and pairs.jsonl."""
     folder = tmp_path_factory.mktemp("reward")
-    prepare.make_debug_data(folder / "data")
+    debug_data.make_debug_data(folder / "data")
     tokenizer = Tokenizer.load(folder / "data")
     for name, qk_norm in (("model", False), ("qwen", True)):
         (folder / name).mkdir()

@@ -19,12 +19,12 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import prepare
 import rl
 from groundup.align import policy_gradient as pg
 from groundup.align import reward_model, rollouts
 from groundup.align.reward_model import RewardModel
 from groundup.align.rewards import Rollout
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.prompts import PromptCorpus
@@ -62,7 +62,7 @@ def base(tmp_path_factory) -> Path:
     """A small model of random weights that ends its answers, its tokenizer, a reward model of random weights, prompts
     and rules."""
     folder = tmp_path_factory.mktemp("base")
-    prepare.make_debug_data(folder / "data")
+    debug_data.make_debug_data(folder / "data")
     tokenizer = chat_ready(Tokenizer.load(folder / "data"))
     torch.manual_seed(0)
     cfg = ModelConfig(tokenizer.vocab_size, block_size=96, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)

@@ -17,8 +17,8 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import prepare
 import sft
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
@@ -45,7 +45,7 @@ def talk(i: int) -> dict:
 def base(tmp_path_factory) -> Path:
     """A small model of pretraining's kind: base/model, its tokenizer, and talks.jsonl."""
     folder = tmp_path_factory.mktemp("base")
-    prepare.make_debug_data(folder / "data")
+    debug_data.make_debug_data(folder / "data")
     tokenizer = Tokenizer.load(folder / "data")
     (folder / "model").mkdir()
     torch.manual_seed(0)

@@ -22,8 +22,8 @@ from bench_train import SHAPES, shapes_of
 from timing import ROOT, Line, Options
 
 import ddp
-import prepare
 import tokenizer
+from groundup.demo import debug_data
 from groundup.train import checkpoint, ranks
 from groundup.train.device import rng_state
 from groundup.train.optim import Optimizer
@@ -61,7 +61,7 @@ def startup_row(options: Options) -> Iterator[Line]:
     debug += ["--overwrite=True", f"--data_dir={options.folder / 'debug'}", f"--out_dir={options.folder / 'run'}"]
     sides["pretrain.py, first step"] = lambda: timing.until_line(debug, "step      1/")[0]
     with contextlib.redirect_stdout(io.StringIO()):  # before the clock starts
-        prepare.make_debug_data(options.folder / "debug")
+        debug_data.make_debug_data(options.folder / "debug")
     seconds = timing.alternate(sides, options.few, warmups=0 if options.quick else 1)
     for line in timing.lines("startup", "a fresh process", seconds, "s", ["import torch"]):
         line.limit = PROMISED_S.get(line.side, 2.0 if "--help" in line.side else 0.0)

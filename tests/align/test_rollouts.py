@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-import prepare
 from groundup.align import rollouts
 from groundup.align.rewards import Rollout
 from groundup.align.rollouts import Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
+from groundup.demo import debug_data
 from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
 from model import ModelConfig, Transformer
@@ -21,7 +21,7 @@ QUESTIONS = ["What is 2 plus 3?", "为什么天是蓝的?", "Say yes.", "Name a 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer") / "data"
-    prepare.make_debug_data(folder)
+    debug_data.make_debug_data(folder)
     return chat_ready(Tokenizer.load(folder))
 
 

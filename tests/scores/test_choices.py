@@ -12,9 +12,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import prepare
 import tokenizer as tok
 from evaluate import describe_choices
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.scores.choices import TASKS, evaluate_choices, likeliest, read_task, subjects_file, summary
 from groundup.train import checkpoint
@@ -104,7 +104,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 def base(tmp_path_factory) -> Path:
     """A directory for each benchmark, and model/, small and of random weights."""
     folder = tmp_path_factory.mktemp("choices")
-    prepare.make_debug_data(folder / "data")
+    debug_data.make_debug_data(folder / "data")
     tokenizer = tok.Tokenizer.load(folder / "data")
     save_model(folder / "model", tokenizer, block_size=1024)
     for task in EXAMS:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import prepare
+from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.prompts import PromptCorpus, prompt_of
 from groundup.tokens.row_reader import Unusable
@@ -16,7 +17,7 @@ from tokenizer import Tokenizer, chat_ready
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer") / "data"
-    prepare.make_debug_data(folder)
+    debug_data.make_debug_data(folder)
     return chat_ready(Tokenizer.load(folder))
 
 
