@@ -1,1 +1,6 @@
-"""What does every training run share?"""
+"""What does every training run share?
+
+In: the settings of a trainer and a run directory. Out: a model that trains, and checkpoints that resume exactly.
+Read settings, then run (start, set-up, end) with base, device, log and signals; checkpoint, huggingface, write_behind;
+optim, lora, plan; ranks and powersgd below ddp.py.
+"""

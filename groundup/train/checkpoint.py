@@ -7,16 +7,11 @@
         score.json checksums.json                            validation loss; CRC-32 of the other files, written last
       latest -> step_000200   best -> step_000150   best2 -> step_000100
 
-AutoModelForCausalLM.from_pretrained("out/demo/latest") opens it with no export, and load_model reads any Hugging Face
-directory of the architectures that model.py builds (huggingface.py). Opening a checkpoint never runs code: weights are
-safetensors, state is plain data (torch.load with weights_only=True).
-
-A model with adapters has adapter_config.json, adapter_model.safetensors and model_config.json in place of
-model.safetensors and config.json: what is trained, and the directory of the frozen weights. transformers and peft load
-it as it is; load_model returns the merged model.
-
-A kill -9 during a save loses that save only: nothing is removed before its successor is complete. write_behind.py runs
-save() in a thread, from a copy in memory.
+AutoModelForCausalLM.from_pretrained("out/demo/latest") opens it with no export; load_model also reads Hugging Face
+directories of the architectures that model.py builds. Opening a checkpoint never runs code: weights are safetensors,
+state is plain data (torch.load with weights_only=True). A model with adapters is saved as peft does, with
+model_config.json: what is trained, and the directory of the frozen weights. A kill -9 during a save loses that save
+only: nothing is removed before its successor is complete.
 """
 
 import hashlib
