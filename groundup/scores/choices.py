@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.files import readers, records, streams
 from groundup.generate.completion import begin_prompt
 from groundup.scores.likelihood import score_tokens
@@ -206,14 +206,10 @@ class Notes:
     def lines(self) -> list[str]:
         found = []
         if self.other_encoding:
-            found.append(f"read as GB18030 (GBK), not UTF-8: {listed(self.other_encoding)}")
+            found.append(f"read as GB18030 (GBK), not UTF-8: {listed(self.other_encoding, 3)}")
         if self.no_group:
-            found.append(f"of no group, only in the overall score: {listed(self.no_group)}")
+            found.append(f"of no group, only in the overall score: {listed(self.no_group, 3)}")
         return found
-
-
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def read_exam(task: str, path: str, shots: int, notes: Notes) -> list[Subject]:

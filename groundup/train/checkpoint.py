@@ -31,9 +31,9 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.train import huggingface, lora, ranks
-from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, listed, read_json, write_json
+from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json, write_json
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
@@ -444,7 +444,7 @@ def copy_weights(model: Transformer, directory: str | Path, leave: tuple[str, ..
         tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
         problems = list(huggingface.misfits(params, tensors))
         if problems:
-            raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems)}")
+            raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems, 4)}")
         for name, p in params.items():
             p.copy_(tensors[name][:])
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -210,11 +210,6 @@ def misfits(params: dict[str, Tensor], tensors: dict[str, Any]) -> Iterator[str]
             yield f"{name} has shape {shape} and not {want}"
         elif dtype not in DTYPES:
             yield f"{name} is {dtype} and not one of {', '.join(DTYPES)}"
-
-
-def listed(texts: list[str]) -> str:
-    """Join the first four of what may be thousands."""
-    return "; ".join(texts[:4]) + (f"; ... ({len(texts)} in all)" if len(texts) > 4 else "")
 
 
 # ---- peft's adapters ------------------------------------------------------------------------------------------------
