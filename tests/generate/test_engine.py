@@ -119,12 +119,12 @@ def test_cache_bytes_are_those_of_its_tensors():
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(net, monkeypatch):
-    monkeypatch.setattr(engine, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(engine, "free_bytes", lambda device: 2**17)
     with pytest.raises(UserError) as caught:
-        generate(net, None, [prompt(4)] * 400, SamplingParams(max_new_tokens=30))
+        generate(net, None, [prompt(4)] * 40, SamplingParams(max_new_tokens=30))
     text = str(caught.value)
-    assert "400 rows of 33 tokens" in text and "free" in text and "\n" not in text
-    generate(net, None, [prompt(4)] * 400, SamplingParams(max_new_tokens=30), batch_size=4)
+    assert "40 rows of 33 tokens" in text and "free" in text and "\n" not in text
+    generate(net, None, [prompt(4)] * 6, SamplingParams(max_new_tokens=30), batch_size=2)
 
 
 # ---- greedy ---------------------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ def test_packed_matrices_multiply_alike(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (1, 2))])
+@pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    net = random_model(tiny_config(n_kv_head=2, block_size=300))
+    net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
     torch._dynamo.utils.counters.clear()
