@@ -19,7 +19,7 @@ import evaluate
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.files.row_formats import as_score
+from groundup.files.text_keys import as_score
 from groundup.scores import domains, likelihood
 from groundup.scores import rows as row_scores
 from groundup.train import checkpoint

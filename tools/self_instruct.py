@@ -96,7 +96,7 @@ class Task(NamedTuple):
 
 
 def read_seeds(paths: str) -> list[Task]:
-    """The first question and answer of every conversation; what is left out is printed. Raises ConfigError."""
+    """The first question and answer of every conversation; what is left out is printed."""
     report, tasks = readers.Report(), []
     for file in readers.find_files(paths):
         tasks += [row.value for row in readers.read_rows(file, seed_of, "line", report=report)]
@@ -254,7 +254,7 @@ def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) ->
 
 
 def check(c: SimpleNamespace) -> None:
-    """Raises ConfigError."""
+    """Raise UserError."""
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
     if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
         raise UserError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
@@ -269,7 +269,7 @@ def check(c: SimpleNamespace) -> None:
 
 
 def run(c: SimpleNamespace) -> None:
-    """Go on until there are n_tasks. Raises ConfigError, DataError, ChatError."""
+    """Go on until there are n_tasks."""
     check(c)
     given = read_seeds(c.seeds)
     names = ("model", "fields", "language", "tasks_per_request", "demos", "own_demos", "rouge", "blocked", "refusals")

@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal: streamed answers, commands, Ctrl-C, and a history that fits the context.
+"""A chat in the terminal: streamed answers, commands, Ctrl-C, and a history that fits the context.
 
 On a terminal a message is a line, or several pasted at once; otherwise standard input is read line by line, so that a
 chat can be scripted. Answers go to standard output, everything else to standard error.
@@ -30,17 +30,17 @@ HELP = """\
 
 
 class Turn(NamedTuple):
-    question: list[int]  # ids from the user's <|im_start|> up to where the answer begins
+    question: list[int]  # ids from the user's <|im_start|> to the beginning of the answer
     answer: list[int]  # without the token that ended it
 
 
 class Chat:
-    """A conversation as token ids: answers stay as they were generated, so that the session's cache stays valid."""
+    """A conversation as token ids. Answers are kept as generated, so that the session's cache stays valid."""
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, system: str = "", compile: bool = False
     ) -> None:
-        """Raises SampleError for parameters that make no sense in a chat."""
+        """Raise UserError for parameters that make no sense in a chat."""
         for key in ("n", "num_beams", "best_of"):
             if getattr(params, key) > 1:
                 raise UserError(f"sample: a chat has one answer at a time, got {key}={getattr(params, key)}")
@@ -52,12 +52,12 @@ class Chat:
         self.dropped = 0  # turns that did not fit before the last answer
 
     def ask(self, message: str) -> Iterator[str]:
-        """The answer in pieces. Wherever it is left, what was said so far stays in the history. Raises SampleError."""
+        """Yield the answer in pieces. If it is closed early, what was said so far stays in the history."""
         ids, _ = self.tokenizer.render([{"role": "user", "content": message}], add_generation_prompt=True)
         return self._answer(ids)
 
     def ask_again(self) -> Iterator[str]:
-        """Another answer to the last message, instead of the last one. Raises SampleError."""
+        """Yield another answer to the last message, which replaces the last one."""
         if not self.turns:
             raise UserError("chat: there is no message to answer again")
         last = self.turns.pop()
@@ -82,7 +82,7 @@ class Chat:
                 self.turns.append(Turn(question, self._said(ids, "".join(texts))))
 
     def _fitted(self, question: list[int]) -> list[int]:
-        """Prompt of an answer. The oldest turns go until there is room for max_new_tokens, at most half the context."""
+        """Return the prompt of an answer. Drop the oldest turns until max_new_tokens fit, at most half the context."""
         room = self.context - min(self.params.max_new_tokens, self.context // 2)
         system = [{"role": "system", "content": self.system}] if self.system else []
         head = self.tokenizer.render(system)[0] if system else []
@@ -101,14 +101,11 @@ class Chat:
         return head + sum(turns, []) + question
 
     def _said(self, ids: list[int], text: str) -> list[int]:
-        """Ids of an answer as it was shown: a stop text, or half a character at an interruption, was not."""
+        """Return the ids of an answer as it was shown, without stop texts and characters cut in half."""
         if ids and ids[-1] in self.params.stop_ids:
             ids = ids[:-1]
         same = self.tokenizer.decode(ids, self.params.skip_special_tokens) == text
         return ids if same else self.tokenizer.encode(text)
-
-
-# ---- terminal -------------------------------------------------------------------------------------------------------
 
 
 def converse(chat: Chat) -> None:
@@ -138,7 +135,7 @@ def converse(chat: Chat) -> None:
 
 
 def respond(chat: Chat, message: str) -> bool:
-    """Print the answer to a message, or do what a command says; whether Ctrl-C interrupted it."""
+    """Answer a message or obey a command. Return whether Ctrl-C interrupted the answer."""
     command = re.fullmatch(r"\s*/([a-z]+)(?:\s+(.*))?", message, re.DOTALL)
     try:
         if not command:
@@ -172,7 +169,7 @@ def change(chat: Chat, command: str, argument: str) -> None:
 
 
 def show(chat: Chat, pieces: Iterator[str]) -> bool:
-    """Print an answer as it comes; whether Ctrl-C interrupted it."""
+    """Print an answer as it is generated. Return whether Ctrl-C interrupted it."""
     with ctrl_c_noted() as pressed, contextlib.closing(pieces):
         for number, piece in enumerate(pieces):
             if number == 0 and chat.dropped:
@@ -186,8 +183,7 @@ def show(chat: Chat, pieces: Iterator[str]) -> bool:
 
 @contextlib.contextmanager
 def ctrl_c_noted() -> Iterator[list[int]]:
-    """A list that grows with each Ctrl-C, which so does not break off the model's work in the middle of a token. The
-    third one does."""
+    """Yield a list that grows with each Ctrl-C, so that a token is never cut in half; the third one raises."""
     pressed = []
 
     def handler(number: int, frame: object) -> None:
@@ -203,7 +199,7 @@ def ctrl_c_noted() -> Iterator[list[int]]:
 
 
 def read_message() -> str:
-    """A line from the terminal, with those that were pasted together with it. Raises EOFError, KeyboardInterrupt."""
+    """Return a line from the terminal, with the lines pasted with it. Raise EOFError or KeyboardInterrupt."""
     lines = [input("> ")]
     # A paste arrives at once; where readline takes several lines as one (bracketed paste), nothing is left to wait for.
     while os.name == "posix" and select.select([sys.stdin], [], [], 0.05)[0]:
@@ -216,7 +212,7 @@ def read_message() -> str:
 
 @contextlib.contextmanager
 def input_history() -> Iterator[None]:
-    """Line editing and the messages of earlier chats, if Python has readline and the file can be read and written."""
+    """Load the messages of earlier chats for line editing, if Python has readline, and save them at the end."""
     try:
         import readline
     except ImportError:

@@ -1,9 +1,9 @@
-"""From logits to tokens: the parameters of sampling, the processors of logits, the choice of a token, beam search.
+"""From logits to tokens: sampling parameters, logit processors, the draw of a token, beam search.
 
-Pure functions on tensors; generate.py drives them. The order and the arithmetic are those of transformers, bit for bit:
-ids that may not come now -> repetition, frequency, presence penalty -> the likeliest id if temperature is 0, else
-temperature -> top_k -> top_p -> min_p -> a draw. Rows of one batch may have different parameters: each parameter is a
-tensor with one value per row, so no step loops over rows, and what no row asks for is left out.
+Pure functions on tensors, called by engine.py. Order and arithmetic are those of transformers, bit for bit: banned ids
+-> repetition, frequency, presence penalty -> the argmax if temperature is 0, else temperature -> top_k -> top_p ->
+min_p -> a draw. Rows of a batch may have different parameters: each parameter is a tensor with one value per row, and a
+parameter that no row uses is skipped.
 """
 
 import math
@@ -21,15 +21,12 @@ INF = math.inf
 ID_LISTS = ("stop_token_ids", "eos_ids", "banned_ids")
 
 
-
-
-
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one prompt asks for. Raises SampleError for every value out of range."""
+    """Parameters of one prompt. Raise UserError for a value out of range."""
 
     max_new_tokens: int = 256
     min_new_tokens: int = 0  # no stop id (and no stop string) before that many tokens
@@ -84,7 +81,7 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
-        """(name, whether the value is in range, the range in words). What greedy search does not need it ignores."""
+        """Return (name, whether the value is in range, the range in words). Greedy search has fewer demands."""
         one, with_beams = self.num_beams == 1, f"with num_beams={self.num_beams}"
         k = "-1 (off) or the number of other ids"
         samples = f"best_of={self.best_of}" if self.best_of > self.n else f"n={self.n}"
@@ -126,7 +123,7 @@ def is_id(value: object) -> bool:
 
 
 class RowParams:
-    """Parameters of the rows of a batch, each a tensor (B, 1), or None if no row needs it. Raises SampleError."""
+    """Parameters of the rows of a batch, each a tensor (B, 1), or None if no row uses it."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.params, self.vocab_size, self.device = list(params), vocab_size, device
@@ -137,7 +134,7 @@ class RowParams:
         self._fill()
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """Row `row` now belongs to a prompt with these parameters."""
+        """Give row `row` the parameters of another prompt."""
         self.params[row] = params
         self._mask_ids(row)
         self._fill()
@@ -187,7 +184,7 @@ class RowParams:
 
 
 class Seen:
-    """What penalties look at: counts (B, V) int32 in the output, present (B, V) bool in prompt or output."""
+    """Tokens seen so far, for penalties: counts (B, V) int32 in the output, present (B, V) bool in prompt or output."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
@@ -196,7 +193,7 @@ class Seen:
             self.reset(row, ids)
 
     def reset(self, row: int, prompt: Sequence[int]) -> None:
-        """Row `row` now begins with this prompt and has no output."""
+        """Start row `row` again with this prompt."""
         self.counts[row] = 0
         self.present[row] = False
         self.present[row, torch.tensor(list(prompt), dtype=torch.int64, device=self.present.device)] = True
@@ -213,7 +210,7 @@ class Seen:
 
 
 def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: Tensor | int) -> Tensor:
-    """logits (B, V) with ids that may not come now at -inf, and penalties, float32; n_out (B,): tokens each row has.
+    """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out (B,): output tokens of each row.
 
     Penalties as in arXiv:1909.05858 (repetition) and the OpenAI API (frequency, presence)."""
     x = logits.float()
@@ -233,9 +230,9 @@ def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: Tensor | 
 
 
 def keep_likeliest(logits: Tensor, rows: RowParams) -> Tensor:
-    """logits (B, V) divided by temperature, -inf for all ids that top_k, then top_p, then min_p leave out.
+    """Return logits (B, V) divided by the temperature, -inf for the ids that top_k, then top_p, then min_p remove.
 
-    top_p keeps the smallest set of likeliest ids that reaches it (arXiv:1904.09751), min_p as in arXiv:2407.01082."""
+    top_p keeps the smallest set of likeliest ids that reaches it (arXiv:1904.09751); min_p: arXiv:2407.01082."""
     x = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None:
         likeliest = x.topk(rows.largest_k).values
@@ -250,7 +247,7 @@ def keep_likeliest(logits: Tensor, rows: RowParams) -> Tensor:
 
 
 def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
-    """(B, V) bool: the least likely ids of a row with probabilities that sum to at most tail (B, 1); never all."""
+    """Return (B, V) bool: the least likely ids of a row, with a total probability of at most tail (B, 1); never all."""
     if logits.device.type == "cpu":  # where numpy sorts values 35 times as fast as torch sorts values and indices
         ascending = torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1))
         n_out = (ascending.softmax(dim=-1).cumsum(dim=-1) <= tail).sum(dim=-1, keepdim=True)
@@ -266,7 +263,7 @@ def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """logits (B, V) as process() gives them, a generator for each row with temperature > 0 -> token ids (B,) int64."""
+    """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with temperature > 0."""
     if not any(rows.draws):
         return logits.argmax(dim=-1)
     probs = keep_likeliest(logits, rows).softmax(dim=-1)
@@ -277,7 +274,7 @@ def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator
 
 
 def exponential(like: Tensor, draws: list[bool], generators: Sequence[torch.Generator | None]) -> Tensor:
-    """(B, V) float32 from the exponential distribution, each row that draws by its own generator."""
+    """Return (B, V) float32 exponential noise, each row that draws from its own generator."""
     on_cpu = like.device.type == "cpu"
     noise = torch.full_like(like, 0.5, dtype=torch.float64 if on_cpu else torch.float32)
     for row, (draw, generator) in enumerate(zip(draws, generators, strict=True)):
@@ -290,7 +287,7 @@ def exponential(like: Tensor, draws: list[bool], generators: Sequence[torch.Gene
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises SampleError for a row of logits (B, V) without a likeliest id: NaN, +inf, or -inf everywhere.
+    """Raise UserError for a row of logits (B, V) without a likeliest id: NaN, +inf, or -inf everywhere.
 
     choose() does not look: it would have to wait for the device at every token."""
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
@@ -299,9 +296,9 @@ def check_logits(logits: Tensor) -> None:
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits (B, V) of the model itself, chosen (B,) int64 -> ids (B, 1 + k) and their log-probabilities, float32.
+    """logits (B, V) of the model, chosen (B,) int64 -> ids (B, 1 + k) and their log-probabilities, float32.
 
-    Column 0 is the chosen id, the others are the k highest (all V if k is more), highest first."""
+    Column 0 is the chosen id, the others are the k highest (at most V), highest first."""
     logps = logits.float().log_softmax(dim=-1)
     values, ids = logps.topk(min(k, logps.shape[-1]))
     chosen = chosen.unsqueeze(1)
@@ -312,7 +309,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 class Beam(NamedTuple):
-    ids: list[int]  # without the prompt, with the stop id if one ended it
+    ids: list[int]  # without the prompt, including the stop id if one ended it
     score: float  # logprob / len(ids)**length_penalty
     logprob: float  # sum of the processed log-probabilities
 
@@ -353,7 +350,7 @@ class Beams:
         self.ended = torch.zeros(B, dtype=torch.bool, device=device)
 
     def all_ended(self) -> bool:
-        """Whether every prompt has its beams; waits for the device. More steps change nothing in an ended prompt."""
+        """Return whether every prompt has its beams; waits for the device. Further steps change nothing."""
         return bool(self.ended.all())
 
     def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -380,7 +377,7 @@ class Beams:
         return tokens, parents
 
     def _collect(self, sums: Tensor, ids: Tensor, ends: Tensor) -> None:
-        """Keep the K best of the finished beams and of those among the K likeliest candidates that end now."""
+        """Keep the K best of the finished beams and of the candidates that end now, among the K likeliest."""
         K = self.params.num_beams
         among_first = torch.arange(ends.shape[1], device=ends.device) < K
         counts = ends & among_first & ~self.ended.unsqueeze(1)
@@ -398,7 +395,7 @@ class Beams:
             self.ended |= worst > -INF
 
     def results(self) -> list[list[Beam]]:
-        """The finished beams of each prompt, best first: K, or fewer if the model has fewer texts of that length."""
+        """Return the finished beams of each prompt, best first: K, or fewer if the model has fewer such texts."""
         ranked, power = [], self.params.length_penalty
         for rows, scores in zip(self.finished_ids.tolist(), self.finished_scores.tolist(), strict=True):
             texts = [[i for i in row if i >= 0] for row in rows]

@@ -1,17 +1,17 @@
-"""Multiple choice: questions of which a model answers the one whose answer it finds likeliest.
+"""Multiple choice: a model chooses the answer that it finds likeliest.
 
     evaluate_choices(model, tokenizer, "mmlu", "mmlu_data", shots=5, ...) -> accuracies, and a record of each question
 
-    mmlu cmmlu ceval                a directory of the publishers' CSV files, dev/ for the examples and test/ (of C-Eval
-                                    val/: the answers of its test/ are not published); the answer is a letter
-    mmlu_text cmmlu_text ceval_text the same questions without their list of answers; the answer is the text of one
-    hellaswag arc                   .jsonl, .json or .parquet: a file, or a directory with a file that has val
-                                    (hellaswag) or test (arc) in its name; the examples are in one that has train in it
+    mmlu cmmlu ceval                a directory of the publishers' CSV files: dev/ has the examples, test/ the questions
+                                    (C-Eval: val/, since the answers of its test/ are secret); an answer is a letter
+    mmlu_text cmmlu_text ceval_text the same questions without the list of answers; an answer is its text
+    hellaswag arc                   .jsonl, .json or .parquet: a file, or a directory with one file that has val
+                                    (hellaswag) or test (arc) in its name; examples come from the one with train in it
 
-Prompts, the tokens that count and the measures are those of lm-eval 0.4 (its mmlu, mmlu_continuation, cmmlu,
-ceval-valid, hellaswag, arc_easy), examples in the order of their file. It has no cmmlu_text and ceval_text; they are
-written after mmlu_text. subjects.json holds the prompts, the subjects' names in them, and the subjects' groups
-as the publishers have them: in MMLU's, anatomy is not STEM but other.
+Prompts, scored tokens and measures are those of lm-eval 0.4 (mmlu, mmlu_continuation, cmmlu, ceval-valid, hellaswag,
+arc_easy), with the examples in the order of their file. lm-eval has no cmmlu_text and ceval_text: they follow
+mmlu_text. subjects.json holds the prompts, the subjects' names in them, and the publishers' groups of subjects (MMLU
+counts anatomy under other, not STEM).
 """
 
 import json
@@ -46,9 +46,6 @@ TASKS = (*QUESTIONS, *(f"{task}_text" for task in QUESTIONS), *FILES)
 SUBJECTS_FILE = Path(__file__).with_name("subjects.json")
 
 
-
-
-
 class Question(NamedTuple):
     text: str  # the prompt up to the answer
     answers: tuple[str, ...]  # what may follow it, after a space
@@ -63,23 +60,20 @@ class Subject(NamedTuple):
     questions: list[Question]
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
-
-
 def evaluate_choices(
     model: Transformer, tokenizer: Tokenizer, task: str, directory: str, shots: int, batch_size: int,
     device: torch.device, dtype: torch.dtype, limit: int = 0, block_size: int = 0,
 ) -> dict:  # fmt: skip
-    """{task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes, records}.
+    """Return {task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes, records}.
 
-    Each score is {n, chance, acc, acc_stderr}: questions, what guessing gives, the share answered right, and its
-    standard error (sample deviation / sqrt n; None of one question). Where answers are texts, acc goes by their
-    log-probability, acc_norm by that per character, acc_bytes per byte of UTF-8. overall and groups are over questions,
+    Each score is {n, chance, acc, acc_stderr}: questions, accuracy of guessing, accuracy, and its standard error
+    (sample deviation / sqrt n; None for one question). If answers are texts, acc goes by their log-probability,
+    acc_norm by that per character, acc_bytes by that per byte of UTF-8. overall and groups average over questions,
     subject_mean over subjects, as CMMLU and C-Eval publish it.
 
-    A prompt that does not fit in block_size (0 = the model's) has fewer examples (fewer_shots questions); one that does
-    not fit without any loses its beginning (cut questions). limit: of each subject only the first questions; 0 = all.
-    Raises ChoiceError, DataError. On several ranks all call it and all get the result.
+    A prompt that does not fit in block_size (0 = the model's) gets fewer examples (fewer_shots questions); one that
+    does not fit without examples loses its beginning (cut questions). limit: first questions of each subject, 0 = all.
+    All ranks call this and get the result.
     """
     for key, value in (("shots", shots), ("limit", limit)):
         if value < 0:
@@ -102,7 +96,7 @@ def evaluate_choices(
 
 
 def record(subject: str, question: Question, logprobs: list[float], letters: bool) -> dict:
-    """What is known of a question: log-probability of each answer, right one, chosen one by each measure."""
+    """Return the log-probability of each answer, the right one, and the chosen one by each measure."""
     lengths = {"acc": [1] * len(logprobs)}
     if not letters:
         lengths["acc_norm"] = [len(answer) for answer in question.answers]
@@ -113,13 +107,13 @@ def record(subject: str, question: Question, logprobs: list[float], letters: boo
 
 
 def likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:
-    """Index of the highest log-probability per unit of length, the first of several; an empty answer has length 1."""
+    """Return the index of the highest log-probability per unit of length; an empty answer has length 1."""
     rates = [logprob / max(1, length) for logprob, length in zip(logprobs, lengths, strict=True)]
     return rates.index(max(rates))
 
 
 def summary(records: Sequence[dict], groups: dict[str, list[str]], shots: int) -> dict:
-    """Scores over all, by group and by subject, and how many prompts did not fit as asked. See evaluate_choices."""
+    """Return scores over all questions, by group and by subject; see evaluate_choices."""
     subjects: dict[str, list[dict]] = {}
     for found in records:
         subjects.setdefault(found["subject"], []).append(found)
@@ -136,7 +130,7 @@ def summary(records: Sequence[dict], groups: dict[str, list[str]], shots: int) -
 
 
 def scores(records: Sequence[dict]) -> dict:
-    """{n, chance, acc, acc_stderr, ...} over some questions."""
+    """Return {n, chance, acc, acc_stderr, ...} over some questions."""
     n = len(records)
     found = {"n": n, "chance": sum(1 / len(r["logprobs"]) for r in records) / n}
     for measure in records[0]["chosen"]:
@@ -146,18 +140,15 @@ def scores(records: Sequence[dict]) -> dict:
     return found
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------------
-
-
 class Prompt(NamedTuple):
     rows: list[tuple[list[int], int]]  # of each answer: ids, and where in them the answer begins
     n_shots: int
-    n_cut: int  # tokens that the longest row has lost at its beginning
+    n_cut: int  # tokens cut from the beginning of the longest row
 
 
 def fitted(tokenizer: Tokenizer, subject: Subject, question: Question, shots: int, size: int) -> Prompt:
-    """The rows of a question with as many examples as fit in `size`; the last id of a row is not read by the model.
-    Raises ChoiceError if an answer alone does not fit."""
+    """Return the rows of a question with as many examples as fit in `size`; the model does not read a row's last id.
+    Raise UserError if an answer alone does not fit."""
     for n in range(shots, -1, -1):
         shown = [f"{example.text} {example.answers[example.right]}\n\n" for example in subject.examples[:n]]
         context = subject.intro + "".join(shown) + question.text
@@ -175,18 +166,15 @@ def fitted(tokenizer: Tokenizer, subject: Subject, question: Question, shots: in
 
 
 def answer_rows(tokenizer: Tokenizer, context: str, answers: Sequence[str]) -> list[tuple[list[int], int]]:
-    """(ids of context and answer, where the answer begins), as in lm-eval: the text is tokenized as a whole, since an
-    answer's first token depends on what is before it, and white space at the context's end is the answer's."""
+    """Return (ids of context and answer, where the answer begins). As in lm-eval the text is tokenized as a whole,
+    since an answer's first token depends on what precedes it; white space after the context belongs to the answer."""
     first = len(begin_prompt(tokenizer, context.rstrip()))
     rows = [begin_prompt(tokenizer, f"{context} {answer}") for answer in answers]
     return [(ids, min(first, len(ids) - 1)) for ids in rows]  # a merge over the border may leave the answer no token
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
 def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str]]:
-    """The subjects of a task with `shots` examples each, and notes on what was unusual. Raises ChoiceError."""
+    """Return the subjects of a task with `shots` examples each, and notes on what was unusual."""
     if task not in TASKS:
         raise UserError(f"choices: no task {task!r}; there are {', '.join(TASKS)}")
     if not os.path.exists(path):
@@ -197,7 +185,7 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
 
 
 class Notes:
-    """What is to be said of the files that were read."""
+    """Notes on the files that were read."""
 
     def __init__(self) -> None:
         self.other_encoding: list[str] = []
@@ -213,7 +201,7 @@ class Notes:
 
 
 def read_exam(task: str, path: str, shots: int, notes: Notes) -> list[Subject]:
-    """The subjects of MMLU, CMMLU or C-Eval, one file each."""
+    """Read the subjects of MMLU, CMMLU or C-Eval, one file each."""
     exam, split = task.removesuffix("_text"), QUESTIONS[task.removesuffix("_text")]
     files = sorted(Path(path, split).glob("*.csv"))
     if not files:
@@ -236,7 +224,7 @@ def read_exam(task: str, path: str, shots: int, notes: Notes) -> list[Subject]:
 
 
 def subjects_file() -> dict[str, dict]:
-    """{benchmark: its prompts, groups {name: subjects}, names of subjects in prompts}."""
+    """Return {benchmark: its prompts, groups {name: subjects}, names of subjects in prompts}."""
     return json.loads(SUBJECTS_FILE.read_text(encoding="utf-8"))
 
 
@@ -249,7 +237,7 @@ def read_questions(file: Path, task: str, words: dict, notes: Notes) -> list[Que
 
 
 def headless_rows(file: Path, columns: Sequence[str]) -> Iterator[records.Record]:
-    """The rows of a CSV file without a line of column names."""
+    """Read a CSV file without a line of column names."""
     with streams.open_stream(str(file)) as stream:
         decoded = partial(records.text_record, encoding=streams.guess_encoding(stream.peek()))
         header = records.Record(",".join(columns), 0, 0)
@@ -260,8 +248,8 @@ def headless_rows(file: Path, columns: Sequence[str]) -> Iterator[records.Record
 def checked(
     file: Path, rows: Iterable[records.Record], understand: Callable[[Any], tuple], notes: Notes
 ) -> list[Question]:
-    """The questions that `understand` makes of rows: what cannot be read or understood is an error, since the accuracy
-    over the others would be another benchmark's. Raises ChoiceError with file and line."""
+    """Return the questions that `understand` makes of rows. A row that cannot be understood is an error, since the
+    accuracy over the others would be another benchmark's."""
     questions, encodings = [], set()
     for row in rows:
         where = f"{file}:{row.line}"
@@ -279,7 +267,7 @@ def checked(
 
 
 def read_single(task: str, path: Path, shots: int, notes: Notes) -> Subject:
-    """The one subject of a benchmark in a file of rows."""
+    """Read a benchmark that is one file of rows."""
     file = only_file(path, FILES[task]) if path.is_dir() else path
     source = only_file(file.parent, EXAMPLES) if shots else None
     understand = hellaswag_question if task == "hellaswag" else arc_question
@@ -303,11 +291,8 @@ def enough(examples: list[Question], shots: int, file: Path) -> list[Question]:
     return examples[:shots]
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
 def field(row: Any, name: str, kind: type | tuple[type, ...] = str) -> Any:
-    """row[name]. Raises ValueError if there is none or it is of another kind."""
+    """Return row[name]. Raise ValueError if it is missing or of another type."""
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} is no row of named fields")
     if name not in row:
@@ -324,14 +309,14 @@ def strings(values: Sequence[Any], name: str) -> tuple[str, ...]:
 
 
 def position(value: Any, among: Sequence[Any], name: str) -> int:
-    """Where `value` is. Raises ValueError if it is not there, as in splits whose answers are kept secret."""
+    """Return the index of `value`. Raise ValueError if it is not there, as in splits with secret answers."""
     if value not in among:
         raise ValueError(f"{name} is {value!r}, not one of {', '.join(map(str, among))}")
     return among.index(value)
 
 
 def exam_fields(row: Any, columns: Sequence[str]) -> tuple[str, list[str], int]:
-    """(question, texts of the answers, index of the right one) of a row of an exam."""
+    """Return (question, texts of the answers, index of the right one) of a row of an exam."""
     question, *texts, letter = [field(row, column) for column in columns]
     return question.strip(), texts, position(letter.strip(), LETTERS, columns[-1])
 
@@ -346,7 +331,7 @@ def text_question(question: str, texts: list[str], right: int, words: dict) -> t
 
 
 def hellaswag_question(row: Any) -> tuple[str, tuple[str, ...], int]:
-    """Of {ctx_a, ctx_b, endings, label} or {ctx, endings, label}, with or without activity_label (arXiv:1905.07830)."""
+    """Read {ctx_a, ctx_b, endings, label} or {ctx, endings, label}, perhaps with activity_label (arXiv:1905.07830)."""
     begun = row.get("ctx_b") if isinstance(row, dict) else None
     context = f"{field(row, 'ctx_a')} {begun.capitalize()}" if isinstance(begun, str) else field(row, "ctx")
     context = without_marks(f"{row['activity_label']}: {context}" if "activity_label" in row else context)
@@ -358,14 +343,14 @@ def hellaswag_question(row: Any) -> tuple[str, tuple[str, ...], int]:
 
 
 def without_marks(text: str) -> str:
-    """The marks are left in the WikiHow part: [title], [step], [substeps]."""
+    """Remove the marks of WikiHow texts: [title], [step], [substeps]."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
 def arc_question(row: Any) -> tuple[str, tuple[str, ...], int]:
-    """Of {question, choices {text: [...], label: [...]}, answerKey}, or, as it was first published, {question: {stem,
-    choices: [{text, label}, ...]}, answerKey} (arXiv:1803.05457). Questions have three to five answers."""
+    """Read {question, choices {text: [...], label: [...]}, answerKey} or, as first published (arXiv:1803.05457),
+    {question: {stem, choices: [{text, label}, ...]}, answerKey}. There are three to five answers."""
     question = field(row, "question", (str, dict))
     if isinstance(question, dict):
         answers = field(question, "choices", list)

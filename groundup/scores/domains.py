@@ -1,15 +1,15 @@
-"""Perplexity by domain: how well a model predicts the texts of each of several sets of files.
+"""Perplexity by domain: how well a model predicts each of several sets of texts.
 
-The loss of a document is minus the log-probability of all its text, so models are compared over the same documents
-whatever their tokenizers are (as in arXiv:2310.19341): per byte and per character directly; nats per token and
-perplexity only where the tokenizer is the same.
+The loss of a document is the negative log-probability of its whole text, so models are compared on the same documents
+whatever their tokenizers (as in arXiv:2310.19341): per byte and per character always, per token (and perplexity) only
+if the tokenizer is the same.
 
-Every document follows the token that begins a text, which is context and not scored: the first token counts. The token
-that ends a text is not scored. Bytes and characters are those of the text itself, also where a tokenizer normalises it.
+Every document follows the token that begins a text, so its first token is scored too; the token that ends a text is
+not. Bytes and characters are counted in the text itself, even if a tokenizer normalises it.
 
-A document longer than block_size is read in windows of block_size tokens, each beginning `stride` after the one before;
-a token is scored in the first window that holds it. With stride = block_size (written 0) windows do not overlap and a
-later one begins with one token of context; else each of its tokens has block_size - stride or more.
+A document longer than block_size is read in windows of block_size tokens whose starts are `stride` apart; a token is
+scored in the first window that has it. With stride = block_size (written 0) windows do not overlap, and the first token
+of a window has one token of context; else each token has at least block_size - stride.
 """
 
 import math
@@ -27,11 +27,8 @@ from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer
 
-GROUP_TOKENS = 2**20  # scored at a time: enough that rows of like length find each other
+GROUP_TOKENS = 2**20  # scored at a time: enough to batch rows of similar length
 SHOWN_PLACES = 5  # of what could not be read, per domain
-
-
-
 
 
 class Domain(NamedTuple):
@@ -48,12 +45,9 @@ class Settings(NamedTuple):
     txt_split: str = "file"
 
 
-# ---- which texts ----------------------------------------------------------------------------------------------------
-
-
 def parse_domains(spec: str) -> list[Domain]:
-    """The domains of 'name=files,name=files': a file, a directory or a glob each. Without a name a directory is a
-    domain of its name, and so is every file. Raises DomainError, DataError."""
+    """Return the domains of 'name=files,name=files': a file, directory or glob each. Without a name a directory or file
+    is a domain of its own name."""
     domains = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
@@ -72,12 +66,12 @@ def parse_domains(spec: str) -> list[Domain]:
 
 
 def stem_of(path: str) -> str:
-    """'a/b.jsonl.gz' -> 'b'."""
+    """Return 'b' of 'a/b.jsonl.gz'."""
     return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
 
 
 def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> Iterator[str]:
-    """The texts of a domain that are not empty; empty ones are counted in report.mended."""
+    """Yield the texts of a domain; empty ones are counted in report.mended."""
     for path in domain.files:
         for document in readers.read_documents(path, settings.text_key, settings.txt_split, report=report):
             if document.text.strip():
@@ -86,11 +80,8 @@ def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> It
                 report.mended["empty"] += 1
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
-
-
 def begin_id(tokenizer: Tokenizer) -> int:
-    """The id that stands before every text. Raises DomainError if there is none."""
+    """Return the id that stands before every text. Raise UserError if there is none."""
     for token_id in (tokenizer.bos_id, tokenizer.eot_id):
         if token_id >= 0:
             return token_id
@@ -98,7 +89,7 @@ def begin_id(tokenizer: Tokenizer) -> int:
 
 
 def windows(ids: Sequence[int], block_size: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Rows (ids, first) for likelihood.score_tokens which together score ids[1:], each id once; see the top."""
+    """Yield rows (ids, first) for likelihood.score_tokens that together score ids[1:], each id once."""
     scored = 1
     for begin in range(0, len(ids), stride):
         if scored == len(ids):
@@ -121,7 +112,7 @@ def document_losses(
     model: Transformer, tokenizer: Tokenizer, texts: Iterator[str], settings: Settings, device: torch.device,
     dtype: torch.dtype,
 ) -> list[Loss]:  # fmt: skip
-    """The loss of each text, in their order. The ranks share the work; all get all. Raises DomainError."""
+    """Return the loss of each text, in order. The ranks share the work; all get all losses."""
     first = begin_id(tokenizer)
     sizes: list[tuple[int, int]] = []  # bytes, characters
     totals: list[list[float]] = []  # nats, tokens
@@ -145,7 +136,7 @@ def document_losses(
 
 
 def grouped(rows: Iterator[tuple[int, list[int], int]], n_tokens: int) -> Iterator[list[tuple[int, list[int], int]]]:
-    """The rows in lists of about n_tokens."""
+    """Yield the rows in lists of about n_tokens."""
     held, size = [], 0
     for row in rows:
         held.append(row)
@@ -158,7 +149,7 @@ def grouped(rows: Iterator[tuple[int, list[int], int]], n_tokens: int) -> Iterat
 
 
 def summarize(losses: Sequence[Loss]) -> dict[str, float]:
-    """The figures of a domain: sums over its documents, divided by what they are per."""
+    """Return the figures of a domain: sums over its documents, divided."""
     nats = math.fsum(loss.nats for loss in losses)
     tokens, n_bytes, chars = (sum(getattr(loss, key) for loss in losses) for key in ("n_tokens", "n_bytes", "n_chars"))
     per_token = nats / tokens if tokens else math.nan
@@ -170,7 +161,7 @@ def summarize(losses: Sequence[Loss]) -> dict[str, float]:
 
 
 def exponential(x: float) -> float:
-    """exp(x), infinite where Python's raises OverflowError."""
+    """Return exp(x), infinity on overflow."""
     return math.exp(x) if x < 709 else math.inf if x == x else math.nan
 
 
@@ -178,10 +169,8 @@ def evaluate_domains(
     model: Transformer, tokenizer: Tokenizer, domains: Sequence[Domain], settings: Settings, device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, dict]:  # fmt: skip
-    """{"domains": {name: `summarize` and "notes"}, "all": of all documents together}.
-
-    notes: one line for everything that was left out, or read otherwise than as UTF-8. Raises DomainError for a domain
-    without text."""
+    """Return {"domains": {name: `summarize` and "notes"}, "all": of all documents}. Raise UserError if a domain has no
+    text. notes: a line for everything that was left out, or not read as UTF-8."""
     found, everything = {}, []
     for domain in domains:
         report = readers.Report(max_places=SHOWN_PLACES)
@@ -198,7 +187,7 @@ def evaluate_domains(
 
 
 def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str]:
-    """What a person should know of how the files were read."""
+    """Return notes for people on how the files were read."""
     kinds = {"gb18030": "read as GB18030 (GBK), not UTF-8", "surrogates": "broken characters mended"}
     kinds |= {"empty": "empty, left out", "replaced": "an older score, or a field of that name, replaced"}
     notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
@@ -210,12 +199,12 @@ def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str
 
 
 def without_list(problem: str) -> str:
-    """Why a row was not understood, without the keys of all shapes there are."""
+    """Shorten the reason why a row was not understood."""
     return re.sub(r"; \w+ is known by: .*", "", problem)
 
 
 def text_key_hint(report: readers.Report) -> str:
-    """'; give --text_key=NAME' with the longest field of the first row that has no text where it was looked for."""
+    """Return '; give --text_key=NAME' with the longest text field of the first row that was not understood."""
     path = next((path for path, _, _, why in report.places if why.startswith("bad_field")), "")
     for record in readers.read_records(path) if path else ():
         row = record.value if isinstance(record.value, dict) else {}

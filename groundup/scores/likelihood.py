@@ -1,11 +1,11 @@
-"""How likely a model finds given tokens: what every score of evaluate.py is computed from, without ever holding all the
-logits and with the work shared by the ranks."""
+"""Log-probabilities of given tokens, from which the scores of evaluate.py are computed. The logits of all positions are
+never held at once, and the ranks share the work.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from groundup.train import ranks
@@ -14,9 +14,9 @@ from model import Transformer, token_scores
 
 
 class Scored(NamedTuple):
-    nats: float  # minus the log-probability of the scored tokens, together
-    n_tokens: int  # how many these are
-    greedy: bool  # whether each of them is the likeliest one, so that greedy decoding would give them
+    nats: float  # negative log-probability of the scored tokens, summed
+    n_tokens: int  # scored
+    greedy: bool  # whether greedy decoding would give them: each is the likeliest token
 
 
 @torch.no_grad()
@@ -24,12 +24,11 @@ def score_tokens(
     model: Transformer, rows: Sequence[tuple[Sequence[int], int]], batch_size: int, device: torch.device,
     dtype: torch.dtype,
 ) -> list[Scored]:  # fmt: skip
-    """What the model makes of ids[first:], each token given all that precede it in its row, for rows of (ids, first).
+    """Return the log-probability of ids[first:], each token given all before it in its row, for rows of (ids, first).
 
-    1 <= first <= len(ids) <= block_size + 1. The matrix products are in `dtype`, log-softmax in float32. Rows of like
-    length go together, batch_size at a time; rows that differ in their last id alone, as the letters of a question do,
-    are computed once. All ranks give the same rows and get all results, in the order of the rows; which batches there
-    are does not depend on the number of ranks."""
+    1 <= first <= len(ids) <= block_size + 1. Matrix products are in `dtype`, log-softmax in float32. Rows of similar
+    length are batched; rows that differ only in their last id, as the letters of a question do, are computed once. All
+    ranks pass the same rows and get all results, in order; the batches do not depend on the number of ranks."""
     training = model.training
     model.eval()
     rows_of: dict[tuple[int, ...], list[int]] = {}  # what is read -> the rows that read it
@@ -38,13 +37,13 @@ def score_tokens(
         rows_of.setdefault(tuple(ids[:-1]), []).append(i)
     inputs = sorted(rows_of, key=len, reverse=True)  # what needs most memory first
     batches = [inputs[k : k + batch_size] for k in range(0, len(inputs), batch_size)]
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = ranks.own_part(len(batches))
     mine = {}
-    own = batches[rank :: ranks.world_size()]
-    for batch in tqdm(own, desc="scoring", unit="batch", leave=False, disable=True if rank else None):
+    for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None):
+        batch = batches[k]
         members = [[(i, *rows[i]) for i in rows_of[ids]] for ids in batch]
         mine |= score_batch(model, batch, members, device, dtype)
-    found = {i: scored for of_rank in ranks.gather_objects(mine) for i, scored in of_rank.items()}
+    found = ranks.merged(mine)
     model.train(training)
     return [Scored(*found[i]) for i in range(len(rows))]
 
@@ -53,7 +52,7 @@ def score_batch(
     model: Transformer, inputs: Sequence[tuple[int, ...]], members: Sequence[list[tuple[int, Sequence[int], int]]],
     device: torch.device, dtype: torch.dtype,
 ) -> dict[int, tuple[float, int, bool]]:  # fmt: skip
-    """{i: what is in Scored} of the rows (i, ids, first) of each input. The padding is behind what counts, where no
+    """Return {i: fields of Scored} of the rows (i, ids, first) of each input. Padding follows what counts, where no
     token sees it, and gets no logits."""
     T = max(1, *map(len, inputs))
     x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids in inputs])

@@ -1,10 +1,9 @@
-"""Generated answers beside references: BLEU, ROUGE-L, exact match, and what shows a model that repeats itself or does
-not know when to stop.
+"""Generated answers compared with references: BLEU, ROUGE-L, exact match, repetition, and whether answers end.
 
     evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures, and every answer
 
-The data are conversations; what comes before the last answer is the prompt, the last answer is the reference. Words are
-the units of most languages, single characters those of Chinese.
+The data are conversations: the last answer is the reference, what precedes it the prompt. Units are words, or single
+characters of Chinese.
 """
 
 import importlib.util
@@ -18,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
 from tqdm import tqdm
 
 from groundup.errors import UserError
@@ -34,12 +32,9 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 WORDS = re.compile(f"[{quality.HAN}]|[^\\W_{quality.HAN}]+")
-UNITS = re.compile(f"{WORDS.pattern}|[^\\w\\s]|_")  # with every mark as one: loops of marks are repetition too
+UNITS = re.compile(f"{WORDS.pattern}|[^\\w\\s]|_")  # marks too: loops of them are repetition
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
-
-
-
 
 
 class Question(NamedTuple):
@@ -54,19 +49,15 @@ class Generated(NamedTuple):
     n_tokens: int  # without the token that ended it
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
 def evaluate_generation(
     model: Transformer, tokenizer: Tokenizer, data: str, params: SamplingParams, limit: int = 0, batch_size: int = 16,
     system: str = "",
 ) -> dict:  # fmt: skip
-    """What measure_answers and measure_ends say of the answers to the first `limit` (0 = all) conversations of `data`,
-    in one dict with `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
+    """Return the figures of measure_answers and measure_ends for the first `limit` (0 = all) conversations of `data`,
+    `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
 
-    data: files, directories, globs, directories of prepare.py --kind=chat. Ranks share the prompts; the matrix products
-    have the dtype of the autocast around the call. With several samples of a prompt the first one counts. Raises
-    GeneratedError, DataError, TokenizerError, SampleError."""
+    data: files, directories, globs, directories of prepare.py --kind=chat. The ranks share the prompts; products have
+    the dtype of the autocast around the call. Of several samples of a prompt the first one counts."""
     check_libraries()
     questions, left_out, places = read_questions(data, limit)
     answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size, system)
@@ -86,7 +77,7 @@ def evaluate_generation(
 
 
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
-    """(questions, what is left out by reason, where the first of these are). Raises DataError: there is none."""
+    """Return (questions, {reason: how many are left out}, places of the first of these)."""
     reader, found, files = ChatReader(), [], files_of(data)
     if not any(path == "-" or os.path.getsize(path) for path in files):
         raise UserError(f"data: {data} is empty: no row in it")
@@ -104,7 +95,7 @@ def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, 
 
 
 def files_of(data: str) -> list[str]:
-    """The files of `data`; of a directory of prepare.py its test split, else val, else train."""
+    """Return the files of `data`; of a directory of prepare.py its test split, else val, else train."""
     found = []
     for part in filter(None, (part.strip() for part in data.split(","))):
         if (Path(part) / "manifest.json").exists():
@@ -122,35 +113,31 @@ def generate_answers(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[dict]], params: SamplingParams, batch_size: int,
     system: str = "",
 ) -> list[Generated | None]:  # fmt: skip
-    """The answer to each conversation, None where the prompt is longer than the context. All ranks give the same
-    prompts, share the work and get all answers. Raises TokenizerError, SampleError."""
+    """Return the answer to each conversation, None if the prompt is longer than the context. All ranks pass the same
+    prompts, share the work and get all answers."""
     ids = [prompt_ids(tokenizer, True, system, prompt) for prompt in prompts]
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    own = fitting[rank :: ranks.world_size()]
+    part = ranks.own_part(len(fitting))
+    own = [fitting[k] for k in part]
     results = generate_each(model, tokenizer, [ids[i] for i in own], params, batch_size)
-    bar = tqdm(results, "answers", len(own), leave=False, disable=True if rank else None)
+    bar = tqdm(results, "answers", len(own), leave=False, disable=True if part.start else None)
     mine = {}
     for number, result in bar:
         first = result.completions[0]
         stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
         ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
         mine[own[number]] = Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
-    found = {i: answer for of_rank in ranks.gather_objects(mine) for i, answer in of_rank.items()}
+    found = ranks.merged(mine)
     return [found.get(i) for i in range(len(prompts))]
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
-    """(figures of all answers together, those of each), as the texts alone tell; one reference for each answer.
+    """Return (figures of all answers together, those of each); one reference for each answer.
 
-    bleu_13a, bleu_zh: see `bleu`, 0 to 100. The rest is from 0 to 1, but for lengths. rouge_l: mean F-measure (Lin,
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1, but for lengths. rouge_l: mean F-measure (Lin,
     2004). exact_match: equal but for white space around; exact_match_normalised: see `normalised`; *_se: standard
-    errors. distinct_n: different n-grams over all n-grams of all answers (arXiv:1510.03055). repetition: mean share of
-    an answer's 4-grams that it has had before (arXiv:1908.04319), 0 for an answer of fewer than four units. mean_units,
-    mean_reference_units: lengths in words, Chinese characters and marks."""
+    errors. distinct_n: different n-grams / all n-grams of all answers (arXiv:1510.03055). repetition: mean fraction of
+    an answer's 4-grams that occurred in it before (arXiv:1908.04319). mean_units, mean_reference_units: lengths."""
     units, n = [units_of(answer) for answer in answers], len(answers)
     scorer = RougeL()
     of_each = [
@@ -172,8 +159,8 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
 
 
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
-    """self_stop: share of the answers that the model itself ended. empty: share of those without a character that is
-    not white space. mean_tokens: mean length without the token that ended it."""
+    """Return self_stop, the fraction of answers that the model ended itself; empty, that of blank ones; mean_tokens,
+    their mean length without the token that ended them."""
     n, texts = len(answers), [answer.text for answer in answers]
     found = {"self_stop": sum(answer.stopped for answer in answers) / n}
     found["empty"] = sum(not text.strip() for text in texts) / n
@@ -181,8 +168,8 @@ def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
 
 
 def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | int | str]:
-    """sacrebleu's corpus BLEU, with its signature and the number of answers: bleu_zh of Chinese references (by
-    characters), bleu_13a of the others. They are never one figure: their units differ. arXiv:1804.08771."""
+    """Return sacrebleu's corpus BLEU (arXiv:1804.08771), its signature and the number of answers: bleu_zh for Chinese
+    references (by characters), bleu_13a for the others. They are never mixed, since their units differ."""
     from sacrebleu.metrics import BLEU
 
     names = ["zh" if quality.language(reference) == "zh" else "13a" for reference in references]
@@ -196,7 +183,7 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
 
 
 class RougeL:
-    """ROUGE-L by rouge-score, with tokens of our own: its tokenizer knows no letter but a to z."""
+    """ROUGE-L of the library rouge-score with our own tokens: its tokenizer knows only the letters a to z."""
 
     def __init__(self) -> None:
         from rouge_score.rouge_scorer import RougeScorer
@@ -212,7 +199,7 @@ class RougeL:
 
 
 def check_libraries() -> None:
-    """Raise GeneratedError if a library of the figures is missing, before hours of generation."""
+    """Raise UserError if a library of the figures is missing, before hours of generation."""
     missing = [name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score")
@@ -224,8 +211,8 @@ def units_of(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """The text as exact_match_normalised compares it: full-width forms made half-width (NFKC), no case, no punctuation
-    but what belongs to a number (%, and . : / - before a digit), one space where there was white space."""
+    """Return the text as exact_match_normalised compares it: NFKC (full-width forms become half-width), no case, single
+    spaces, no punctuation except in numbers (%, and . : / - before a digit)."""
     text = unicodedata.normalize("NFKC", text).casefold()
     followed = zip(text, text[1:] + " ", strict=True)
     kept = (c if is_kept(c, after) else " " if c.isspace() else "" for c, after in followed)
@@ -243,16 +230,16 @@ def ngrams(units: Sequence[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct(texts: Sequence[Sequence[str]], n: int) -> float:
-    """Different n-grams over all n-grams of the texts; 0 if there is none."""
+    """Return different n-grams / all n-grams of the texts; 0 if there is none."""
     found = [gram for units in texts for gram in ngrams(units, n)]
     return len(set(found)) / len(found) if found else 0.0
 
 
 def repetition(units: Sequence[str], n: int = 4) -> float:
-    """Share of the n-grams that stood earlier in the same text; 0 if there is none."""
+    """Return the fraction of n-grams that occurred earlier in the same text; 0 if there is none."""
     return 1 - distinct([units], n) if len(units) >= n else 0.0
 
 
 def standard_error(share: float, n: int) -> float:
-    """Of a share of n, the sample's standard deviation over sqrt n; nan for fewer than two."""
+    """Return the standard error of a fraction of n: sample deviation / sqrt n; nan for n < 2."""
     return math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
