@@ -172,7 +172,7 @@ def random_json(rng: random.Random, depth: int = 0) -> object:
 
 def test_json_array_equals_json_loads() -> None:
     rng = random.Random(0)
-    for _ in range(3000):
+    for _ in range(1000):
         value = [random_json(rng) for _ in range(rng.randrange(5))]
         text = json.dumps(value, indent=rng.choice([None, 0, 2]), ensure_ascii=rng.random() < 0.5)
         text = rng.choice(["", " \n"]) + text + rng.choice(["", "\r\n\t "])
@@ -206,8 +206,8 @@ def test_json_array_large_element_takes_linear_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_bounded_by_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "READ_BYTES", 2**16)
-    texts = ["汉字 and English " * 60] * 4000  # 5 MB
+    monkeypatch.setattr(streams, "READ_BYTES", 2**14)
+    texts = ["汉字 and English " * 60] * 2000  # 2.4 MB
     files = {"a.jsonl": jsonl(texts), "a.json": json.dumps([{"text": t} for t in texts]).encode()}
     files |= {"a.csv": as_csv(texts, ","), "a.jsonl.gz": gzip.compress(jsonl(texts), 1)}
     for name, raw in files.items():
@@ -216,7 +216,7 @@ def test_memory_is_bounded_by_the_record(tmp_path: Path, monkeypatch: pytest.Mon
         n = sum(1 for _ in readers.read_documents(str(tmp_path / name)))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert n == len(texts) and peak < 2_500_000, (name, peak)
+        assert n == len(texts) and peak < 1_600_000, (name, peak)
 
 
 # ---- parts ------------------------------------------------------------------------------------------------
@@ -366,14 +366,14 @@ def test_invalid_utf8_text_file(tmp_path: Path) -> None:
 def test_truncated_compressed_file_keeps_what_was_read(tmp_path: Path, suffix: str) -> None:
     small_blocks = {"gz": gzip.compress, "bz2": partial(bz2.compress, compresslevel=1), "zst": zstd}
     compress = small_blocks.get(suffix, partial(lzma.compress, preset=0))
-    rng = random.Random(1)
-    texts = ["".join(chr(rng.randrange(0x4E00, 0x9FFF)) for _ in range(1000)) for _ in range(200)]
+    noise = np.random.default_rng(1).integers(0x4E00, 0x9FFF, (120, 1000)).tolist()
+    texts = ["".join(map(chr, codes)) for codes in noise]
     for name, raw in (("a.jsonl", jsonl(texts)), ("a.json", json.dumps(texts).encode()), ("a.csv", as_csv(texts, ","))):
         path, whole = tmp_path / name, compress(raw)
         path.write_bytes(whole[: len(whole) * 3 // 4])
         report = Report()
         found = read(path, report)
-        assert found == texts[: len(found)] and 50 < len(found) < 200
+        assert found == texts[: len(found)] and 30 < len(found) < 120
         # the row of a CSV file that is cut within its quotes is reported too
         assert report.problems["truncated_file"] == 1 and report.problems.total() <= 1 + (name == "a.csv")
         path.write_bytes(whole[: len(whole) // 2] + bytes(range(256)) + whole[len(whole) // 2 :])

@@ -596,7 +596,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(JSON, st.sampled_from(["", "text", "content.value?", 'title + "x" + desc?']))
 def test_no_row_raises(row: object, text_key: str) -> None:
     text, problem = document_of(row, text_key)
