@@ -44,7 +44,7 @@ def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path
     data = options.keys["data"]
     if not data:
         data = f"{options.folder / kind}.jsonl"
-        rows = [json.dumps(row) + "\n" for _, row in zip(range(4000), docs_rows(kind), strict=False)]
+        rows = [json.dumps(row) + "\n" for _, row in zip(range(1000), docs_rows(kind), strict=False)]
         Path(data).write_text("".join(rows), encoding="utf-8")
     tokenizer = chat_ready(train_tokenizer(debug_texts(), 2048))
     cfg = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, block_size=options.keys["block_size"])
