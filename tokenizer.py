@@ -442,6 +442,8 @@ if __name__ == "__main__":
         texts = texts_by_weight(parts, text_key, max_mb)
         if extend:
             old = Tokenizer.load(extend)
+            if pattern != "gpt4" or backend not in ("bpe", old.backend):
+                raise UserError(f"tokenizer: {extend} keeps its own backend and pattern; leave out these options")
             tokenizer = extended(old, texts, vocab_size - old.vocab_size)
             show(old, f"before, {extend}", parts, text_key, SHOWN_MB)
         else:

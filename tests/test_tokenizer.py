@@ -929,6 +929,10 @@ def test_command_line_extends(run, bpe: Tokenizer, tmp_path: Path):
         f"--extend={tmp_path}/old", f"--input={tmp_path}/zh.txt", "--vocab_size=800", f"--out_dir={tmp_path}/more"
     )
     assert done.returncode == 0, done.stderr
+    for option in ("--pattern=zh", "--backend=sentencepiece"):
+        refused = run(f"--extend={tmp_path}/old", f"--input={tmp_path}/zh.txt", f"--out_dir={tmp_path}/no", option)
+        assert refused.returncode == 1 and "keeps its own backend and pattern" in refused.stderr
+    assert not (tmp_path / "no").exists()
     more = Tokenizer.load(tmp_path / "more")
     assert more.fingerprint() == extended(bpe, [CHINESE * 3], 800 - bpe.vocab_size).fingerprint()
     for tok in (bpe, more):

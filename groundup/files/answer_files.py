@@ -5,8 +5,8 @@
     FILE.config.json  the settings that decided them: "model" (its name and a fingerprint), "system", "temperature",
                       "seed", ..., and "reward_model", likewise, where one was used
 
-So one file never holds answers of different settings, and answers without their settings are no longer worth much:
-nobody knows which model gave them, and after which system message.
+So one file never holds answers of different settings. Answers without their settings are refused: nobody knows which
+model gave them, and after which system message.
 """
 
 import json
@@ -34,13 +34,13 @@ def settings_path(path: str | Path) -> Path:
 
 
 def is_settings_file(path: str | Path) -> bool:
-    """Whether a file holds the settings of answers beside it, and is no data itself."""
+    """Return whether a file holds the settings of the answers beside it, and is no data itself."""
     name = str(path)
     return name.endswith(SUFFIX) and os.path.exists(name.removesuffix(SUFFIX))
 
 
 def read_settings(path: str | Path) -> dict | None:
-    """The settings of the answers in `path`; None if it has none beside it. Raises AnswerFileError: damaged."""
+    """Return the settings beside the answers in `path`, None if there are none. Raise UserError: damaged."""
     name = settings_path(path)
     try:
         settings = json.loads(name.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_settings(path: str | Path) -> dict | None:
 
 
 def need_settings(path: str | Path) -> dict:
-    """Those of read_settings. Raises AnswerFileError if there are none."""
+    """Return the settings beside the answers in `path`. Raise UserError if there are none."""
     settings = read_settings(path)
     if settings is None:
         raise UserError(
@@ -64,7 +64,7 @@ def need_settings(path: str | Path) -> dict:
 
 
 def write_settings(path: str | Path, settings: dict) -> None:
-    """Write the settings of the answers in `path`, in one piece. Raises AnswerFileError."""
+    """Write the settings of the answers in `path`, whole or not at all. Raise UserError."""
     name = settings_path(path)
     part = name.with_name(name.name + ".tmp")
     try:
@@ -76,7 +76,7 @@ def write_settings(path: str | Path, settings: dict) -> None:
 
 
 def check_settings(path: str | Path, settings: dict) -> None:
-    """Record the settings of a new file of answers. Raises AnswerFileError if an old one was begun with others."""
+    """Write the settings of a new file of answers. Raise UserError if an existing one was begun with others."""
     old = read_settings(path)
     if old is not None:
         for key in old | settings:

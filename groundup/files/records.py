@@ -191,7 +191,7 @@ def json_records(stream: io.BufferedReader) -> Iterator[Record]:
 class JsonStream:
     """The elements of a JSON array, or JSON objects one after the other, from text in pieces: (element, line, offset).
 
-    Holds the pieces of one element. Raises ValueError at what is not JSON, after all that came before it.
+    Holds the pieces of one element. Raise ValueError at what is not JSON, after all that came before it.
     """
 
     WHITE_SPACE = re.compile(r"[ \t\n\r]*")
