@@ -125,29 +125,20 @@ def plan(
     peak: float, epochs: str,
 ) -> str:  # fmt: skip
     """What this run will take, as text: parameters, tokens and `epochs` of the data, FLOPs, memory by part, time."""
-    params = parameter_table(cfg)
-    tokens_per_step = config["total_batch_tokens"]
-    accum_steps = tokens_per_step // (config["batch_size"] * config["block_size"] * world_size)
-    tokens = tokens_per_step * config["max_steps"]
-    flops = flops_per_token(cfg, config["block_size"])
-    trained = trainable_table(cfg, config["trainable"], adapters)
+    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
+    step_tokens, B, T = config["total_batch_tokens"], config["batch_size"], config["block_size"]
+    tokens, flops = step_tokens * config["max_steps"], flops_per_token(cfg, T)
     memory = memory_plan.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
-    batch = (
-        f"{tokens_per_step:,} tokens per step = {config['batch_size']} sequences x {config['block_size']} tokens x "
-        f"{accum_steps} micro-steps x {world_size} ranks"
-    )
-    _, *lines = memory_plan.describe(
-        trained, config["trainable"], batch, memory, tokens * flops, world_size, peak
-    ).splitlines()
-    shares = ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total")
-    lines[:0] = [f"parameters  {params['total']:,}: {shares}"]
-    lines[1:1] = [f"trained     {trained['trainable']:,}"] if config["trainable"] != "all" else []
-    lines[-2:-2] = [
+    micro = f"{B} sequences x {T} tokens x {step_tokens // (B * T * world_size)} micro-steps x {world_size} ranks"
+    lines = [
+        "of these    " + ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total"),
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / params['total']:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
     ]
-    return "\n".join(lines)
+    batch = f"{step_tokens:,} tokens per step = {micro}"
+    text = memory_plan.describe(trained, config["trainable"], batch, memory, tokens * flops, world_size, peak)
+    return "\n".join([text, *lines])
 
 
 @torch.no_grad()
@@ -210,8 +201,8 @@ if __name__ == "__main__":
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
     adapters = adapters_of(config)
-    describe = partial(plan, config=config, adapters=adapters, world_size=world_size, device=torch_device)
-    describe = partial(describe, dtype=torch_dtype, peak=peak)
+    known = {"world_size": world_size, "device": torch_device, "dtype": torch_dtype, "peak": peak}
+    describe = partial(plan, config=config, adapters=adapters, **known)
     paths = [Path(path) for stage in parse_data_dir(data_dir) for path in stage.weights]
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         print(describe(choose_architecture(config, source, 0), epochs=""))

@@ -15,7 +15,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,15 +26,8 @@ from configurator import configure
 from groundup.align import policy_gradient as pg
 from groundup.align import rollouts
 from groundup.align.critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
-from groundup.align.rewards import ModelReward, Rewards, Rollout
-from groundup.align.rollouts import (
-    RolloutBatch,
-    Rollouts,
-    answer_logps,
-    describe_answers,
-    draw_groups,
-    learnt_rewards,
-)
+from groundup.align.rewards import ModelReward, Rewards
+from groundup.align.rollouts import RolloutBatch
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes
@@ -107,8 +99,6 @@ save_every = 100  # steps; also after the last step
 DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_step", "val_fraction")
 # Made by the script, to try it without anything prepared.
 DEBUG_DATA = "data/debug/rl.jsonl"
-# What is added up over the tokens of an update, in this order.
-TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped", "positions")
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -208,29 +198,6 @@ def plan(
     return memory_plan.describe(trained, config["trainable"], batch, memory, flops, world_size, peak, note)
 
 
-def mean_of_finite(values: list[float]) -> float:
-    """Of those that are finite: a step without a finished answer has no mean of its rewards. nan if none is."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n_answers: int) -> dict[str, float]:
-    """Means over a step of what was added up, TOKEN_SUMS: losses per update, all else per token; and the KL per answer.
-    n_answers: that are learnt, over all ranks."""
-    n_tokens = max(1.0, sums["tokens"])  # each is counted n_epochs times, but its entropy once
-    found = {key: sums[key] / n_updates for key in ("loss", "value_loss")}
-    found |= {key: sums[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
-    found |= {"entropy": sums["entropy"] * n_epochs / n_tokens}
-    return found | {"kl_answer": sums["kl"] / n_epochs / max(1, n_answers)}
-
-
-def show_answer(one: Rollout, reward: float) -> str:
-    """A line for people."""
-    asked, said = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
-    worth = f"{reward:8.3f}" if one.finished else "     cut"
-    return f"    {worth}  {asked:.60} -> {said:.100}"
-
-
 def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
     log.write("eval", step, scores)
     parts = [f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
@@ -309,11 +276,11 @@ if __name__ == "__main__":
     save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
 
     def policy_logps(batch: RolloutBatch) -> Tensor:
-        return answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
+        return rollouts.answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
 
     def reference_logps(batch: RolloutBatch) -> Tensor:
         with adapters_off(first_model):
-            return answer_logps(first_model, batch, temperature, torch_device, torch_dtype)[0]
+            return rollouts.answer_logps(first_model, batch, temperature, torch_device, torch_dtype)[0]
 
     def critic_values(batch: RolloutBatch) -> Tensor:
         return values_of(critic.model, batch, torch_device, torch_dtype)
@@ -326,10 +293,10 @@ if __name__ == "__main__":
         mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
         found = ranks.gather_objects((rewards.table(mine), [len(one.ids) for one in mine]))
         lengths = torch.tensor([n for _, sizes in found for n in sizes])
-        scores = describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
+        scores = rollouts.describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
         report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)
         for one, of_one in list(zip(mine, found[0][0][0].tolist(), strict=False))[:eval_answers]:
-            log.print(show_answer(one, of_one))
+            log.print(rollouts.show_answer(one, of_one))
         run.rank(parts, step, -scores["reward"], config, log)
 
     # ---- the loop
@@ -347,20 +314,20 @@ if __name__ == "__main__":
         )
         if turn == 0:  # answers, and all that stays the same for the updates that are made from them
             ddp.flush()  # updates that wait for the next forward
-            groups = draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
+            groups = rollouts.draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
             sizes = [len(one.ids) for one in groups.drawn]
             of_all = ranks.gather_objects((groups.scores, sizes, groups.n_redrawn, groups.n_tokens, groups.seconds))
             scores, lengths = (torch.cat([torch.as_tensor(one[k]) for one in of_all], dim=-1) for k in (0, 1))
-            figures = describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
+            figures = rollouts.describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
             if normalise_rewards:
                 seen_scores = seen_scores + pg.power_sums(scores[0][~scores[0].isnan()])
                 scores = pg.whiten(scores, *pg.moments(seen_scores))
-            learnt, counts = learnt_rewards(scores[0], config)
+            learnt, counts = rollouts.learnt_rewards(scores[0], config)
             if group_size > 1:  # a group of one is compared with nothing
                 figures["flat_groups"] = pg.flat_groups(learnt, group_size, counts).float().mean().item()
             figures |= {"redrawn": sum(one[2] for one in of_all), "drawn": sum(one[3] for one in of_all)}
             figures["draw_s"] = max(one[4] for one in of_all)  # the other ranks wait for the slowest
-            answers = Rollouts(groups.drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
+            answers = rollouts.Rollouts(groups.drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
             each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
             ref = each(reference_logps) if reference != "none" else None
             old = each(policy_logps) if n_updates > 1 or critic else None
@@ -375,7 +342,7 @@ if __name__ == "__main__":
                 of_answers = pg.group_advantages(learnt, group_size, scale_rewards, counts)
                 advantages = of_answers[own][answers.row]
             advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
-            sums = torch.zeros(len(TOKEN_SUMS), device=torch_device)
+            sums = torch.zeros(len(rollouts.TOKEN_SUMS), device=torch_device)
             ratio_max = torch.ones((), device=torch_device)
         epoch, minibatch = divmod(turn, minibatches)
         chosen = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch) == minibatch
@@ -385,7 +352,7 @@ if __name__ == "__main__":
         for k, batch in enumerate(batches):
             ddp.sync = k == len(batches) - 1  # talk once per update, during the last backward
             batch = batch.to(torch_device)
-            logps, entropies = answer_logps(model, batch, temperature, torch_device, torch_dtype, epoch == 0)
+            logps, entropies = rollouts.answer_logps(model, batch, temperature, torch_device, torch_dtype, epoch == 0)
             before = logps.detach() if old is None else old[batch.place]
             losses, ratios, clipped = pg.policy_losses(logps, before, advantages[batch.place], clip_low, clip_high)
             kls = before.new_zeros(2, len(before))
@@ -420,16 +387,16 @@ if __name__ == "__main__":
             continue
         log.advance()
 
-        sums = dict(zip(TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
+        sums = dict(zip(rollouts.TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
         n_learnt = int(counts.sum())
-        figures |= describe_updates(sums, n_updates, epochs_per_step, n_learnt)
+        figures |= rollouts.describe_updates(sums, n_updates, epochs_per_step, n_learnt)
         figures["ratio_max"] = max(ranks.gather_objects(ratio_max.item()))
         figures |= {"kl_coef": kl_coef, "positions": sums["positions"]}
         since_log.append(figures)
         stopping = ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
             seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
-            means = {key: mean_of_finite([one[key] for one in since_log]) for key in figures}
+            means = {key: rollouts.mean_of_finite([one[key] for one in since_log]) for key in figures}
             tokens_per_s, draw_share = n_steps * means.pop("positions") / seconds, n_steps * means["draw_s"] / seconds
             draw_rate = means.pop("drawn") / means.pop("draw_s")
             # mfu: the updates of the policy over all the time. Drawing, the critic, and what is only read (old,

@@ -11,6 +11,7 @@ others, so it is learned like the others. An answer depends only on the weights,
 number of the prompt in the step, sample): not on the ranks, nor on the rest of the batch (to the bit in float32).
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -233,3 +234,32 @@ def token_entropies(hidden: Tensor, weight: Tensor) -> Tensor:
             logps = (h.to(dtype) @ w.T).float().log_softmax(dim=1)
             found.append(-(logps.exp() * logps).sum(1))
     return torch.cat(found)
+
+
+# ---- figures of a step
+
+# What is added up over the tokens of an update, in this order.
+TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped", "positions")
+
+
+def mean_of_finite(values: list[float]) -> float:
+    """Of those that are finite: a step without a finished answer has no mean of its rewards. nan if none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n_answers: int) -> dict[str, float]:
+    """Means over a step of what was added up, TOKEN_SUMS: losses per update, all else per token; and the KL per answer.
+    n_answers: that are learnt, over all ranks."""
+    n_tokens = max(1.0, sums["tokens"])  # each is counted n_epochs times, but its entropy once
+    found = {key: sums[key] / n_updates for key in ("loss", "value_loss")}
+    found |= {key: sums[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
+    found |= {"entropy": sums["entropy"] * n_epochs / n_tokens}
+    return found | {"kl_answer": sums["kl"] / n_epochs / max(1, n_answers)}
+
+
+def show_answer(one: Rollout, reward: float) -> str:
+    """A line for people."""
+    asked, said = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
+    worth = f"{reward:8.3f}" if one.finished else "     cut"
+    return f"    {worth}  {asked:.60} -> {said:.100}"
