@@ -1,4 +1,4 @@
-"""sample.py, chat.py and answers.py: what the commands print and write, against the engine run by hand."""
+"""sample.py with generate/chat.py and generate/answers.py: what is printed and written, against the engine by hand."""
 
 import dataclasses
 import fcntl

@@ -96,7 +96,7 @@ class Task(NamedTuple):
 
 
 def read_seeds(paths: str) -> list[Task]:
-    """The first question and answer of every conversation; what is left out is printed."""
+    """Return the first question and answer of every conversation; print what is left out."""
     report, tasks = readers.Report(), []
     for file in readers.find_files(paths):
         tasks += [row.value for row in readers.read_rows(file, seed_of, "line", report=report)]
@@ -109,7 +109,7 @@ def read_seeds(paths: str) -> list[Task]:
 
 
 def seed_of(row: object) -> tuple[Task | None, str]:
-    """(Task, "") or (None, what is wrong). Where a row has an instruction, what follows it in the question is input."""
+    """Return (Task, "") or (None, what is wrong). If a row has an instruction, the rest of the question is input."""
     turns, problem = row_formats.messages_of(row)
     turns = [turn for turn in turns if turn["role"] != "system"][:2]
     if problem or [turn["role"] for turn in turns] != ["user", "assistant"]:
@@ -122,7 +122,7 @@ def seed_of(row: object) -> tuple[Task | None, str]:
 
 
 def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
-    """What is asked for, then the tasks to show, numbered from 1; the new ones go on from there."""
+    """Return the request: what to write, then the tasks to show, numbered from 1; new ones go on from there."""
     instruction, input, output, none = FORM[language]
     head = PROMPT[language].format(shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked)
     rows = [
@@ -133,9 +133,9 @@ def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
 
 
 def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
-    """The tasks of an answer, and by reason the number of those that cannot be used; no_task = there is none in it.
+    """Return the tasks of a reply, and how many cannot be used, by reason; no_task = there is none in it.
 
-    is_cut: the answer was ended from outside, so its last task is whole only if the line ### follows.
+    is_cut: the reply was cut, so its last task is whole only if the line ### follows.
     """
     text = re.sub(r"\A\s*<think>.*?</think>", "", text, flags=re.DOTALL)
     begins = [begin.start() for begin in BEGIN.finditer(text)]
@@ -155,7 +155,7 @@ def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """Length of the longest common subsequence. Hyyro, Bit-parallel LCS-length computation revisited (2004)."""
+    """Return the length of the longest common subsequence (Hyyro, Bit-parallel LCS-length computation, 2004)."""
     places: dict[int, int] = {}
     for i, unit in enumerate(a):
         places[unit] = places.get(unit, 0) | 1 << i
@@ -167,7 +167,7 @@ def common_length(a: list[int], b: list[int]) -> int:
 
 
 class Growth:
-    """The tasks so far: a function of the seeds, the settings and the answers in the order of their requests."""
+    """The tasks so far: a function of the seeds, the settings and the replies in the order of their requests."""
 
     def __init__(self, c: SimpleNamespace, given: list[Task]) -> None:
         self.c, self.given = c, given
@@ -220,7 +220,7 @@ class Growth:
         return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
     def problem(self, task: Task) -> str:
-        """Why a task is left out, or ""."""
+        """Return why a task is left out, or ""."""
         units, in_it = units_of(task)
         if not MIN_UNITS <= len(units) <= MAX_UNITS:
             return "too_short" if len(units) < MIN_UNITS else "too_long"
@@ -240,13 +240,13 @@ class Growth:
 
 
 def units_of(task: Task) -> tuple[list[int], set[int]]:
-    """Hashes of the instruction's words and single Chinese characters, in order and as a set."""
+    """Return hashes of the words and single Chinese characters of the instruction, in order and as a set."""
     units = dedup.units([task.instruction]).hashes.tolist()
     return units, set(units)
 
 
 def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) -> list[Task]:
-    """Some tasks that are short enough to be shown; of the language, if there are as many."""
+    """Draw tasks that are short enough to be shown, of the language if there are as many."""
     short = [task for task in tasks if sum(map(len, task)) <= DEMO_CHARS]
     same = [task for task in short if bool(HAN.search(task.instruction)) == (language == "zh")]
     pool = same if len(same) >= wanted else short
@@ -254,7 +254,7 @@ def choose(rng: random.Random, tasks: list[Task], language: str, wanted: int) ->
 
 
 def check(c: SimpleNamespace) -> None:
-    """Raise UserError."""
+    """Raise UserError for settings that make no sense."""
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
     if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
         raise UserError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
@@ -269,7 +269,7 @@ def check(c: SimpleNamespace) -> None:
 
 
 def run(c: SimpleNamespace) -> None:
-    """Go on until there are n_tasks."""
+    """Ask until there are n_tasks."""
     check(c)
     given = read_seeds(c.seeds)
     names = ("model", "fields", "language", "tasks_per_request", "demos", "own_demos", "rouge", "blocked", "refusals")

@@ -199,7 +199,7 @@ class RougeL:
 
 
 def check_libraries() -> None:
-    """Raise UserError if a library of the figures is missing, before hours of generation."""
+    """Raise UserError if a library is missing, before hours of generation."""
     missing = [name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score")

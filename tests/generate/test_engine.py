@@ -1,4 +1,4 @@
-"""generate.py, completion.py: against transformers, plain recomputation, one sample at a time, text decoded at once."""
+"""engine.py, completion.py: against transformers, plain recomputation, one sample at a time, text decoded at once."""
 
 import dataclasses
 import itertools

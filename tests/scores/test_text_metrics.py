@@ -1,4 +1,4 @@
-"""generated.py: figures by hand, by the textbook and by the libraries; answers against the engine run by hand."""
+"""text_metrics.py: figures by hand, by the textbook and by the libraries; answers against the engine run by hand."""
 
 import importlib.util
 import json

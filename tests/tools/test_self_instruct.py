@@ -1,4 +1,4 @@
-"""tools/self_instruct.py and chat_client.py against an endpoint of our own, with planted failures."""
+"""tools/self_instruct.py and scores/client.py against an endpoint of our own, with planted failures."""
 
 import hashlib
 import json
