@@ -10,7 +10,6 @@ the share shown is above the share of time in which the device multiplies.
 import importlib.util
 import io
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -213,9 +212,10 @@ def usable_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, AttributeError):  # not Linux
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:  # not Linux
         return math.inf
+    return 1024 * int(found[1]) if found else math.inf
 
 
 def needed_bytes(cfg: ModelConfig, N: int, n_models: int) -> float:
