@@ -738,6 +738,7 @@ def test_clean_exit(outcome: Callable, n: int) -> None:
     assert exit_codes == [0] * n and all("end" in report for report in reports), reports
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads through /proc")
 def test_close_ends_the_threads_of_the_group() -> None:
     """A gloo thread that outlives the interpreter now and then aborts the process; see the imports of ranks.py."""
