@@ -18,10 +18,7 @@ that was killed leaves that directory; the same command goes on with it. A run w
 those of the directory that is there does nothing.
 """
 
-import fcntl
 import hashlib
-import json
-import math
 import os
 import platform
 import re
@@ -29,82 +26,50 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from stat import S_ISREG
 
 import numpy as np
 
 from configurator import configure, write_config
-from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import readers, streams
-from groundup.files.splits import SPLITS
+from groundup.files import readers
 from groundup.files.text_mix import mix_texts
 from groundup.text import answer_pairs, dedup
 from groundup.text.decontaminate import Evals
-from groundup.text.difficulty import NgramModel
-from groundup.text.pipeline import (
-    EXACT,
-    KEPT,
-    REASONS,
-    UNIT_BYTES,
-    Counts,
-    Input,
-    Recipe,
-    Source,
-    Unit,
-    WorkerLost,
-    inspect_unit,
-    parse_score,
-    plan_units,
-    read_kept,
-    run,
-    tokenize_unit,
-    unit_fates,
-    wait_for_workers,
-)
-from groundup.text.selection import (
-    ROW_SPLITS,
-    Selection,
-    Share,
+from groundup.text.inputs import check_unchanged, find_inputs, parse_sources, spool_stdin
+from groundup.text.pipeline import inspect_unit, plan_units, tokenize_unit
+from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, verify_directory, work_dir
+from groundup.text.processes import run
+from groundup.text.recipe import Recipe, Source, parse_score
+from groundup.text.report import (
     check_train,
-    cut,
+    exit_status,
     nothing_kept,
     print_problems,
-    select,
-    shares,
-    single_text,
+    report,
     summarize,
     write_dropped,
     write_problems,
     write_report,
 )
+from groundup.text.selection import Selection, Share, cut, select, shares, single_text
 from groundup.text.show import show_rows
+from groundup.text.units import EXACT, KEPT, Counts, Input, Unit, read_kept
+from groundup.text.writing import write_conversations, write_jsonl, write_single, write_splits
 from groundup.tokens.bpe import PATTERNS
-from groundup.tokens.chat_files import ConversationWriter, map_tokens
-from groundup.tokens.packing import PackedData
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.row_reader import ROWS_FORMAT
 from groundup.tokens.token_files import (
-    FORMAT,
-    ShardWriter,
-    TokenData,
     file_sha256,
-    read_manifest,
     token_dtype,
-    verify_sha256,
     write_json,
     write_manifest,
 )
-from groundup.tokens.token_files import (
-    verify as verify_tokens,
-)
-from tokenizer import FILES, SMALLEST, Tokenizer, train
+from tokenizer import SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
@@ -120,7 +85,7 @@ workers = 0  # processes; 0 = one per core
 show = 0  # print what is understood of the first so many rows, and stop
 punctuation = False  # Chinese text: full-width marks, and none twice in a row
 # what is dropped
-quality = "curated"  # curated = only empty, tiny and garbled texts go; web = all rules of filters.py
+quality = "curated"  # curated = only empty, tiny and garbled texts go; web = all rules of groundup/text/quality.py
 rules_off = ""  # rules to leave out, comma-separated
 rules_on = ""  # rules that are off otherwise: c4
 min_chars = 0  # shortest document; 0 = the rule's own
@@ -161,113 +126,6 @@ PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 
 
-# ---- inputs ----------------------------------------------------------------------------------
-
-NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
-OWN_KEYS = ("weight", "text_key", "txt_split", "quality", "rules_off", "rules_on", "min_chars", "max_chars")
-
-
-def parse_sources(config: dict) -> tuple[Source, ...]:
-    """The sources that `input` names, with their settings, else one without a name. Raises ConfigError."""
-    general = {key: config[key] for key in OWN_KEYS if key != "weight"}
-    parts = [part for part in config["input"].split(";") if part.strip()]
-    if not any(NAMED.fullmatch(part) for part in parts):
-        return (Source(input=config["input"], **general),)
-    sources = []
-    for part in parts:
-        named = NAMED.fullmatch(part)
-        if not named:
-            raise UserError(f"config: input: {part.strip()!r} is not of the form 'name: files, key=value, ...'")
-        items = [item.strip() for item in named[2].split(",") if item.strip()]
-        own = dict(item.split("=", 1) for item in items if item.partition("=")[0].strip() in OWN_KEYS)
-        paths = [item for item in items if item.partition("=")[0].strip() not in OWN_KEYS]
-        if "-" in paths and any("-" in source.input.split(",") for source in sources):
-            raise UserError("config: input: standard input (-) can be read once only")
-        if not paths:
-            raise UserError(f"config: input: source {named[1]} names no files")
-        sources.append(make_source(named[1], ",".join(paths), general, own))
-    names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        raise UserError(f"config: input: two sources have the same name: {', '.join(names)}")
-    if len({source.weight > 0 for source in sources}) > 1:
-        raise UserError("config: input: give a weight to every source, or to none")
-    return tuple(sources)
-
-
-def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> Source:
-    settings: dict = dict(general)
-    for key, text in own.items():
-        kind = {"weight": float, "min_chars": int, "max_chars": int}.get(key.strip(), str)
-        try:
-            settings[key.strip()] = kind(text.strip())
-        except ValueError:
-            raise UserError(f"config: input: {key}={text} of source {name} is not a number") from None
-    for key in ("rules_off", "rules_on"):
-        settings[key] = settings[key].replace("+", ",")  # a comma would end the setting
-    for key in ("weight", "min_chars", "max_chars"):
-        if not 0 <= settings.get(key, 0) < math.inf:
-            raise UserError(f"config: input: {key}={settings[key]} of source {name} must be 0 or more")
-    return Source(name, paths, **settings)
-
-
-def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
-    """The files of all sources, less those of `out_dir`, each once. What is not a file becomes one in `work`. Raises
-    DataError if nothing matches."""
-    found: dict[str, Input] = {}
-    for number, source in enumerate(sources):
-        n_before = len(found)
-        for name in filter(None, (part.strip() for part in source.input.split(","))):
-            if name == "python-docs":
-                files = [made_file(write_documents(docs_rows(kind), work / "python-docs.jsonl"), name, number)]
-            elif name == "-":
-                files = [made_file(spool_stdin(work), name, number)]
-            else:
-                files = [look(path, path, number) for path in readers.find_files(name) if not is_within(path, out_dir)]
-            for file in files:
-                if found.setdefault(file.path, file).source != number:
-                    print(f"prepare: {file.name} is in an earlier source already, and is left out of {source.name}")
-        if len(found) == n_before and source.name:
-            print(f"prepare: warning: source {source.name} has no files of its own")
-    return list(found.values())
-
-
-def is_within(path: str, directory: Path) -> bool:
-    return bool(directory.name) and directory.resolve() in Path(path).resolve().parents
-
-
-def look(path: str | Path, name: str, source: int) -> Input:
-    try:
-        stat = os.stat(path)
-        if not S_ISREG(stat.st_mode):
-            return Input(str(path), name, 0, "", source, problem="not a regular file")
-        open(path, "rb").close()
-    except OSError as error:
-        return Input(str(path), name, 0, "", source, problem=error.strerror)
-    return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
-
-
-def made_file(path: Path, name: str, source: int) -> Input:
-    """As `look`, of a file that each run makes anew: its content tells whether it changed."""
-    return look(path, name, source)._replace(stamp=file_sha256(path))
-
-
-def write_documents(texts: Iterable[str | dict], path: Path) -> Path:
-    with open(path, "w", encoding="utf-8") as f:
-        for text in texts:
-            f.write(json.dumps(text, ensure_ascii=False) + "\n")
-    return path
-
-
-def spool_stdin(work: Path) -> Path:
-    """Standard input as a file, which can be read twice and in parts. Its suffix says whether it is JSON."""
-    path = work / "stdin.txt"
-    with open(path, "wb") as f:
-        shutil.copyfileobj(sys.stdin.buffer, f, 2**20)
-    with streams.open_stream(str(path)) as stream:
-        kind = readers.container("-", stream.peek(), "file")
-    return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
-
-
 # ---- tokens ----------------------------------------------------------------------------------
 
 
@@ -306,244 +164,6 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
     tokenizer.save(kept)
     (kept / "key").write_text(key, encoding="utf-8")
     return tokenizer
-
-
-class Tokens:
-    """The ids of a share's documents, on disk."""
-
-    OPEN = 64  # files at once: a system allows a process some 1,000
-
-    def __init__(self, share: Share, dtype: np.dtype, work: Path) -> None:
-        self.share, self.dtype, self.work = share, dtype, work
-        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in share.units]
-        empty = np.zeros(0, np.int64)
-        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in share.units
-        self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # (n,) in its unit's ids
-        self.length = np.concatenate([empty, *lengths])  # (n,)
-        self.mapped: dict[int, np.ndarray] = {}
-
-    def ids(self, i: int) -> np.ndarray:
-        unit, begin, length = int(self.unit[i]), int(self.begin[i]), int(self.length[i])
-        if unit not in self.mapped and length:
-            if len(self.mapped) == self.OPEN:
-                del self.mapped[next(iter(self.mapped))]
-            self.mapped[unit] = np.memmap(self.share.units[unit].file(self.work, "tokens"), self.dtype, "r")
-        return self.mapped[unit][begin : begin + length] if length else np.zeros(0, self.dtype)
-
-
-def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
-    """The order in which a share's documents are written, (n,) int64."""
-    if recipe.order == "input":
-        return np.arange(len(share.rows))
-    if recipe.order == "hash":
-        return np.argsort(chosen.rows["position"][share.rows], kind="stable")
-    if recipe.order == "length":
-        return np.argsort(tokens.length, kind="stable")
-    if recipe.order == "score":
-        return np.argsort(chosen.rows["score"][share.rows], kind="stable")
-    model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[recipe.order])
-    for i in np.flatnonzero(share.splits == 0).tolist():
-        model.add(tokens.ids(i))
-    added = (share.splits == 0).tolist()
-    return np.argsort([model.difficulty(tokens.ids(i), added[i]) for i in range(len(added))], kind="stable")
-
-
-def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
-    """Copy the tokens into the shards of their sources and splits; returns the shards for the manifest."""
-    dtype, shards = token_dtype(tokenizer.vocab_size), []
-    for part in parts:
-        tokens = Tokens(part, dtype, work)
-        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
-        order = document_order(part, tokens, chosen, recipe)
-        n_bytes = chosen.rows["n_bytes"][part.rows]
-        for number, split in enumerate(SPLITS):
-            writer = new_writer(split, recipe, tokenizer, work, part.source.name)
-            for i in order[part.splits[order] == number].tolist():
-                writer.add(tokens.ids(i), int(n_bytes[i]))
-            shards += writer.close()
-    return shards
-
-
-def new_writer(split: str, recipe: Recipe, tokenizer: Tokenizer, work: Path, name: str) -> ShardWriter:
-    return ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens, name)
-
-
-def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
-    print("prepare: there is only one document; it is cut into the splits")
-    shards = []
-    for split, part in zip(SPLITS, cut(text, recipe), strict=True):
-        writer = new_writer(split, recipe, tokenizer, work, recipe.sources[0].name)
-        if part:
-            writer.add(tokenizer.encode_array(part), len(part.encode()))
-        shards += writer.close()
-    return shards
-
-
-def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
-    """Conversations or pairs as train.jsonl, val.jsonl, ...; {split: what the manifest says of it}."""
-    splits = {}
-    names = [part.source.name for part in parts]
-    for number, split in enumerate(ROW_SPLITS):
-        path, n_rows = work / "out" / f"{split}.jsonl", 0
-        with open(path, "w", encoding="utf-8") as f:
-            for unit, own in units_of_split(number, parts, chosen):
-                name = names[unit.source]
-                for _, row in read_kept(unit, work, np.where(own, KEPT, EXACT)):
-                    f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
-                    n_rows += 1
-        if n_rows:
-            sha256 = file_sha256(path)
-            splits[split] = {"file": path.name, "rows": n_rows, "bytes": path.stat().st_size, "sha256": sha256}
-        else:
-            path.unlink()
-    return splits
-
-
-def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
-    """The units in order, each with (n,) bool: which of its documents are in that split."""
-    inside = np.zeros(len(chosen.rows), bool)
-    for part in parts:
-        inside[part.rows] = part.splits == number
-    for unit in (unit for part in parts for unit in part.units):
-        yield unit, inside[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
-
-
-def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
-    """The ids and masks of the rows of write_jsonl, in their order, but of those held out, which nobody learns; the
-    manifest's entries of `splits` learn of it."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    for number, split in enumerate(SPLITS):
-        if split not in splits:
-            continue
-        writer = ConversationWriter(work / "out", split, dtype)
-        for unit, own in units_of_split(number, parts, chosen):
-            kept = unit_fates(unit, work) == KEPT
-            ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
-            tokens = np.fromfile(unit.file(work, "tokens"), dtype)
-            mask = np.fromfile(unit.file(work, "mask"), np.uint8)
-            for i in np.flatnonzero(own[kept]).tolist():
-                place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
-                writer.add(tokens[place], mask[place])
-        splits[split]["tokens"] = writer.close()
-
-
-# ---- the directory ---------------------------------------------------------------------------
-
-OWN = re.compile(
-    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test|held_out)\.jsonl"
-    r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
-)
-
-
-@contextmanager
-def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
-    """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
-    of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
-    Raises PrepareError if another run holds it."""
-    work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
-    handle = lock(work, wait, out_dir)
-    try:
-        if (work / "old").exists() and not out_dir.exists():
-            (work / "old").rename(out_dir)  # killed between the two renames of `publish`
-        try:
-            yield work
-        except ValueError as error:
-            done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
-            of_input = isinstance(error, UserError) and not isinstance(error, WorkerLost)
-            if of_input and done < UNIT_BYTES:  # little is lost
-                remove(work)
-            raise
-        remove(work)
-    finally:
-        os.close(handle)
-
-
-def remove(work: Path) -> None:
-    """Remove `work`. What another run would go on with is first put aside, by one rename each: after a kill in the
-    middle, no file vouches for another that is gone."""
-    aside = work / "removed"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    for name in ("units", "tokenizer", "old"):
-        if (work / name).exists():
-            (work / name).rename(aside / name)
-    shutil.rmtree(work, ignore_errors=True)
-
-
-def lock(work: Path, wait: bool, out_dir: Path) -> int:
-    """A handle that locks `work`, made if it is not there. Raises PrepareError if another process has it."""
-    while True:
-        (work / "units").mkdir(parents=True, exist_ok=True)
-        handle = os.open(work, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
-                (work / "units").mkdir(exist_ok=True)
-                wait_for_workers(work)
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
-        os.close(handle)  # of a directory that the run before has removed meanwhile
-
-
-def complete_manifest(out_dir: Path) -> dict:
-    """manifest.json of a directory whose files are all there, {} of any other."""
-    try:
-        manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["format"] == ROWS_FORMAT:
-            files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
-            complete = all((out_dir / name).stat().st_size == n for name, n in files.items())
-            return manifest if complete and chat_tokens_fit(out_dir, manifest) else {}
-        for split in read_manifest(out_dir)["splits"]:
-            TokenData(out_dir, split)  # compares the sizes
-        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
-            for name in manifest.get("sources", {"": {}}):
-                PackedData(out_dir, pack, name)
-        same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
-        return {}
-    return manifest if same_tokenizer else {}
-
-
-def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
-    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raises DataError."""
-    if "tokenizer_fingerprint" not in manifest:
-        return True
-    for split, entry in manifest["splits"].items():
-        if split in SPLITS:
-            map_tokens(out_dir, entry["tokens"], manifest["dtype"])
-    return Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-
-
-def check_replaceable(out_dir: Path, overwrite: bool) -> None:
-    """Raise PrepareError if `out_dir` is not one of ours, whatever its state. Files of others are never removed."""
-    if not out_dir.exists():
-        return
-    if not out_dir.is_dir():
-        raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
-    paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
-    others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
-    empty = [path.name for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
-    if others or empty:
-        what = str(others[0]) if others else empty[0]
-        raise UserError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
-    if paths and not overwrite:
-        try:
-            known = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))["format"]
-        except (OSError, ValueError, KeyError, TypeError):
-            known = ""
-        if known not in (FORMAT, ROWS_FORMAT):
-            hint = "overwrite=True replaces it"
-            raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
-
-
-def publish(work: Path, out_dir: Path) -> None:
-    """Rename work/out to `out_dir`, and what is there out of the way. After a kill in between, neither is there."""
-    shutil.rmtree(work / "old", ignore_errors=True)
-    if out_dir.exists():
-        out_dir.rename(work / "old")
-    (work / "out").rename(out_dir)
 
 
 # ---- all of it -------------------------------------------------------------------------------
@@ -624,10 +244,6 @@ def load_evals(recipe: Recipe, work: Path) -> Evals | None:
     return evals
 
 
-def check_unchanged(inputs: list[Input]) -> None:
-    for file in inputs:
-        if look(file.path, file.name, file.source) != file:
-            raise UserError(f"prepare: {file.name} changed while it was read; run again")
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -800,21 +416,6 @@ def main(config: dict) -> int:
     return exit_status(manifest["info"], len(inputs), config["max_bad_fraction"])
 
 
-def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
-    failed, dropped = info["failed"], info["documents"]["dropped"]
-    if failed:
-        names = ", ".join(failed[:3])
-        print(f"prepare: {len(failed)} of {n_inputs} files could not be read, or not to the end: {names}")
-    bad = sum(n for reason, n in dropped.items() if reason not in REASONS and reason != "empty")
-    n_read = info["documents"]["read"]
-    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
-        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
-    too_many = bad > max_bad_fraction * n_read
-    if too_many:
-        print(f"prepare: {bad} of {n_read} records could not be read; {max_bad_fraction=}")
-    return 1 if failed or too_many else 0
-
-
 def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[Source, ...], dict[str, str]]:
     """The sources with a file in the place of standard input, and of answers, which become pairs; {path: what the user
     calls it} of these files."""
@@ -832,80 +433,6 @@ def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[So
             paths, names = [path if name == "-" else name for name in paths], {path: "-"}
         sources.append(replace(source, input=",".join(paths)))
     return tuple(sources), names
-
-
-def verify_directory(directory: Path) -> int:
-    if is_rows(directory):
-        return verify_rows(directory)
-    manifest = verify_tokens(directory)
-    if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:
-        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
-    print_splits(manifest)
-    print(f"prepare: {directory} is as it was written")
-    return 0
-
-
-def is_rows(directory: Path) -> bool:
-    """Whether it holds conversations or pairs."""
-    try:
-        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def verify_rows(directory: Path) -> int:
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    for entry in manifest["splits"].values():
-        for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
-            verify_sha256(directory / name, sha256)
-    if not chat_tokens_fit(directory, manifest):
-        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
-    print_splits(manifest)
-    print(f"prepare: {directory} is as it was written")
-    return 0
-
-
-def report(manifest: dict, seconds: float) -> None:
-    """What was read, what became of it, and how fast."""
-    info = manifest["info"]
-    documents, n_bytes, dropped = info["documents"], info["bytes"], info["documents"]["dropped"]
-    n_dropped, dropped_bytes = sum(dropped.values()), sum(n_bytes["dropped"].values())
-    removed = n_bytes["cleaned"] + n_bytes["cut"]
-    print(f"prepare: documents: {documents['read']:,} read = {documents['kept']:,} kept + {n_dropped:,} dropped")
-    print(
-        f"prepare: bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept + {dropped_bytes:,} dropped "
-        f"+ {removed:,} cleaned away"
-    )
-    for what in ("dropped", "mended"):
-        for reason, count in documents[what].items():
-            print(f"prepare: {what}: {count:,} {reason}")
-    if "decontaminate" in info:
-        print(f"prepare: {info['decontaminate']['unprotected']:,} of {info['decontaminate']['items']:,} evaluation "
-              f"items are too short to be looked for")  # fmt: skip
-    for line in answer_pairs.describe(info.get("answers", [])):
-        print(f"prepare: {line}")
-    print_splits(manifest)
-    print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
-
-
-def print_splits(manifest: dict) -> None:
-    if manifest["format"] == ROWS_FORMAT:
-        for split, entry in manifest["splits"].items():
-            tokens = f"{entry['tokens']['ids']:>18,} tokens" if "tokens" in entry else ""
-            print(f"{split:<8}{entry['rows']:>12,} rows{entry['bytes']:>18,} bytes{tokens}")
-        return
-    print(f"{'split':<6}{'documents':>14}{'bytes':>18}{'tokens':>18}{'bytes/token':>14}")
-    for split, entry in manifest["splits"].items():
-        print_split(split, entry)
-        names = sorted({shard.get("source", "") for shard in entry["shards"]})
-        for name in names if names != [""] else []:
-            own = [shard for shard in entry["shards"] if shard["source"] == name]
-            print_split(f"  {name}", {key: sum(s[key] for s in own) for key in ("documents", "bytes", "tokens")})
-
-
-def print_split(name: str, entry: dict) -> None:
-    ratio = entry["bytes"] / entry["tokens"]
-    print(f"{name:<6}{entry['documents']:>14,}{entry['bytes']:>18,}{entry['tokens']:>18,}{ratio:>14.2f}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline
+from groundup.text import pipeline, processes
 from groundup.tokens.token_files import verify
 from tokenizer import Tokenizer, train
 
@@ -412,7 +412,7 @@ def test_next_run_waits_for_workers_of_a_killed_one(tmp_path):
     (tmp_path / "units").mkdir()
     worker = os.open(tmp_path / "units", os.O_RDONLY)
     fcntl.flock(worker, fcntl.LOCK_SH)
-    waiting = threading.Thread(target=pipeline.wait_for_workers, args=(tmp_path,))
+    waiting = threading.Thread(target=processes.wait_for_workers, args=(tmp_path,))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()

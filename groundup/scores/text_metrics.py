@@ -24,14 +24,14 @@ from groundup.files import readers
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
-from groundup.text import quality
+from groundup.text import cleaning
 from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.row_reader import read_rows_manifest
 from groundup.train import ranks
 from model import Transformer
 from tokenizer import Tokenizer
 
-WORDS = re.compile(f"[{quality.HAN}]|[^\\W_{quality.HAN}]+")
+WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")
 UNITS = re.compile(f"{WORDS.pattern}|[^\\w\\s]|_")  # marks too: loops of them are repetition
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
@@ -172,7 +172,7 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
     references (by characters), bleu_13a for the others. They are never mixed, since their units differ."""
     from sacrebleu.metrics import BLEU
 
-    names = ["zh" if quality.language(reference) == "zh" else "13a" for reference in references]
+    names = ["zh" if cleaning.language(reference) == "zh" else "13a" for reference in references]
     found = {}
     for name in sorted(set(names)):
         of_name = [(a, r) for a, r, own in zip(answers, references, names, strict=True) if own == name]

@@ -18,7 +18,10 @@ from groundup.errors import UserError
 from groundup.files import answer_files, readers, row_formats
 from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of
 from groundup.files.text_keys import as_score
-from groundup.text.pipeline import ANSWER_PLACE, PAIR_NUMBERS, Counts, Input, Problems, parse_score
+from groundup.text.documents import ANSWER_PLACE, PAIR_NUMBERS
+from groundup.text.pipeline import Problems
+from groundup.text.recipe import parse_score
+from groundup.text.units import Counts, Input
 from groundup.tokens.token_files import file_sha256
 
 

@@ -4,9 +4,6 @@ What is dropped by a rule of its own is decided before (pipeline.py). Of several
 in the order of the input: never one in favour of another that is dropped itself.
 """
 
-import shutil
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,24 +13,8 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files.splits import SPLITS, assign
 from groundup.text import dedup
-from groundup.text.pipeline import (  # fmt: skip
-    EXACT,
-    KEPT,
-    NEAR,
-    REASONS,
-    SCORE,
-    SHOWN,
-    Counts,
-    Input,
-    Recipe,
-    Source,
-    Unit,
-    parse_score,
-    read_kept,
-    read_samples,
-    unit_fates,
-    unit_rows,
-)
+from groundup.text.recipe import Recipe, Source, parse_score
+from groundup.text.units import EXACT, KEPT, NEAR, SCORE, Counts, Unit, read_kept, unit_fates, unit_rows
 
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
@@ -117,17 +98,6 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     chosen.partner[copies], chosen.similarity[copies] = candidates[found.partner], found.similarity
 
 
-def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
-    """dropped.tsv: every document that was read and dropped, why, and of a copy what it is like, and how much."""
-    with open(out / "dropped.tsv", "w", encoding="utf-8") as f:
-        f.write("path\tbyte\treason\tlike path\tlike byte\tsimilarity\n")
-        for row in np.flatnonzero(chosen.fates != KEPT).tolist():
-            columns = [*chosen.place(row, units), REASONS[chosen.fates[row]]]
-            if chosen.partner[row] >= 0:
-                columns += [*chosen.place(int(chosen.partner[row]), units), f"{chosen.similarity[row]:.4f}"]
-            f.write("\t".join(map(str, columns)) + "\n")
-
-
 # ---- splits ----------------------------------------------------------------------------------
 
 
@@ -194,122 +164,3 @@ def single_text(chosen: Selection, units: list[Unit], counts: Counts, work: Path
     if counts.records != 1 or not (chosen.fates == KEPT).any():
         return None
     return "".join(text for unit in units for _, text in read_kept(unit, work, unit_fates(unit, work)))
-
-
-# ---- the report ------------------------------------------------------------------------------
-
-
-def check_train(parts: list[Share]) -> None:
-    """Raise PrepareError if there is nothing to learn from; say which sources give nothing."""
-    for part in parts:
-        if part.source.name and not (part.splits == 0).any():
-            print(f"prepare: warning: nothing is left for train of source {part.source.name}")
-    if not any((part.splits == 0).any() for part in parts):
-        raise UserError("prepare: no document is left for train; lower val_fraction or hold_out, or give more text")
-
-
-def nothing_kept(counts: Counts, chosen: Selection | None) -> UserError:
-    dropped = counts.lost + Counter(reason_counts(chosen) if chosen else {})
-    reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the input holds none"
-    first = f"; first: {counts.shown[0]}" if counts.shown else ""
-    return UserError(f"prepare: no document to prepare: {reasons}{first}")
-
-
-def reason_counts(chosen: Selection) -> dict[str, int]:
-    """{reason: documents dropped for it}, in the order of REASONS."""
-    counts = np.bincount(chosen.fates, minlength=len(REASONS)).tolist()
-    return {reason: n for reason, n in zip(REASONS, counts, strict=True) if n and reason != "kept"}
-
-
-def summarize(
-    info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[Share], recipe: Recipe
-) -> None:
-    """Put into `info` what became of all that was read: what is read is what is kept and what is dropped."""
-    sizes = np.bincount(chosen.fates, chosen.rows["n_bytes"], len(REASONS)).astype(np.int64).tolist()
-    dropped_bytes = {reason: n for reason, n in zip(REASONS, sizes, strict=True) if n and reason != "kept"}
-    n_read, n_kept = counts.records + counts.split_huge, int((chosen.fates == KEPT).sum())
-    dropped = dict(counts.lost) | reason_counts(chosen)
-    assert n_read == n_kept + sum(dropped.values()), f"{n_read=} {n_kept=} {dropped=}"
-    assert counts.bytes_read == sum(sizes) + counts.bytes_cleaned + counts.bytes_cut, f"{counts=} {sizes=}"
-    info["documents"] = {"read": n_read, "kept": n_kept, "dropped": dropped, "mended": dict(counts.mended)}
-    if counts.split_huge:
-        info["documents"]["mended"]["split_huge"] = counts.split_huge
-    info["bytes"] = {
-        "read": counts.bytes_read, "kept": sizes[KEPT], "cleaned": counts.bytes_cleaned, "cut": counts.bytes_cut,
-        "dropped": dropped_bytes,
-    }  # fmt: skip
-    if recipe.near:
-        values = chosen.similarity[chosen.fates == NEAR]
-        histogram, _ = np.histogram(values, bins=np.linspace(0, 1, 21))
-        bins = {f"{k * 0.05:.2f}": n for k, n in enumerate(histogram.tolist()) if n}
-        info["near"] = {"bands": recipe.near_bands, "rows": recipe.near_rows, "similarity": bins,
-                        "not_compared": chosen.capped}  # fmt: skip
-    if recipe.sources[0].name:
-        info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
-    unreadable = {file.name for file in inputs if file.problem}
-    info["failed"] = sorted(unreadable | counts.failed())
-
-
-def print_problems(unreadable: list[Input], counts: Counts) -> None:
-    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
-    print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
-
-
-def write_problems(unreadable: list[Input], others: Iterable[Path], units: list[Unit], work: Path) -> None:
-    """out/errors.tsv: all problems, first files that cannot be opened, then those in the files `others`, then those of
-    the units, in the order of the inputs."""
-    with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
-        out.write("path\tline\tbyte\treason\tdetail\n")
-        out.writelines(f"{file.name}\t0\t0\tunreadable_file\t{file.problem}\n" for file in unreadable)
-        for path in (*others, *(unit.file(work, "problems") for unit in units)):
-            with open(path, encoding="utf-8") as f:
-                shutil.copyfileobj(f, out)
-
-
-def write_report(info: dict, notes: list[str], chosen: Selection, units: list[Unit], work: Path) -> None:
-    """out/report.md: counts by reason, notes, and for people to judge the rules by: documents that each dropped, and
-    kept."""
-    documents, n_bytes = info["documents"], info["bytes"]
-    lines = ["# What became of the input", "", "| | documents | bytes of text |", "|---|---:|---:|"]
-    lines.append(f"| read | {documents['read']:,} | {n_bytes['read']:,} |")
-    for reason, n in documents["dropped"].items():
-        lines.append(f"| {reason} | {n:,} | {n_bytes['dropped'].get(reason, 0):,} |")
-    lines.append(f"| cleaned away, cut out | | {n_bytes['cleaned'] + n_bytes['cut']:,} |")
-    lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
-    lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
-    lines += [f"\n{note}." for note in notes]
-    lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
-    marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
-    lines.append(f"\nBytes per kept document (least, 10 %, median, 90 %, 99 %, most): {marks}.")
-    for reason, samples in sorted(report_samples(chosen, units, work).items()):
-        lines.append(f"\n## {reason}\n")
-        lines += [f"- {where}: {detail}\n  > {' '.join(excerpt.split())[:200]}" for where, detail, excerpt in samples]
-    (work / "out" / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def report_samples(chosen: Selection, units: list[Unit], work: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """{reason: [(where, detail, excerpt)]} of up to SHOWN documents each, chosen by chance but always the same."""
-    found: dict[str, list[tuple[int, str, str, str]]] = {}
-    for _, reason, sample in read_samples(units, work):
-        held = found.setdefault(reason, [])
-        held.append((sample.position, sample.where, sample.detail, sample.excerpt))
-        if len(held) > 4 * SHOWN:
-            found[reason] = sorted(held)[:SHOWN]
-    for fate in (KEPT, EXACT, NEAR, SCORE):
-        rows = np.flatnonzero((chosen.fates == fate) & (chosen.rows["reason"] == KEPT))
-        for row in rows[np.argsort(chosen.rows["position"][rows], kind="stable")[:SHOWN]].tolist():
-            partner, similarity = int(chosen.partner[row]), chosen.similarity[row]
-            detail = f"{similarity:.2f} like {chosen.where(partner, units)}" if partner >= 0 else ""
-            detail = f"score {chosen.rows['score'][row]:.4g}" if fate == SCORE else detail
-            excerpt = excerpt_of(row, chosen, units, work)
-            found.setdefault(REASONS[fate], []).append(
-                (int(chosen.rows["position"][row]), chosen.where(row, units), detail, excerpt)
-            )
-    return {reason: [sample[1:] for sample in sorted(samples)[:SHOWN]] for reason, samples in found.items()}
-
-
-def excerpt_of(row: int, chosen: Selection, units: list[Unit], work: Path) -> str:
-    size = min(int(chosen.rows["size"][row]), 900)
-    with open(units[chosen.unit_of(row)].file(work, "docs"), "rb") as f:
-        f.seek(int(chosen.rows["begin"][row]))
-        return f.read(size).decode("utf-8", "ignore")

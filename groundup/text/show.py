@@ -13,7 +13,9 @@ from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams
 from groundup.text import dedup
-from groundup.text.pipeline import Item, Judge, Recipe, Source, signatures_of
+from groundup.text.documents import Item, Judge
+from groundup.text.pipeline import signatures_of
+from groundup.text.recipe import Recipe, Source
 from groundup.tokens.token_files import TokenData
 from tokenizer import Tokenizer
 

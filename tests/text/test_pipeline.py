@@ -17,7 +17,7 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline
+from groundup.text import pipeline, writing
 from groundup.tokens import chat_files
 from groundup.tokens.token_files import TokenData
 from tokenizer import Tokenizer, train
@@ -741,7 +741,7 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
     monkeypatch.setattr(pipeline, "GROUP_BYTES", 0)
-    monkeypatch.setattr(prepare.Tokens, "OPEN", 8)
+    monkeypatch.setattr(writing.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-"""filters.py: cleaning against its promises, every rule on either side of its limit, measures against brute force."""
+"""quality.py: cleaning against its promises, every rule on either side of its limit, measures against brute force."""
 
 import glob
 import math
@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groundup.errors import UserError
-from groundup.text import quality
-from groundup.text.quality import CURATED, RULE_NAMES, RULES, WEB, Cleaning, Rules, Text, WordList, clean
+from groundup.text import cleaning, quality
+from groundup.text.cleaning import CURATED, WEB, Cleaning, clean
+from groundup.text.quality import RULE_NAMES, RULES, Rules, Text, WordList
 
 PUNCTUATION = Cleaning(punctuation=True)
 ENGLISH = (
@@ -152,7 +153,7 @@ def padded(n_bad: int, n_good: int, bad: str, good: str, joint: str) -> str:
 def numbered(n: int, text: str) -> list[str]:
     """n different lines."""
     return [
-        f"{text}{chr(0x4E00 + i)}" if quality.language(text) == "zh" else f"{text} {'abcdefghij'[i % 10]}{i}"
+        f"{text}{chr(0x4E00 + i)}" if cleaning.language(text) == "zh" else f"{text} {'abcdefghij'[i % 10]}{i}"
         for i in range(n)
     ]
 
@@ -256,7 +257,7 @@ def test_every_rule_has_its_edges() -> None:
 @pytest.mark.parametrize(("name", "language"), sorted(EDGES))
 def test_both_sides_of_each_limit(name: str, language: str) -> None:
     kept, dropped = EDGES[name, language]
-    assert quality.language(kept) == quality.language(dropped) == language
+    assert cleaning.language(kept) == cleaning.language(dropped) == language
     rules = only(name)
     assert rules.check(kept) == ("", "")
     fired, detail = rules.check(dropped)
@@ -265,10 +266,10 @@ def test_both_sides_of_each_limit(name: str, language: str) -> None:
 
 
 def test_language() -> None:
-    assert quality.language("") == quality.language("123 ...") == quality.language("русский текст") == "en"
-    assert quality.language("好好好 abcdefg") == "zh"
-    assert quality.language("好好好 abcdefgh") == "en"
-    assert quality.language("中文，夹一个 word") == "zh"
+    assert cleaning.language("") == cleaning.language("123 ...") == cleaning.language("русский текст") == "en"
+    assert cleaning.language("好好好 abcdefg") == "zh"
+    assert cleaning.language("好好好 abcdefgh") == "en"
+    assert cleaning.language("中文，夹一个 word") == "zh"
 
 
 @pytest.mark.parametrize(
@@ -444,10 +445,10 @@ def test_classes_are_those_of_every_character() -> None:
     """Python's own answers for all 0x110000, and the ranges of Latin and Chinese letters."""
     letters = [chr(code).isalpha() for code in range(0x110000)]
     spaces = [chr(code).isspace() for code in range(0x110000)]
-    classes = quality.character_classes()
+    classes = cleaning.character_classes()
     han = np.zeros(0x110000, bool)
-    for begin, end in quality.HAN_RANGES:
+    for begin, end in cleaning.HAN_RANGES:
         han[begin:end] = True
-    assert np.array_equal(classes == quality.HAN_CLASS, han)
-    assert np.array_equal(np.isin(classes, (quality.LETTERS, quality.LATIN)), np.array(letters) & ~han)
-    assert np.array_equal(classes == quality.SPACE, np.array(spaces))
+    assert np.array_equal(classes == cleaning.HAN_CLASS, han)
+    assert np.array_equal(np.isin(classes, (cleaning.LETTERS, cleaning.LATIN)), np.array(letters) & ~han)
+    assert np.array_equal(classes == cleaning.SPACE, np.array(spaces))

@@ -1,0 +1,176 @@
+"""A prepared directory: made in a locked, hidden directory beside it, renamed when it is complete, verified later."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.files.splits import SPLITS
+from groundup.text.pipeline import UNIT_BYTES
+from groundup.text.processes import WorkerLost, wait_for_workers
+from groundup.text.report import print_splits
+from groundup.tokens.chat_files import map_tokens
+from groundup.tokens.packing import PackedData
+from groundup.tokens.row_reader import ROWS_FORMAT
+from groundup.tokens.token_files import (
+    FORMAT,
+    TokenData,
+    read_manifest,
+    verify_sha256,
+)
+from groundup.tokens.token_files import (
+    verify as verify_tokens,
+)
+from tokenizer import FILES, Tokenizer
+
+OWN = re.compile(
+    r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test|held_out)\.jsonl"
+    r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
+)
+
+
+@contextmanager
+def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
+    """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
+    of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
+    Raises PrepareError if another run holds it."""
+    work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
+    handle = lock(work, wait, out_dir)
+    try:
+        if (work / "old").exists() and not out_dir.exists():
+            (work / "old").rename(out_dir)  # killed between the two renames of `publish`
+        try:
+            yield work
+        except ValueError as error:
+            done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
+            of_input = isinstance(error, UserError) and not isinstance(error, WorkerLost)
+            if of_input and done < UNIT_BYTES:  # little is lost
+                remove(work)
+            raise
+        remove(work)
+    finally:
+        os.close(handle)
+
+
+def remove(work: Path) -> None:
+    """Remove `work`. What another run would go on with is first put aside, by one rename each: after a kill in the
+    middle, no file vouches for another that is gone."""
+    aside = work / "removed"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in ("units", "tokenizer", "old"):
+        if (work / name).exists():
+            (work / name).rename(aside / name)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def lock(work: Path, wait: bool, out_dir: Path) -> int:
+    """A handle that locks `work`, made if it is not there. Raises PrepareError if another process has it."""
+    while True:
+        (work / "units").mkdir(parents=True, exist_ok=True)
+        handle = os.open(work, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
+                (work / "units").mkdir(exist_ok=True)
+                wait_for_workers(work)
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+        os.close(handle)  # of a directory that the run before has removed meanwhile
+
+
+def complete_manifest(out_dir: Path) -> dict:
+    """manifest.json of a directory whose files are all there, {} of any other."""
+    try:
+        manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["format"] == ROWS_FORMAT:
+            files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
+            complete = all((out_dir / name).stat().st_size == n for name, n in files.items())
+            return manifest if complete and chat_tokens_fit(out_dir, manifest) else {}
+        for split in read_manifest(out_dir)["splits"]:
+            TokenData(out_dir, split)  # compares the sizes
+        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
+            for name in manifest.get("sources", {"": {}}):
+                PackedData(out_dir, pack, name)
+        same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
+        return {}
+    return manifest if same_tokenizer else {}
+
+
+def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
+    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raises DataError."""
+    if "tokenizer_fingerprint" not in manifest:
+        return True
+    for split, entry in manifest["splits"].items():
+        if split in SPLITS:
+            map_tokens(out_dir, entry["tokens"], manifest["dtype"])
+    return Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
+
+
+def check_replaceable(out_dir: Path, overwrite: bool) -> None:
+    """Raise PrepareError if `out_dir` is not one of ours, whatever its state. Files of others are never removed."""
+    if not out_dir.exists():
+        return
+    if not out_dir.is_dir():
+        raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
+    paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
+    others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
+    empty = [path.name for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
+    if others or empty:
+        what = str(others[0]) if others else empty[0]
+        raise UserError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
+    if paths and not overwrite:
+        try:
+            known = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))["format"]
+        except (OSError, ValueError, KeyError, TypeError):
+            known = ""
+        if known not in (FORMAT, ROWS_FORMAT):
+            hint = "overwrite=True replaces it"
+            raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
+
+
+def publish(work: Path, out_dir: Path) -> None:
+    """Rename work/out to `out_dir`, and what is there out of the way. After a kill in between, neither is there."""
+    shutil.rmtree(work / "old", ignore_errors=True)
+    if out_dir.exists():
+        out_dir.rename(work / "old")
+    (work / "out").rename(out_dir)
+
+
+def verify_directory(directory: Path) -> int:
+    if is_rows(directory):
+        return verify_rows(directory)
+    manifest = verify_tokens(directory)
+    if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:
+        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+    print_splits(manifest)
+    print(f"prepare: {directory} is as it was written")
+    return 0
+
+
+def is_rows(directory: Path) -> bool:
+    """Whether it holds conversations or pairs."""
+    try:
+        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def verify_rows(directory: Path) -> int:
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    for entry in manifest["splits"].values():
+        for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
+            verify_sha256(directory / name, sha256)
+    if not chat_tokens_fit(directory, manifest):
+        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+    print_splits(manifest)
+    print(f"prepare: {directory} is as it was written")
+    return 0
