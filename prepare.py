@@ -99,7 +99,6 @@ exact = True  # drop texts that are there already, but for case and white space
 near = 0.8  # drop texts as similar as this to one that is there already; 0 = off
 near_bands = 0  # of signatures; 0 = from `near`
 near_rows = 0  # numbers per band; 0 = from `near`
-near_engine = "numpy"  # numpy | datasketch (slow, the same result)
 decontaminate = ""  # evaluation files whose questions must not be learnt: .csv of MMLU, CMMLU, C-Eval; .jsonl
 decontaminate_action = "drop"  # drop the document | cut the place out of it
 # what is made
@@ -255,7 +254,7 @@ def check_config(config: dict) -> Recipe:
         if not config[key] and not (key == "out_dir" and config["show"]):
             raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
-    choices = {"kind": ("text", "chat", "preference"), "near_engine": ("numpy", "datasketch"), "order": ORDERS}
+    choices = {"kind": ("text", "chat", "preference"), "order": ORDERS}
     choices |= {"decontaminate_action": ("drop", "cut"), "pattern": tuple(PATTERNS)}
     choices |= {"pair_by": ("", "dataset", "reward")}
     for key, allowed in choices.items():

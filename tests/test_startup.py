@@ -20,12 +20,12 @@ NAMES = sorted(
     for file in FILES
     if file.name != "__init__.py"
 )
-WITHOUT_TORCH = {"configurator", "tokenizer", "prepare", "bench", "bench_text", "dedup_datatrove"}
+WITHOUT_TORCH = {"configurator", "tokenizer", "prepare", "bench", "bench_text"}
 WITHOUT_TORCH |= {"largest", "plot", "self_instruct"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
-SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft", "datatrove"}
+SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft"}
 TUNERS = ("sft", "dpo", "reward", "rl")
 
 WATCH = """if True:

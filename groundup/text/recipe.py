@@ -37,7 +37,6 @@ class Recipe:
     near: float = 0.0
     near_bands: int = 0
     near_rows: int = 0
-    near_engine: str = "numpy"
     decontaminate: str = ""
     decontaminate_action: str = "drop"
     val_fraction: float = 0.0
@@ -58,7 +57,7 @@ class Recipe:
 
     def for_unit(self, source: int) -> dict:
         """The settings that decide what `inspect_unit` makes of a unit of a source."""
-        later = {"sources", "exact", "near", "near_engine", "val_fraction", "test_fraction", "fold", "order"}
+        later = {"sources", "exact", "near", "val_fraction", "test_fraction", "fold", "order"}
         plain = {key: value for key, value in self.settings().items() if key not in later | {"shard_tokens"}}
         own = {key: v for key, v in asdict(self.sources[source]).items() if key not in ("name", "input", "weight")}
         return plain | own | {"signed": self.near > 0}

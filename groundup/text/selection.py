@@ -91,7 +91,7 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     if not len(candidates):
         return
     signatures = np.memmap(work / "signatures.tmp", "<u4", "r", shape=(len(candidates), n_perm))
-    found = dedup.near_duplicates(signatures, recipe.near, recipe.near_bands, recipe.near_rows, recipe.near_engine)
+    found = dedup.near_duplicates(signatures, recipe.near, recipe.near_bands, recipe.near_rows)
     chosen.fates[candidates[found.dropped]] = NEAR
     chosen.capped = found.capped
     copies = candidates[found.dropped]

@@ -159,13 +159,6 @@ if __name__ == "__main__":
     assert content(tmp_path / "out") == content(prepared)
 
 
-def test_the_engine_of_datasketch_gives_the_same_bytes(planted_files, prepared, tok, tmp_path):
-    run(tmp_path / "out", tokenizer_dir=tok, near_engine="datasketch", **planted_files)
-    other, mine = content(tmp_path / "out"), content(prepared)
-    del other["manifest.json"], mine["manifest.json"]  # the one says which engine
-    assert other == mine
-
-
 def test_contaminated_places_can_be_cut_out(tmp_path, tok):
     question = {"question": "Which of these rivers flows north through eleven countries into the sea?",
                 "choices": ["The Nile", "The Rhine", "The Volga", "The Po"]}  # fmt: skip
