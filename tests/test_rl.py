@@ -19,7 +19,6 @@ import test_pretrain_ranks as tpr
 import torch
 from safetensors.torch import load_file
 
-import rl
 from groundup.align import policy_gradient as pg
 from groundup.align import reward_model, rollouts
 from groundup.align.reward_model import RewardModel
@@ -257,7 +256,7 @@ def test_steps_without_a_finished_answer_change_nothing(run, base, tmp_path, mon
 def test_updates_of_the_critic_without_a_finite_gradient_are_counted(run, tmp_path, monkeypatch):
     plain = pg.value_losses
     monkeypatch.setattr(pg, "value_losses", lambda *args: plain(*args) * math.inf)
-    with pytest.raises(RuntimeError, match="4 updates in a row .* value_learning_rate"):
+    with pytest.raises(UserError, match="4 updates in a row .* value_learning_rate"):
         run("--algorithm=ppo", "--minibatches=2", "--max_steps=5", "--max_skipped=4", "--save_every=1")
     assert column(tmp_path / "out", "train", "value_skipped") == [2, 4]
     assert column(tmp_path / "out", "train", "skipped") == [0, 0]
@@ -560,7 +559,7 @@ def test_a_reward_that_is_no_function_says_how_to_name_one(run, base):
 
 
 def test_means_leave_out_steps_without_a_value():
-    assert rl.mean_of_finite([1.0, float("nan"), 3.0]) == 2.0 and math.isnan(rl.mean_of_finite([float("nan")]))
+    assert rollouts.mean_of_finite([1.0, float("nan"), 3.0]) == 2.0 and math.isnan(rollouts.mean_of_finite([float("nan")]))
 
 
 @pytest.mark.parametrize("rule, says", [("fails", "ZeroDivisionError"), ("nan", "nan")])
@@ -599,7 +598,7 @@ def test_the_plan_counts_every_model(base, tmp_path, monkeypatch, capsys, algori
     n_params = sum(p.numel() for p in checkpoint.load_model(base / "model").parameters())
     assert f"reference {4 * n_params / 2**20:,.0f} MiB" in line and "reward models" in line
     assert (f"critic {16 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
-    assert f" copy to save from {12 * n_params / 2**20:,.0f} MiB" in line
+    assert f" copy to save {12 * n_params / 2**20:,.0f} MiB" in line
     assert (f"critic's copy to save from {12 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
     assert not (tmp_path / "out").exists()
 
