@@ -359,7 +359,8 @@ def decisive(info: dict) -> dict:
     """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
     inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
     whole = {key: info.get(key) for key in ("tokenizer", "answers")}
-    return whole | info.get("recipe", {}) | inputs
+    recipe = {key: value for key, value in info.get("recipe", {}).items() if key != "near_engine"}  # no key any more
+    return whole | recipe | inputs
 
 
 def difference(info: dict, old: dict) -> str:

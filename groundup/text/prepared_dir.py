@@ -35,12 +35,12 @@ OWN = re.compile(
 
 
 @contextmanager
-def work_dir(out_dir: Path, wait: bool = False) -> Iterator[Path]:
+def work_dir(out_dir: Path) -> Iterator[Path]:
     """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
     of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
     Raises PrepareError if another run holds it."""
     work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
-    handle = lock(work, wait, out_dir)
+    handle = lock(work, out_dir)
     try:
         if (work / "old").exists() and not out_dir.exists():
             (work / "old").rename(out_dir)  # killed between the two renames of `publish`
@@ -69,13 +69,13 @@ def remove(work: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
 
 
-def lock(work: Path, wait: bool, out_dir: Path) -> int:
+def lock(work: Path, out_dir: Path) -> int:
     """A handle that locks `work`, made if it is not there. Raises PrepareError if another process has it."""
     while True:
         (work / "units").mkdir(parents=True, exist_ok=True)
         handle = os.open(work, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
                 (work / "units").mkdir(exist_ok=True)
                 wait_for_workers(work)
