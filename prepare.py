@@ -243,13 +243,11 @@ def load_evals(recipe: Recipe, work: Path) -> Evals | None:
     return evals
 
 
-
-
 # ---- the command -----------------------------------------------------------------------------
 
 
 def check_config(config: dict) -> Recipe:
-    """The recipe in a configuration. Raises ConfigError."""
+    """The recipe in a configuration. Raise UserError."""
     for key in ("input", "out_dir"):
         if not config[key] and not (key == "out_dir" and config["show"]):
             raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
@@ -291,7 +289,7 @@ def check_config(config: dict) -> Recipe:
 
 
 def check_kind(config: dict) -> None:
-    """Raise ConfigError for a setting that would do nothing."""
+    """Raise UserError for a setting that would do nothing."""
     for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
     for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
     idle = {"question_min_chars": 0, "question_max_chars": 0} if config["kind"] == "text" else for_text
@@ -318,7 +316,7 @@ def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
 
 
 def aids(config: dict) -> str:
-    """sha256 of the files that settings name: the result depends on what is in them. Raises ConfigError."""
+    """sha256 of the files that settings name: the result depends on what is in them. Raise UserError."""
     files = [config["keep"].rpartition(":")[0] if config["keep"] else "", config["words"]]
     for key in ("decontaminate", "prompts_from"):
         files += readers.find_files(config[key]) if config[key] else []
@@ -329,7 +327,7 @@ def aids(config: dict) -> str:
 
 
 def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
-    """The tokenizer of tokenizer_dir; None if one has to be trained, or is not wanted. Raises PrepareError."""
+    """The tokenizer of tokenizer_dir; None if one has to be trained, or is not wanted. Raise UserError."""
     exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None

@@ -29,7 +29,7 @@ dtype = "float32"  # of the written weights: float32, bfloat16 or float16
 
 
 def check_out_dir(out_dir: str) -> Path:
-    """The directory to write. Raises ConfigError unless it is absent or empty."""
+    """The directory to write. Raise UserError unless it is absent or empty."""
     out = Path(out_dir)
     if not out_dir or (out.exists() and not out.is_dir()):
         raise UserError(f"config: out_dir={out_dir!r} is not a directory")
@@ -41,7 +41,7 @@ def check_out_dir(out_dir: str) -> Path:
 def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
     """Write the merged model; -> (directory it was read from, directory written, number of parameters).
 
-    Raises ConfigError, CheckpointError, LoRAError, TokenizerError."""
+    Raise UserError."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"config: dtype must be float32, bfloat16 or float16, got {dtype!r}")
     if not init_from:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"  # of a language model; a reward model has none
 
 
-
-
-
 class RewardModel(Transformer):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(replace(cfg, tie_embeddings=True))  # makes no lm_head of its own

@@ -18,9 +18,6 @@ CUT_CHARS = 200  # removed on each side of an evaluation question
 WHOLE = 8  # units; a shorter evaluation item is too common a phrase to look for
 
 
-
-
-
 class Evals:
     """Evaluation questions, to be found in training text by n consecutive units of question and choices together.
 
@@ -38,7 +35,7 @@ class Evals:
     @classmethod
     def from_files(cls, paths: list[str], n: int = 13) -> "Evals":
         """CSV with the columns question, A, B, C, D (as of CMMLU and C-Eval) or six columns without names (as of MMLU);
-        JSON or parquet with question and choices, or with prompt, text or instruction. Raises EvalError for others."""
+        JSON or parquet with question and choices, or with prompt, text or instruction. Raise UserError for others."""
         if n < WHOLE:
             raise UserError(f"decontaminate: it looks for at least {WHOLE} units in a row, got {n}")
         found: dict[int, list[np.ndarray]] = {}
@@ -128,7 +125,7 @@ class Table:
 
 
 def read_items(path: str) -> Iterator[tuple[str, str]]:
-    """("path:line", question and choices) of each item of an evaluation file. Raises EvalError, readers.DataError."""
+    """("path:line", question and choices) of each item of an evaluation file. Raise UserError."""
     with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
         if kind in ("csv", "tsv"):

@@ -116,7 +116,7 @@ def evals_of(path: Path, aids: str) -> Evals:
 
 @lru_cache(maxsize=8)
 def questions_in(files: str, aids: str, steps: cleaning.Cleaning) -> frozenset[str]:
-    """The first questions of the conversations in files, cleaned. aids: changes with the files. Raises PrepareError: a
+    """The first questions of the conversations in files, cleaned. aids: changes with the files. Raise UserError: a
     row is no conversation with a question."""
     found = set()
     for path in readers.find_files(files):

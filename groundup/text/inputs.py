@@ -24,7 +24,7 @@ OWN_KEYS = ("weight", "text_key", "txt_split", "quality", "rules_off", "rules_on
 
 
 def parse_sources(config: dict) -> tuple[Source, ...]:
-    """The sources that `input` names, with their settings, else one without a name. Raises ConfigError."""
+    """The sources that `input` names, with their settings, else one without a name. Raise UserError."""
     general = {key: config[key] for key in OWN_KEYS if key != "weight"}
     parts = [part for part in config["input"].split(";") if part.strip()]
     if not any(NAMED.fullmatch(part) for part in parts):
@@ -68,7 +68,7 @@ def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> So
 
 def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
     """The files of all sources, less those of `out_dir`, each once. What is not a file becomes one in `work`. Raises
-    DataError if nothing matches."""
+    UserError if nothing matches."""
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
         n_before = len(found)

@@ -38,7 +38,7 @@ OWN = re.compile(
 def work_dir(out_dir: Path) -> Iterator[Path]:
     """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
     of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
-    Raises PrepareError if another run holds it."""
+    Raise UserError if another run holds it."""
     work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
     handle = lock(work, out_dir)
     try:
@@ -70,7 +70,7 @@ def remove(work: Path) -> None:
 
 
 def lock(work: Path, out_dir: Path) -> int:
-    """A handle that locks `work`, made if it is not there. Raises PrepareError if another process has it."""
+    """A handle that locks `work`, made if it is not there. Raise UserError if another process has it."""
     while True:
         (work / "units").mkdir(parents=True, exist_ok=True)
         handle = os.open(work, os.O_RDONLY)
@@ -100,13 +100,13 @@ def complete_manifest(out_dir: Path) -> dict:
             for name in manifest.get("sources", {"": {}}):
                 PackedData(out_dir, pack, name)
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):  # DataError and TokenizerError are ValueErrors
+    except (OSError, ValueError, KeyError, TypeError):  # UserError and UserError are ValueErrors
         return {}
     return manifest if same_tokenizer else {}
 
 
 def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
-    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raises DataError."""
+    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raise UserError."""
     if "tokenizer_fingerprint" not in manifest:
         return True
     for split, entry in manifest["splits"].items():
@@ -116,7 +116,7 @@ def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
 
 
 def check_replaceable(out_dir: Path, overwrite: bool) -> None:
-    """Raise PrepareError if `out_dir` is not one of ours, whatever its state. Files of others are never removed."""
+    """Raise UserError if `out_dir` is not one of ours, whatever its state. Files of others are never removed."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():

@@ -101,7 +101,7 @@ class Rules:
     quality: "web" = all rules but C4's; "curated" (books, encyclopedias, code) = length and replacement characters.
     off, on: rules by name, separated by commas; on="c4" is the three of C4. min_chars, max_chars: instead of the
     lengths of the table, if not 0. words: a file of unwanted words, one on a line. keep: a function of your own, text
-    -> bool, as "file.py:function". Raises FilterError, ConfigError.
+    -> bool, as "file.py:function". Raise UserError.
     """
 
     def __init__(

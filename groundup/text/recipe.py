@@ -64,7 +64,7 @@ class Recipe:
 
 
 def parse_score(spec: str) -> list[tuple[str, str, str]]:
-    """[(key, least, most)] of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raises PrepareError."""
+    """[(key, least, most)] of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
     ranges = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         key, equals, bounds = part.partition("=")

@@ -27,7 +27,7 @@ def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
 
 
 def check_train(parts: list[Share]) -> None:
-    """Raise PrepareError if there is nothing to learn from; say which sources give nothing."""
+    """Raise UserError if there is nothing to learn from; say which sources give nothing."""
     for part in parts:
         if part.source.name and not (part.splits == 0).any():
             print(f"prepare: warning: nothing is left for train of source {part.source.name}")
@@ -140,7 +140,6 @@ def excerpt_of(row: int, chosen: Selection, units: list[Unit], work: Path) -> st
     with open(units[chosen.unit_of(row)].file(work, "docs"), "rb") as f:
         f.seek(int(chosen.rows["begin"][row]))
         return f.read(size).decode("utf-8", "ignore")
-
 
 
 def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
