@@ -1,4 +1,7 @@
-"""What a text loses before it is judged: control characters, needless white space, one of two forms of a character."""
+"""Clean a text before the quality rules see it: control characters, zero-width characters, white space, Unicode forms.
+
+Also tells Chinese ("zh") from everything that is written with spaces ("en"), by the script of the characters.
+"""
 
 import re
 import unicodedata
@@ -10,122 +13,99 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cleaning:
-    """The steps of `clean`, in their order. Line ends always become "\\n"."""
+    """Which steps `clean` takes, in this order. Line ends always become "\\n"."""
 
-    controls: bool = True  # drop NUL and the other control characters of ASCII, less tab and line end
-    zero_width: bool = True  # drop byte order marks and zero-width characters that join nothing
-    nfc: bool = True  # one form for characters that Unicode writes in two; full-width forms stay
-    trailing_blanks: bool = True
-    blank_lines: bool = True  # at most one between two lines
-    white_space_runs: bool = True  # at most 256 characters of white space: tiktoken fails at about a million
+    controls: bool = True  # drop NUL and the other ASCII control characters, except tab and line end
+    zero_width: bool = True  # drop byte order marks and zero-width characters, except joiners that join something
+    nfc: bool = True  # compose characters that Unicode writes in two ways; full-width forms stay
+    trailing_blanks: bool = True  # drop blanks at line ends
+    blank_lines: bool = True  # keep at most one blank line in a row
+    white_space_runs: bool = True  # keep at most 256 white space characters in a row: tiktoken fails at about a million
     strip: bool = True
-    punctuation: bool = False  # full-width marks between Chinese characters, and no mark twice
+    punctuation: bool = False  # full-width marks between Chinese characters, no mark twice in a row
 
 
 CURATED = Cleaning(trailing_blanks=False, blank_lines=False, white_space_runs=False, strip=False)
 WEB = Cleaning()
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
-ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]+")
+ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
 JOINERS = re.compile("[\u200c\u200d]")
 BLANKS = " \t\xa0\u3000"
-BLANKS_AT_END = re.compile(f"(?<![{BLANKS}])[{BLANKS}]+$", re.MULTILINE)
-LINE_ENDS = re.compile("\n{3,}")
+TRAILING_BLANKS = re.compile(f"(?<![{BLANKS}])[{BLANKS}]+$", re.MULTILINE)
 LONG_RUN = re.compile(r"(?<!\s)(\s{256})\s+")
-EIGHT_SPACES = re.compile(r"\s{8}")
 HAN_RANGES = ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0x20000, 0x323B0))
 HAN = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in HAN_RANGES)
 HALF_WIDTH = re.compile(f"(?<=[{HAN}])[,.!?:;()](?=[{HAN}])")
 FULL_WIDTH = dict(zip(",.!?:;()", "\uff0c\u3002\uff01\uff1f\uff1a\uff1b\uff08\uff09", strict=True))
-SAME_MARKS = re.compile("([\u3002\uff01\uff1f\uff0c\u3001])\\1+")
+REPEATED_MARKS = re.compile("([\u3002\uff01\uff1f\uff0c\u3001])\\1+")
+SPACE, OTHER, LETTERS, LATIN, HAN_CLASS = range(5)  # classes of characters
 
 
 def clean(text: str, steps: Cleaning) -> str:
-    """The text after these steps; to clean it again changes nothing. Most texts need nothing, and cost a look each."""
+    """Return the cleaned text; cleaning it again changes nothing. The check before a step is faster than the step."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if steps.controls and CONTROLS.search(text):
+    if steps.controls:
         text = CONTROLS.sub("", text)
     if not text.isascii():
         if steps.zero_width:
-            text = drop_zero_width(text)
-        if steps.nfc and not unicodedata.is_normalized("NFC", text):
+            text = JOINERS.sub(lambda joiner: joiner[0] * joins(text, joiner.start()), ZERO_WIDTH.sub("", text))
+        if steps.nfc:
             text = unicodedata.normalize("NFC", text)
-    if steps.trailing_blanks and has_trailing_blanks(text):
-        text = BLANKS_AT_END.sub("", text)
+    if steps.trailing_blanks and (text[-1:] in BLANKS or any(blank + "\n" in text for blank in BLANKS)):
+        text = TRAILING_BLANKS.sub("", text)
     if steps.blank_lines and "\n\n\n" in text:
-        text = LINE_ENDS.sub("\n\n", text)
-    if steps.white_space_runs and may_have_long_run(text):
+        text = re.sub("\n{3,}", "\n\n", text)
+    if steps.white_space_runs and len(text) > 256 and re.search(r"\s{8}", text[::32]):  # 257 hold 8 of every 32nd
         text = LONG_RUN.sub(r"\1", text)
     if steps.strip:
         text = text.strip()
     if steps.punctuation and language(text) == "zh":
         text = HALF_WIDTH.sub(lambda mark: FULL_WIDTH[mark[0]], text)
-        text = SAME_MARKS.sub(r"\1", text)
-    return text
-
-
-def drop_zero_width(text: str) -> str:
-    """Without zero-width characters, but for joiners where they matter: in emoji, and between letters of scripts that
-    join them, as Persian and Hindi do."""
-    if "\ufeff" in text or "\u200b" in text or "\u2060" in text:
-        text = ZERO_WIDTH.sub("", text)
-    if "\u200c" in text or "\u200d" in text:
-        text = JOINERS.sub(lambda joiner: joiner[0] if joins(text, joiner.start()) else "", text)
+        text = REPEATED_MARKS.sub(r"\1", text)
     return text
 
 
 def joins(text: str, i: int) -> bool:
+    """Return whether the zero-width joiner or non-joiner text[i] stands in an emoji or between letters of a script that
+    joins letters, as in Persian and Hindi."""
     before, after = text[i - 1 : i], text[i + 1 : i + 2]
-    if not before or not after or is_han(before) or is_han(after):
+    if not before or not after or any(begin <= ord(c) < end for c in (before, after) for begin, end in HAN_RANGES):
         return False
     kinds = unicodedata.category(before), unicodedata.category(after)
     if kinds[0][0] in "LM" and kinds[1][0] in "LM":
         return True
-    # symbols; a variation selector, a skin colour or a key cap may stand behind one
+    # an emoji may end in a variation selector, a skin colour or a key cap
     return text[i] == "\u200d" and (kinds[0] in ("So", "Sk", "Me") or before == "\ufe0f") and kinds[1] == "So"
-
-
-def is_han(character: str) -> bool:
-    return any(begin <= ord(character) < end for begin, end in HAN_RANGES)
-
-
-def has_trailing_blanks(text: str) -> bool:
-    return text[-1:] in BLANKS or any(blank + "\n" in text for blank in (BLANKS[:2] if text.isascii() else BLANKS))
-
-
-def may_have_long_run(text: str) -> bool:
-    """A run of more than 256 holds eight neighbours of every 32nd character."""
-    return len(text) > 256 and bool(EIGHT_SPACES.search(text[::32]))
-
-
-SPACE, OTHER, LETTERS, LATIN, HAN_CLASS = range(5)
 
 
 @lru_cache(maxsize=1)
 def character_classes() -> np.ndarray:
-    """uint8 (0x110000,): what a character is. Made once for each process."""
+    """Return the class of each code point, (0x110000,) uint8."""
     characters = [chr(code) for code in range(0x20000)]  # beyond are Han alone: no other letters, no white space
     classes = np.full(0x110000, OTHER, np.uint8)
-    n = len(characters)
-    classes[:n][np.fromiter(map(str.isalpha, characters), bool, n)] = LETTERS
-    classes[:n][np.fromiter(map(str.isspace, characters), bool, n)] = SPACE
-    letters = classes == LETTERS
+    classes[:0x20000][[character.isalpha() for character in characters]] = LETTERS
+    classes[:0x20000][[character.isspace() for character in characters]] = SPACE
     for begin, end in ((0, 0x250), (0x1E00, 0x1F00), (0xFF21, 0xFF5B)):  # Latin, its extensions, its full-width form
-        classes[begin:end][letters[begin:end]] = LATIN
+        classes[begin:end][classes[begin:end] == LETTERS] = LATIN
     for begin, end in HAN_RANGES:
         classes[begin:end] = HAN_CLASS
     return classes
 
 
 def code_points(text: str) -> np.ndarray:
-    """uint32 (n,)"""
+    """Return the code points of a text, (n,) uint32."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def language(text: str) -> str:
-    """zh if at least three in ten of its Chinese characters and Latin letters are Chinese, else en."""
+    """Return zh if at least 30 % of the Chinese characters and Latin letters are Chinese, else en."""
     if text.isascii():
         return "en"
-    counts = np.bincount(character_classes()[code_points(text)], minlength=HAN_CLASS + 1).tolist()
-    han, latin = counts[HAN_CLASS], counts[LATIN]
+    return language_of(np.bincount(character_classes()[code_points(text)], minlength=5))
+
+
+def language_of(class_counts: np.ndarray) -> str:
+    """Return the language of a text that has so many characters of each class, (5,)."""
+    han, latin = class_counts[[HAN_CLASS, LATIN]].tolist()
     return "zh" if han and han / (han + latin) >= 0.3 else "en"

@@ -1,12 +1,12 @@
-"""What becomes of a text before it is learnt: cleaning, which changes it, and quality rules, which drop it. One text at
-a time, no model, no network.
+"""Quality rules: which texts to keep, decided for each text alone, without a model; and n-gram difficulty.
 
-The numbers of the rules are in one table, RULES, with their sources. Two languages are told apart by their script:
-Chinese ("zh"), and all that is written with spaces ("en").
+RULES has the limits with their sources, for Chinese ("zh") and for everything that is written with spaces ("en");
+MEASURES has what is measured.
 """
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -15,32 +15,30 @@ import numpy as np
 
 from configurator import load_function
 from groundup.errors import UserError
-from groundup.text.cleaning import HAN_CLASS, LETTERS, SPACE, character_classes, code_points, language
-
-# ---- the rules --------------------------------------------------------------------------------------------
+from groundup.text.cleaning import HAN_CLASS, LETTERS, SPACE, character_classes, code_points, language_of
 
 
 class Rule(NamedTuple):
-    """A text is dropped if what is measured is less, or more, than the limit of its language."""
+    """Drops a text whose measure is below, or above, the limit of its language."""
 
     name: str
     sign: str  # < or >
     en: float | None  # None = no such rule for this language
     zh: float | None
-    group: str = "web"  # by which setting it is on: all (web and curated), web, c4 or listed (a file of words is given)
-    measure: str = ""  # the method of `Text`; "" = that of the rule's name
-    n: int = 0  # of the n-grams that it measures
+    group: str = "web"  # all (web and curated), web, c4 (off unless named), listed (on if a file of words is given)
+    measure: str = ""  # a key of MEASURES, or a field of Grams if n is set; "" = the name of the rule
+    n: int = 0  # of n-grams
 
 
-# In the order in which they are tried; the first that fires is the one that is counted. Sources:
+# In the order in which they are tried; only the first that a text breaks is counted. Sources:
 # Gopher: Rae et al. 2021, appendix A1, table A1, as in datatrove's gopher_quality_filter and gopher_repetition_filter.
 # FineWeb: Penedo et al. 2024, as in datatrove's fineweb_quality_filter.
 # FineWeb-2: Penedo et al. 2025, its settings for Chinese (cmn_Hani.yml); counts of words there come from a segmenter.
 # CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.  C4: Raffel et al. 2020, section 2.2.
-# A word is what white space separates. In Chinese, units of n-grams are characters, so that n is twice that of words;
-# where something is counted per word, two characters are a word (own).
+# A word is what white space separates. In Chinese two characters count as one word (own), so n-grams of words become
+# 2n-grams of characters.
 RULES = (
-    Rule("replacement_characters", ">", 0.001, 0.001, "all"),  # own: decoded wrongly
+    Rule("replacement_characters", ">", 0.001, 0.001, "all"),  # own; left by a wrong decoding
     Rule("min_length", "<", 50, 200, "all", measure="length"),  # words, Gopher; characters, CWT
     Rule("max_length", ">", 100_000, 200_000, "all", measure="length"),  # words, Gopher; characters, own
     Rule("han_share", "<", None, 0.30),  # CWT
@@ -61,24 +59,24 @@ RULES = (
     Rule("any_duplicate_lines", ">", 0.01, 0.1, measure="duplicate_line_characters"),  # FineWeb; FineWeb-2
     Rule("duplicate_paragraphs", ">", 0.30, 0.30),  # Gopher
     Rule("duplicate_paragraph_characters", ">", 0.20, 0.20),  # Gopher
-    Rule("top_2_grams", ">", 0.20, 0.256, measure="top_grams", n=2),  # Gopher; FineWeb-2; and so are the next ones
-    Rule("top_3_grams", ">", 0.18, 0.201, measure="top_grams", n=3),
-    Rule("top_4_grams", ">", 0.16, 0.171, measure="top_grams", n=4),
-    Rule("duplicate_5_grams", ">", 0.15, 0.198, measure="duplicate_grams", n=5),
-    Rule("duplicate_6_grams", ">", 0.14, 0.182, measure="duplicate_grams", n=6),
-    Rule("duplicate_7_grams", ">", 0.13, 0.167, measure="duplicate_grams", n=7),
-    Rule("duplicate_8_grams", ">", 0.12, 0.154, measure="duplicate_grams", n=8),
-    Rule("duplicate_9_grams", ">", 0.11, 0.14, measure="duplicate_grams", n=9),
-    Rule("duplicate_10_grams", ">", 0.10, 0.127, measure="duplicate_grams", n=10),
-    Rule("repeated_13_characters", ">", None, 0.5, measure="repeated_grams", n=13),  # CWT
+    Rule("top_2_grams", ">", 0.20, 0.256, measure="top", n=2),  # Gopher; FineWeb-2; also the next ones
+    Rule("top_3_grams", ">", 0.18, 0.201, measure="top", n=3),
+    Rule("top_4_grams", ">", 0.16, 0.171, measure="top", n=4),
+    Rule("duplicate_5_grams", ">", 0.15, 0.198, measure="covered", n=5),
+    Rule("duplicate_6_grams", ">", 0.14, 0.182, measure="covered", n=6),
+    Rule("duplicate_7_grams", ">", 0.13, 0.167, measure="covered", n=7),
+    Rule("duplicate_8_grams", ">", 0.12, 0.154, measure="covered", n=8),
+    Rule("duplicate_9_grams", ">", 0.11, 0.14, measure="covered", n=9),
+    Rule("duplicate_10_grams", ">", 0.10, 0.127, measure="covered", n=10),
+    Rule("repeated_13_characters", ">", None, 0.5, measure="repeats", n=13),  # CWT
     Rule("c4_lorem_ipsum", ">", 0, None, "c4", measure="lorem_ipsum"),
     Rule("c4_curly_brackets", ">", 0, None, "c4", measure="curly_brackets"),  # drops nearly all code
-    Rule("c4_sentences", "<", 5, None, "c4", measure="sentences"),  # in the lines that c4_lines keeps
+    Rule("c4_sentences", "<", 5, None, "c4", measure="sentences"),  # of the lines that c4_lines keeps
     Rule("listed_words", ">", 0.5, 0.5, "listed"),  # per line, CWT
 )
-ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the n-gram rule that fires first
+ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the lowest limit of the n-gram rules
 RULE_NAMES = (*(rule.name for rule in RULES), "keep")
-GRAMS = {"en": (2, 3, 4, 5, 6, 7, 8, 9, 10), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # units
+GRAMS = {"en": (2, 3, 4, 5, 6, 7, 8, 9, 10), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
 CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (own); a book is one text
 
 STOP_WORDS = {"en": ("the", "be", "to", "of", "and", "that", "have", "with")}  # Gopher
@@ -86,22 +84,23 @@ STOP_WORDS["zh"] = tuple(  # FineWeb-2, Chinese: 22 characters
     "\u7684\u5e74\u5728\u6708\u662f\u548c\u65e5\u4e86\u65bc\u70ba\u6709\u88ab\u4eba\u4e2d\u4e3a\u4ed6\u8207\u5f8c"
     "\u4e5f\u800c\u7531"
 )
-STOP_FORMS = {form: word for word in STOP_WORDS["en"] for form in (word, word.capitalize(), word.upper())}
+STOP_WORD_FORMS = {form: word for word in STOP_WORDS["en"] for form in (word, word.capitalize(), word.upper())}
 BULLETS = tuple("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\u25ab\u00b7")
 ELLIPSES = ("...", "\u2026")
 TERMINAL = tuple(".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f\uff1b\u300d\u300f")  # C4's, with those of Chinese
-GLUED = re.compile("[a-z0-9]{2}")
+LATIN_PAIR = re.compile("[a-z0-9]{2}")
 LETTER = re.compile(r"[^\W\d_]")
+SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"')]|$)", re.MULTILINE)
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")  # C4
 
 
 class Rules:
     """Which texts to keep.
 
-    quality: "web" = all rules but C4's; "curated" (books, encyclopedias, code) = length and replacement characters.
-    off, on: rules by name, separated by commas; on="c4" is the three of C4. min_chars, max_chars: instead of the
-    lengths of the table, if not 0. words: a file of unwanted words, one on a line. keep: a function of your own, text
-    -> bool, as "file.py:function". Raise UserError.
+    quality: "web" = all rules except C4's; "curated" (books, encyclopedias, code) = length and replacement characters.
+    off, on: rules by name, separated by commas; on="c4" is the three of C4. min_chars, max_chars: lengths that replace
+    those of the table, if not 0. words: a file of unwanted words, one per line. keep: your own function text -> bool,
+    as "file.py:function". Raises UserError if a setting is wrong.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Rules:
         groups = {"all"} | ({"web"} if quality == "web" else set()) | ({"listed"} if words else set())
         names = {rule.name for rule in RULES if rule.group in groups} | ({"keep"} if keep else set())
         names = (names | named_rules(on, "on")) - named_rules(off, "off")
-        lengths = CURATED_LENGTHS if quality == "curated" else {}  # in characters, instead of those of the table
+        lengths = CURATED_LENGTHS if quality == "curated" else {}
         lengths = lengths | {k: n for k, n in (("min_length", min_chars), ("max_length", max_chars)) if n}
         rules = [
             rule._replace(measure="characters", en=n, zh=n) if (n := lengths.get(rule.name)) else rule
@@ -124,34 +123,30 @@ class Rules:
             "en": [(rule, rule.en) for rule in rules if rule.en is not None],
             "zh": [(rule, rule.zh) for rule in rules if rule.zh is not None],
         }
-        self.words = WordList.load(words) if words else None
+        self.words = load_words(words) if words else {}
         self.keep = load_function(keep, "keep") if keep and "keep" in names else None
         self.keep_name = keep
 
     def __reduce__(self) -> tuple:
-        return Rules, self.settings  # for other processes: the function is loaded again from its file
+        return Rules, self.settings  # other processes load the function again from its file
 
     def check(self, text: str) -> tuple[str, str]:
-        """(name of the first rule that fires, what it measured and its limit), or ("", "")."""
-        measured = Text(text, self.words)
-        for rule, limit in self.limits[measured.language]:
-            measure = getattr(measured, rule.measure or rule.name)
-            value = measure(rule.n) if rule.n else measure()
+        """Return (name of the first rule that the text breaks, what was measured and the limit), or ("", "")."""
+        features = Features(text, self.words)
+        for rule, limit in self.limits[features.language]:
+            value = features.measure(rule)
             if value < limit if rule.sign == "<" else value > limit:
                 return rule.name, f"{value:.4g} {rule.sign} {limit:g}"
-        if self.keep and not self._keeps(text):
-            return "keep", f"{self.keep_name} returns False"
-        return "", ""
-
-    def _keeps(self, text: str) -> bool:
         try:
-            return bool(self.keep(text))
-        except (Exception, SystemExit) as error:  # of code that is not ours
+            kept = not self.keep or bool(self.keep(text))
+        except (Exception, SystemExit) as error:  # the user's code can raise anything
             what = f"on a text of {len(text)} characters: {type(error).__name__}: {error}"
             raise UserError(f"filters: keep={self.keep_name!r} failed {what}") from error
+        return ("", "") if kept else ("keep", f"{self.keep_name} returns False")
 
 
 def named_rules(names: str, setting: str) -> set[str]:
+    """Return the names in a comma-separated setting. Raises UserError for an unknown one."""
     found = set()
     for name in filter(None, (name.strip() for name in names.split(","))):
         matches = {rule for rule in RULE_NAMES if rule == name or (name == "c4" and rule.startswith("c4_"))}
@@ -161,41 +156,76 @@ def named_rules(names: str, setting: str) -> set[str]:
     return found
 
 
-def c4_lines(text: str, terminal_mark: bool = False) -> str:
-    """The lines that C4 keeps: at least three words, none of more than 1000 characters, no "javascript", nothing about
-    cookies or terms of use; and, as C4 but not FineWeb wants it, with a terminal mark."""
+def c4_lines(text: str) -> str:
+    """Return the lines that C4 keeps: at least three words, no word of over 1000 characters, no "javascript", nothing
+    about cookies or terms of use. C4 also wants a terminal mark; as in FineWeb, this is left out."""
     kept = []
     for line in text.split("\n"):
         words, low = line.split(), line.lower()
-        ends = not terminal_mark or (line.rstrip().endswith(TERMINAL) and not line.rstrip().endswith("..."))
         bad = "javascript" in low or any(phrase in low for phrase in POLICY)
-        if ends and not bad and len(words) >= 3 and max(map(len, words)) <= 1000:
+        if not bad and len(words) >= 3 and max(map(len, words)) <= 1000:
             kept.append(line)
     return "\n".join(kept)
 
 
-# ---- what is measured -------------------------------------------------------------------------------------
+def load_words(path: str) -> dict[int, set[str]]:
+    """Return the words of a file, one per line, in lower case and by length."""
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            words = {word.strip().lower() for word in f} - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"filters: cannot read words={path!r}: {error}; give a text file, one word a line") from None
+    return {length: {word for word in words if len(word) == length} for length in set(map(len, words))}
+
+
+def count_words(text: str, words: dict[int, set[str]]) -> int:
+    """Count all occurrences of words, from `load_words`, in lower case; they may overlap. A word that begins or ends
+    with a Latin letter or digit does not count next to another one."""
+    text, found = text.lower(), 0
+    for length, known in words.items():
+        for i in range(len(text) - length + 1):
+            if text[i : i + length] in known:
+                found += not (i and LATIN_PAIR.match(text, i - 1)) and not LATIN_PAIR.match(text, i + length - 1)
+    return found
 
 
 def ratio(part: float, whole: float) -> float:
+    """Return part / whole, 0 if there is nothing to divide by."""
     return float(part / whole) if whole else 0.0
 
 
-class Text:
-    """A text and what the rules ask of it. All shares are 0 where there is nothing to divide by."""
+class Grams(NamedTuple):
+    """Measures of the n-grams of a text, for one n."""
 
-    def __init__(self, text: str, unwanted: "WordList | None" = None) -> None:
-        self.text, self.unwanted = text, unwanted
+    top: float  # characters in all occurrences of the most frequent one / all characters
+    covered: float  # characters within any that occurred before, each counted once / all characters
+    repeats: float  # n-grams that occurred before / all n-grams
+    most: int  # occurrences of the most frequent one
 
-    # parts, each made when it is first asked for
+
+NO_GRAMS = Grams(0.0, 0.0, 0.0, 0)
+
+
+class Features:
+    """What the rules look at in a text; each part is made when it is first needed."""
+
+    def __init__(self, text: str, unwanted: dict[int, set[str]] | None = None) -> None:
+        self.text, self.unwanted = text, unwanted or {}
 
     @cached_property
     def language(self) -> str:
-        return language(self.text)
+        return "en" if self.text.isascii() else language_of(self.class_counts)
+
+    def measure(self, rule: Rule) -> float:
+        """Return what the rule measures; ratios are 0 where there is nothing to divide by."""
+        if not rule.n:
+            return MEASURES[rule.measure or rule.name](self)
+        doubled = self.language == "zh" and rule.measure != "repeats"  # that rule is for Chinese alone
+        return getattr(self.grams.get(rule.n * (1 + doubled), NO_GRAMS), rule.measure)
 
     @cached_property
     def lines(self) -> list[str]:
-        """Without white space at their ends, and without empty ones."""
+        """Lines that are not empty, without white space at their ends."""
         return list(filter(None, map(str.strip, self.text.split("\n"))))
 
     @cached_property
@@ -210,18 +240,26 @@ class Text:
     def class_counts(self) -> np.ndarray:
         return np.bincount(self.classes, minlength=5)
 
+    @property
+    def n_visible(self) -> int:
+        return len(self.text) - self.class_counts[SPACE]
+
     @cached_property
     def words(self) -> list[str]:
         return self.text.split()
 
     @cached_property
+    def n_words(self) -> float:
+        return self.n_visible / 2 if self.language == "zh" else len(self.words)
+
+    @cached_property
     def numbered(self) -> tuple[np.ndarray, dict[str, int]]:
-        """int64 (n_words,) numbers of the words, and the numbers of the different words, in their order."""
+        """Return the number of each word, int64 (n_words,), and {word: number}."""
         numbers: defaultdict[str, int] = defaultdict(count().__next__)
         return np.fromiter(map(numbers.__getitem__, self.words), np.int64, len(self.words)), numbers
 
     @cached_property
-    def grams(self) -> dict[int, "Grams"]:
+    def grams(self) -> dict[int, Grams]:
         if self.language == "zh":
             codes = code_points(self.text)[self.classes != SPACE].astype(np.uint64)
             return repeated(codes, np.ones(len(codes), np.int64), GRAMS["zh"], ENOUGH)
@@ -229,136 +267,71 @@ class Text:
         lengths = np.fromiter(map(len, self.words), np.int64, len(ids))
         return repeated(ids.astype(np.uint64), lengths, GRAMS["en"], ENOUGH)
 
-    @cached_property
-    def n_words(self) -> float:
-        if self.language == "zh":
-            return (len(self.text) - self.class_counts[SPACE]) / 2
-        return len(self.words)
-
-    # measures
-
-    def characters(self) -> int:
-        return len(self.text.strip())
-
-    def length(self) -> int:
-        return self.characters() if self.language == "zh" else len(self.words)
-
-    def replacement_characters(self) -> float:
-        return 0.0 if self.text.isascii() else ratio(self.text.count("\ufffd"), len(self.text))
-
-    def han_share(self) -> float:
-        return ratio(self.class_counts[HAN_CLASS], len(self.text) - self.class_counts[SPACE])
-
-    def mean_line_length(self) -> float:
-        return ratio(sum(map(len, self.lines)), len(self.lines))
-
-    def mean_word_length(self) -> float:
-        return ratio(len("".join(self.words)), len(self.words))
-
-    def hash_signs(self) -> float:
-        return ratio(self.text.count("#"), self.n_words)
-
-    def ellipses(self) -> float:
-        return ratio(sum(map(self.text.count, ELLIPSES)), self.n_words)
-
-    def bullet_lines(self) -> float:
-        return ratio(sum(line.startswith(BULLETS) for line in self.lines), len(self.lines))
-
-    def ellipsis_lines(self) -> float:
-        return ratio(sum(line.endswith(ELLIPSES) for line in self.lines), len(self.lines))
-
     def letters(self) -> float:
+        """Return the ratio of characters that are letters (zh), or of words with a letter (en)."""
         if self.language == "zh":
-            counts = self.class_counts
-            return ratio(counts[LETTERS:].sum(), len(self.text) - counts[SPACE])
+            return ratio(self.class_counts[LETTERS:].sum(), self.n_visible)
         ids, numbers = self.numbered
         without = [i for word, i in numbers.items() if not word[0].isalpha() and not LETTER.search(word)]
         return ratio(len(ids) - np.bincount(ids, minlength=1)[without].sum(), len(ids))
 
     def stop_words(self) -> int:
+        """Return how many different stop words the text has."""
         if self.language == "zh":
             return sum(word in self.text for word in STOP_WORDS["zh"])
-        return len({STOP_FORMS[word] for word in STOP_FORMS.keys() & self.numbered[1].keys()})
+        return len({STOP_WORD_FORMS[word] for word in STOP_WORD_FORMS.keys() & self.numbered[1].keys()})
 
-    def terminal_punctuation(self) -> float:
-        return ratio(sum(line.endswith(TERMINAL) for line in self.lines), len(self.lines))
 
-    def short_lines(self) -> float:
-        return ratio(sum(len(line) <= 30 for line in self.lines), len(self.lines))
-
-    def line_ends(self) -> float:
-        return ratio(self.text.count("\n"), self.n_words)
-
-    def duplicate_lines(self) -> float:
-        return ratio(len(self.lines) - len(set(self.lines)), len(self.lines))
-
-    def duplicate_line_characters(self) -> float:
-        return duplicate_characters(self.lines)
-
-    def duplicate_paragraphs(self) -> float:
-        return ratio(len(self.paragraphs) - len(set(self.paragraphs)), len(self.paragraphs))
-
-    def duplicate_paragraph_characters(self) -> float:
-        return duplicate_characters(self.paragraphs)
-
-    def top_grams(self, n: int) -> float:
-        return self._gram(n).top
-
-    def duplicate_grams(self, n: int) -> float:
-        return self._gram(n).covered
-
-    def repeated_grams(self, n: int) -> float:
-        """Of n characters: not doubled, this is a rule for Chinese alone."""
-        return self.grams.get(n, NO_GRAMS).repeats
-
-    def _gram(self, n: int) -> "Grams":
-        return self.grams.get(2 * n if self.language == "zh" else n, NO_GRAMS)
-
-    def lorem_ipsum(self) -> int:
-        return self.text.lower().count("lorem ipsum")
-
-    def curly_brackets(self) -> int:
-        return self.text.count("{")
-
-    def sentences(self) -> int:
-        return len(re.findall(r"[.!?]+(?=[\s\"')]|$)", c4_lines(self.text), re.MULTILINE))
-
-    def listed_words(self) -> float:
-        return self.unwanted.count(self.text) / max(1, len(self.lines)) if self.unwanted else 0.0
+def duplicates(parts: list[str]) -> float:
+    """Return the ratio of parts that occurred before."""
+    return ratio(len(parts) - len(set(parts)), len(parts))
 
 
 def duplicate_characters(parts: list[str]) -> float:
-    """Share of the characters that lie in parts that are said again."""
-    different = set(parts)
-    if len(different) == len(parts):
-        return 0.0
+    """Return the ratio of characters in parts that occurred before."""
     total = sum(map(len, parts))
-    return ratio(total - sum(map(len, different)), total)
+    return ratio(total - sum(map(len, set(parts))), total)
 
 
-class Grams(NamedTuple):
-    """Of the n-grams of a text, for one n."""
-
-    top: float  # characters of all occurrences of the most frequent one, of all characters
-    covered: float  # characters within any that was said before, each once, of all characters
-    repeats: float  # n-grams that were said before, of all n-grams
-    most: int  # occurrences of the most frequent one
-
-
-NO_GRAMS = Grams(0.0, 0.0, 0.0, 0)
+MEASURES: dict[str, Callable[[Features], float]] = {
+    "characters": lambda f: len(f.text.strip()),
+    "length": lambda f: len(f.text.strip()) if f.language == "zh" else len(f.words),
+    "replacement_characters": lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
+    "han_share": lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible),
+    "mean_line_length": lambda f: ratio(sum(map(len, f.lines)), len(f.lines)),
+    "mean_word_length": lambda f: ratio(sum(map(len, f.words)), len(f.words)),
+    "hash_signs": lambda f: ratio(f.text.count("#"), f.n_words),
+    "ellipses": lambda f: ratio(sum(map(f.text.count, ELLIPSES)), f.n_words),
+    "bullet_lines": lambda f: ratio(sum(line.startswith(BULLETS) for line in f.lines), len(f.lines)),
+    "ellipsis_lines": lambda f: ratio(sum(line.endswith(ELLIPSES) for line in f.lines), len(f.lines)),
+    "letters": Features.letters,
+    "stop_words": Features.stop_words,
+    "terminal_punctuation": lambda f: ratio(sum(line.endswith(TERMINAL) for line in f.lines), len(f.lines)),
+    "short_lines": lambda f: ratio(sum(len(line) <= 30 for line in f.lines), len(f.lines)),
+    "line_ends": lambda f: ratio(f.text.count("\n"), f.n_words),
+    "duplicate_lines": lambda f: duplicates(f.lines),
+    "duplicate_line_characters": lambda f: duplicate_characters(f.lines),
+    "duplicate_paragraphs": lambda f: duplicates(f.paragraphs),
+    "duplicate_paragraph_characters": lambda f: duplicate_characters(f.paragraphs),
+    "lorem_ipsum": lambda f: f.text.lower().count("lorem ipsum"),
+    "curly_brackets": lambda f: f.text.count("{"),
+    "sentences": lambda f: len(SENTENCE_END.findall(c4_lines(f.text))),
+    "listed_words": lambda f: ratio(count_words(f.text, f.unwanted), max(1, len(f.lines))),
+}
 
 
 def repeated(ids: np.ndarray, lengths: np.ndarray, wanted: tuple[int, ...], enough: float) -> dict[int, Grams]:
-    """{n: Grams} for the wanted n, in growing order. ids uint64 (n,): the units; lengths int64 (n,): in characters.
+    """Return {n: Grams} for the wanted n, which ascend. ids uint64 (n,): words or characters; lengths int64 (n,): their
+    lengths in characters.
 
-    Ends where no n-gram occurs twice, or no longer one can reach a share of `enough`: longer ones never cover more, and
-    are never more frequent. An n-gram can occur twice only where the shorter one at its start does, so little is left
-    to sort as n grows. They are compared by what of a 64-bit hash the position leaves.
+    Stops at the n where no n-gram occurs twice or none can reach the ratio `enough` any more: longer ones never cover
+    more and are never more frequent. An n-gram occurs twice only where its beginning does, so fewer positions are left
+    as n grows. N-grams are compared by those bits of a 64-bit hash that the position leaves free.
     """
     found: dict[int, Grams] = {}
     before = np.concatenate(([0], np.cumsum(lengths)))  # characters before each unit
-    top = wanted[2]  # only the first three are asked for their frequency
-    longest = (before[top:] - before[:-top]).max(initial=0)  # characters of that many units
+    top = wanted[2]  # rules of frequency take only the first three
+    longest = (before[top:] - before[:-top]).max(initial=0)  # characters in a run of that many
     starts, hashes, done = np.arange(len(ids)), np.zeros(len(ids), np.uint64), 0
     for n in wanted:
         fits = np.searchsorted(starts, len(ids) - n, side="right")
@@ -378,8 +351,8 @@ def repeated(ids: np.ndarray, lengths: np.ndarray, wanted: tuple[int, ...], enou
 
 
 def sort_groups(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(order int64 (m,): equal hashes together, in the order of the text; edges bool (m + 1,): where a group of
-    equal ones begins or ends). One sort of numbers that end in the position: faster than argsort."""
+    """Return (order int64 (m,): sorts equal hashes into groups, each in text order; edges bool (m + 1,): where a group
+    begins or ends). Sorts hashes with the position in the low bits, which is faster than argsort."""
     bits = np.uint64(len(hashes).bit_length())
     packed = np.sort((hashes >> bits << bits) | np.arange(len(hashes), dtype=np.uint64))
     in_order = packed >> bits
@@ -389,73 +362,79 @@ def sort_groups(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_grams(starts: np.ndarray, order: np.ndarray, edges: np.ndarray, before: np.ndarray, n: int) -> Grams:
-    """starts (m,): where n-grams begin; order (m,), edges (m + 1,): from `sort_groups`."""
+    """Return the measures of the n-grams that begin at starts (m,); order and edges are from `sort_groups`, before[i]
+    is the number of characters before word or character i."""
     n_characters = before[-1]
     bounds = np.flatnonzero(edges)
     sizes = bounds[1:] - bounds[:-1]
     most = sizes.max()
-    frequent = starts[order[bounds[:-1][sizes == most]]].min()  # of several, the one that comes first
+    frequent = starts[order[bounds[:-1][sizes == most]]].min()  # the first of equally frequent ones
     length = before[frequent + n] - before[frequent]
-    begins = np.sort(starts[order[~edges[:-1]]])  # of those that were said before
+    begins = np.sort(starts[order[~edges[:-1]]])  # of those that occurred before
     ends = begins + n
-    ends[:-1] = np.minimum(ends[:-1], begins[1:])  # each character once
+    ends[:-1] = np.minimum(ends[:-1], begins[1:])  # count each character once
     covered = (before[ends] - before[begins]).sum()
     repeats = len(begins) / (len(before) - n)
     return Grams(float(most * length / n_characters), float(covered / n_characters), repeats, int(most))
 
 
 def mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """uint64: the hashes of sequences that go on with these values. The factor is odd, from the golden ratio."""
+    """Return the hashes (uint64) of sequences that continue with these values. The factor is the golden ratio's."""
     hashes = (hashes + values) * np.uint64(0x9E3779B97F4A7C15)
     return hashes ^ (hashes >> np.uint64(29))
 
 
-class WordList:
-    """Counts the words of a list in texts: every occurrence, also overlapping ones, in lower case. A word of Latin
-    letters or digits counts only where it stands alone."""
+class NgramModel:
+    """How difficult a text is, by how often its tokens followed each other in other texts: for a curriculum.
 
-    SLOT_BITS = 18
+    Bits per token by interpolation (Jelinek and Mercer 1980): p(w | u v) = 0.7 c(u v w) / c(u v) + 0.3 p(w | v), down
+    to p(w) = (c(w) + 1) / (N + different tokens + 1). Where the context was never seen, the lower order alone. Counts
+    are in tables of 2**bits slots, by hash: beyond some millions of different n-grams rare ones share a slot and look
+    more common, so count on a sample. order: 1, 2 or 3.
+    """
 
-    def __init__(self, words: list[str]) -> None:
-        self.words = {word.strip().lower() for word in words} - {""}
-        self.tables: dict[int, np.ndarray] = {}  # by length: bool (slots,), which hashes occur
-        for word in self.words:
-            table = self.tables.setdefault(len(word), np.zeros(2**self.SLOT_BITS, bool))
-            table[window_hashes(code_points(word), len(word)) >> np.uint64(64 - self.SLOT_BITS)] = True
+    WEIGHT = 0.7  # of the higher order where its context is known (own)
 
-    @classmethod
-    def load(cls, path: str) -> "WordList":
-        try:
-            with open(path, encoding="utf-8-sig") as f:
-                return cls(f.read().split("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"filters: cannot read words={path!r}: {error}; give a text file, one word a line"
-            ) from None
+    def __init__(self, order: int = 3, bits: int = 22) -> None:
+        self.order, self.bits = order, bits
+        self.counts = np.zeros((order, 2**bits), np.int64)
+        self.n_tokens, self.n_different = 0, 0
 
-    def count(self, text: str) -> int:
-        text = text.lower()
-        codes, total = code_points(text), 0
-        hashes = np.zeros(len(codes), np.uint64)  # of the windows of each length, one after the other
-        for length in range(1, min(max(self.tables, default=0), len(codes)) + 1):
-            hashes = mix(hashes[: len(codes) - length + 1], codes[length - 1 :])
-            if length in self.tables:
-                likely = self.tables[length][hashes >> np.uint64(64 - self.SLOT_BITS)]
-                for i in np.flatnonzero(likely).tolist():
-                    total += text[i : i + length] in self.words and stands_alone(text, i, i + length)
-        return total
+    def add(self, ids: np.ndarray) -> None:
+        """Count the n-grams of a text. ids: integers (n,), none negative."""
+        for n in range(1, self.order + 1):
+            slots, times = np.unique(self._slots(ids, n), return_counts=True)
+            if n == 1:
+                self.n_different += int((self.counts[0, slots] == 0).sum())
+            self.counts[n - 1, slots] += times
+        self.n_tokens += len(ids)
 
+    def difficulty(self, ids: np.ndarray, added: bool = False) -> float:
+        """Return the mean of -log2 p over the tokens, in bits; 0.0 without tokens. added: the text was added, so take
+        its own counts away; otherwise the strangest text of all would be the easiest."""
+        if len(ids) == 0:
+            return 0.0
+        counts = [self._counts(ids, n, added) for n in range(1, self.order + 1)]
+        p = (counts[0] + 1) / (self.n_tokens - added * len(ids) + self.n_different + 1)
+        for n in range(2, self.order + 1):
+            together, context = counts[n - 1], counts[n - 2][: len(counts[n - 1])]
+            higher = np.minimum(together / np.maximum(context, 1), 1.0)  # a shared slot can count more than its context
+            lower = p[n - 1 :]
+            p[n - 1 :] = np.where(context > 0, self.WEIGHT * higher + (1 - self.WEIGHT) * lower, lower)
+        return float(-np.log2(p).mean())
 
-def window_hashes(codes: np.ndarray, length: int) -> np.ndarray:
-    """uint64 (n - length + 1,): of each window of this length."""
-    if len(codes) < length:
-        return np.zeros(0, np.uint64)
-    hashes = np.zeros(len(codes) - length + 1, np.uint64)
-    for i in range(length):
-        hashes = mix(hashes, codes[i : i + len(hashes)])
-    return hashes
+    def _counts(self, ids: np.ndarray, n: int, added: bool) -> np.ndarray:
+        """Return how often each n-gram was seen, in other texts if `added`: int64 (len(ids) - n + 1,)."""
+        slots = self._slots(ids, n)
+        if not added:
+            return self.counts[n - 1, slots]
+        different, which, own = np.unique(slots, return_inverse=True, return_counts=True)
+        return (self.counts[n - 1, different] - own)[which]
 
-
-def stands_alone(text: str, begin: int, end: int) -> bool:
-    """Whether no Latin letter or digit goes on where the word begins or ends with one."""
-    return not (GLUED.match(text, begin - 1) if begin else None) and not GLUED.match(text, end - 1)
+    def _slots(self, ids: np.ndarray, n: int) -> np.ndarray:
+        """Return the slot of each n-gram, int64 (max(0, len(ids) - n + 1),)."""
+        ids = np.asarray(ids, np.uint64)
+        hashes = np.zeros(max(0, len(ids) - n + 1), np.uint64)
+        for i in range(n):
+            hashes = mix(hashes, ids[i : i + len(hashes)])
+        return (hashes >> np.uint64(64 - self.bits)).astype(np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.files.splits import SPLITS
-from groundup.text.difficulty import NgramModel
+from groundup.text.quality import NgramModel
 from groundup.text.recipe import Recipe
 from groundup.text.selection import (
     ROW_SPLITS,
