@@ -49,7 +49,8 @@ def clean(text: str, steps: Cleaning) -> str:
         text = CONTROLS.sub("", text)
     if not text.isascii():
         if steps.zero_width:
-            text = JOINERS.sub(lambda joiner: joiner[0] * joins(text, joiner.start()), ZERO_WIDTH.sub("", text))
+            text = ZERO_WIDTH.sub("", text)
+            text = JOINERS.sub(lambda joiner: joiner[0] if joins(joiner.string, joiner.start()) else "", text)
         if steps.nfc:
             text = unicodedata.normalize("NFC", text)
     if steps.trailing_blanks and (text[-1:] in BLANKS or any(blank + "\n" in text for blank in BLANKS)):
