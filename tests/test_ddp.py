@@ -745,7 +745,6 @@ def test_close_ends_the_threads_of_the_group() -> None:
     code = """if True:
         import os, pathlib, torch, ddp
         from groundup.train import ranks
-from groundup.train.powersgd import PowerSGD, make_hook
         ranks.init()
         ddp.DDP(torch.nn.Linear(2, 2))
         import torch._dynamo  # as compile=True does at some point

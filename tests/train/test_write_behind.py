@@ -403,7 +403,8 @@ def test_an_error_of_the_run_comes_after_what_became_of_the_last_save(
 
 BEGIN = """
 import os, runpy, signal, sys, time
-import checkpoint, train_utils
+from groundup.train import checkpoint
+from groundup.train.log import RunLog
 
 write_state, steps = checkpoint.write_state, []
 
@@ -416,14 +417,14 @@ def slowly(path, state):
         return digest
     return write_state(path, state)
 
-checkpoint.write_state, train = slowly, train_utils.RunLog.train
+checkpoint.write_state, train = slowly, RunLog.train
 
 def noted(log, step, *args):
     train(log, step, *args)
     steps.append(step)
     {at_each_step}
 
-train_utils.RunLog.train = noted
+RunLog.train = noted
 sys.argv[0] = "pretrain.py"
 runpy.run_path("pretrain.py", run_name="__main__")
 """
@@ -549,5 +550,5 @@ def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: i
 
 def test_importing_begins_no_thread() -> None:
     before = threading.active_count()
-    runpy.run_path(str(tp.ROOT / "write_behind.py"))
+    runpy.run_path(write_behind.__file__)
     assert threading.active_count() == before
