@@ -7,7 +7,7 @@ import torch
 from groundup.train.log import clock
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 
-# Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. With glibc
+# Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
 # it was largest where blocks are recomputed: a third at 23M parameters.
 MARGIN = {"cpu": 0.3, "cuda": 0.1}
 
