@@ -1,12 +1,12 @@
-"""Evaluation questions in training text: found by the units that they share, so that they can be dropped or cut out.
+"""Find evaluation questions in training text, by runs of units that both have, to drop or cut them out.
 
-CMMLU, C-Eval and MMLU in their own CSV files; JSON lines, JSON and parquet with a question, prompt or text.
+Reads CMMLU, C-Eval and MMLU in their own CSV files, and JSON lines, JSON and parquet with a question, prompt or text.
 """
 
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,30 +14,29 @@ from groundup.errors import UserError
 from groundup.files import readers, streams
 from groundup.text.dedup import SLICE, Units, units, windows
 
-CUT_CHARS = 200  # removed on each side of an evaluation question
+RUN = 13  # units of question and choices in a row; a fifth of CMMLU's questions alone have fewer
 WHOLE = 8  # units; a shorter evaluation item is too common a phrase to look for
+CUT_CHARS = 200  # removed on each side of an evaluation question
+PROMPTS = ("question", "prompt", "text", "instruction")
+CHOICES = ("choices", "options", "a", "b", "c", "d", "e", "input")
 
 
 class Evals:
-    """Evaluation questions, to be found in training text by n consecutive units of question and choices together.
+    """Evaluation items, found in a text by RUN consecutive units of question and choices together.
 
-    The whole item, since a fifth of CMMLU's questions alone have fewer than 13 units. An item of fewer than n units is
-    looked for as a whole; one of fewer than WHOLE is only listed, in `unprotected`.
+    An item of fewer units is found by all of them; one of fewer than WHOLE is only listed, in `unprotected`.
     """
 
-    def __init__(self, n: int, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
-        self.n = n
+    def __init__(self, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
         self.n_items = n_items
         self.unprotected = unprotected
         self.hashes = hashes  # by length in units: sorted (m,) uint64
         self.tables = {length: Table(known) for length, known in hashes.items()}
 
     @classmethod
-    def from_files(cls, paths: list[str], n: int = 13) -> "Evals":
-        """CSV with the columns question, A, B, C, D (as of CMMLU and C-Eval) or six columns without names (as of MMLU);
-        JSON or parquet with question and choices, or with prompt, text or instruction. Raise UserError for others."""
-        if n < WHOLE:
-            raise UserError(f"decontaminate: it looks for at least {WHOLE} units in a row, got {n}")
+    def from_files(cls, paths: list[str]) -> "Evals":
+        """Read CSV with the columns question, A, B, C, D (CMMLU, C-Eval) or six columns without names (MMLU); JSON or
+        parquet with question and choices, or with prompt, text or instruction. Raise UserError for anything else."""
         found: dict[int, list[np.ndarray]] = {}
         n_items, unprotected = 0, []
         for path in paths:
@@ -47,42 +46,33 @@ class Evals:
             n_items += len(items)
             these = units([text for _, text in items])
             for (place, text), begin, end in zip(items, these.starts[:-1], these.starts[1:], strict=True):
-                length = min(n, end - begin)
+                length = min(RUN, int(end - begin))
                 if length < WHOLE:
                     unprotected.append(f"{place}: {' '.join(text.split())[:80]}")
                     continue
                 *_, runs = windows(these.hashes[begin:end], length)
-                found.setdefault(int(length), []).append(runs)
-        return cls(n, n_items, unprotected, {length: np.unique(np.concatenate(runs)) for length, runs in found.items()})
+                found.setdefault(length, []).append(runs)
+        return cls(n_items, unprotected, {length: np.unique(np.concatenate(runs)) for length, runs in found.items()})
 
     def save(self, path: str) -> None:
-        """An .npz of all, for the other processes."""
-        arrays = {f"hashes_{length}": hashes for length, hashes in self.hashes.items()}
+        """Write an .npz for the other processes."""
+        arrays = {str(length): hashes for length, hashes in self.hashes.items()}
         with open(f"{path}.tmp", "wb") as f:
-            np.savez(f, n=self.n, n_items=self.n_items, unprotected=np.array(self.unprotected, str), **arrays)
+            np.savez(f, n_items=self.n_items, unprotected=np.array(self.unprotected, str), **arrays)
         os.replace(f"{path}.tmp", path)
 
     @classmethod
     def load(cls, path: str) -> "Evals":
         with np.load(path) as file:
-            names = [name for name in file.files if name.startswith("hashes_")]
-            hashes = {int(name.removeprefix("hashes_")): file[name] for name in names}
-            return cls(int(file["n"]), int(file["n_items"]), file["unprotected"].tolist(), hashes)
-
-    def matches(self, units: Units) -> np.ndarray:
-        """(n_texts,) int64: the first unit of the first run in each text that is an evaluation item's, or -1."""
-        places, _ = self.find(units)
-        texts = np.searchsorted(units.starts, places, "right") - 1
-        first = np.full(len(units.starts) - 1, -1, np.int64)
-        first[texts[::-1]] = (places - units.starts[texts])[::-1]  # the last assignment stays: the first place
-        return first
+            hashes = {int(name): file[name] for name in file.files if name.isdecimal()}
+            return cls(int(file["n_items"]), file["unprotected"].tolist(), hashes)
 
     def find(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        """All runs of evaluation items: the places of their first units, ascending, and their lengths."""
+        """Return all runs of evaluation items: indices of their first units, ascending, and lengths in units."""
         places, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for begin in range(0, len(units.hashes), SLICE):
-            part = units.hashes[begin : begin + SLICE + self.n - 1]
-            for length, runs in enumerate(windows(part, min(self.n, len(part))), 1):
+            part = units.hashes[begin : begin + SLICE + RUN - 1]
+            for length, runs in enumerate(windows(part, min(RUN, len(part))), 1):
                 if length in self.tables:
                     at = begin + self.tables[length].find(runs[:SLICE])
                     text_end = units.starts[np.searchsorted(units.starts, at, "right")]
@@ -92,7 +82,7 @@ class Evals:
         return np.concatenate(places)[order], np.concatenate(lengths)[order]
 
     def cut(self, text: str) -> str:
-        """The text without the runs of evaluation items and CUT_CHARS characters on each side; no match is left."""
+        """Return the text without the runs of evaluation items and CUT_CHARS characters on each side; none is left."""
         found = units([text])
         places, lengths = self.find(found)
         kept, end = [], 0
@@ -103,11 +93,11 @@ class Evals:
         if not end:
             return text
         rest = "\n".join(part.strip() for part in [*kept, text[end:]] if part.strip())
-        return self.cut(rest)  # what is now side by side may be an item too
+        return self.cut(rest)  # parts that are now adjacent may form an item again
 
 
 class Table:
-    """Which of many hashes are among the known ones: a table of flags by their first bits, then a binary search."""
+    """Finds known hashes among many: first by flags for their leading bits, then by binary search."""
 
     def __init__(self, known: np.ndarray) -> None:
         bits = max(10, len(known).bit_length() + 4)
@@ -117,7 +107,7 @@ class Table:
         self.flags[known >> self.shift] = True
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
-        """Places of known ones, ascending."""
+        """Return the indices of the known ones, ascending."""
         places = np.flatnonzero(self.flags[hashes >> self.shift])
         wanted = hashes[places]
         nearest = np.minimum(np.searchsorted(self.known, wanted), len(self.known) - 1)
@@ -125,7 +115,7 @@ class Table:
 
 
 def read_items(path: str) -> Iterator[tuple[str, str]]:
-    """("path:line", question and choices) of each item of an evaluation file. Raise UserError."""
+    """Yield ("path:line", question and choices) of each item of an evaluation file. Raise UserError if it is none."""
     with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
         if kind in ("csv", "tsv"):
@@ -142,6 +132,7 @@ def read_items(path: str) -> Iterator[tuple[str, str]]:
 
 
 def csv_items(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[tuple[str, str]]:
+    """Yield the items of a CSV file, whose first row names the columns or is the first item of MMLU's six columns."""
     try:
         streams.skip_mark(stream)
         text, _ = streams.decode(stream.read())
@@ -150,9 +141,9 @@ def csv_items(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"decontaminate: {path}: {error}; mend the file") from None
     if stream.raw.damage:
-        raise UserError(f"decontaminate: {path}: {': '.join(stream.raw.damage)}; mend the file")
+        raise UserError(f"decontaminate: {path}: {', '.join(stream.raw.damage)}; mend the file")
     names = [name.strip().lower() for name in rows[0][1]] if rows else []
-    if not {"question", *PROMPTS} & set(names) and all(len(row) == 6 and row[5] in tuple("ABCD") for _, row in rows):
+    if not set(PROMPTS) & set(names) and all(len(row) == 6 and row[5] in tuple("ABCD") for _, row in rows):
         names = ["question", "a", "b", "c", "d", "answer"]
     else:
         rows = rows[1:]
@@ -162,23 +153,18 @@ def csv_items(path: str, stream: io.BufferedReader, delimiter: str) -> Iterator[
         yield f"{path}:{line}", item_text(dict(zip(names, row, strict=True)), f"{path}:{line}")
 
 
-PROMPTS = ("prompt", "text", "instruction")
-CHOICES = ("choices", "options", "a", "b", "c", "d", "e", "input")
-
-
 def item_text(value: object, place: str) -> str:
-    """Question and choices in lines. Answers are left out: many items have the same."""
+    """Return question and choices, one per line. Answers are left out: many items have the same."""
     row = {str(key).lower(): found for key, found in value.items()} if isinstance(value, dict) else {"text": value}
-    question = next((row[name] for name in ("question", *PROMPTS) if isinstance(row.get(name), str)), None)
+    question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
     if question is None:
-        has = ", ".join(row)[:200]
-        what = f"no question, prompt, text or instruction in {has}"
+        what = f"no question, prompt, text or instruction in {', '.join(row)[:200]}"
         raise UserError(f"decontaminate: {place}: {what}; not an evaluation file?")
     return "\n".join([question, *(text for name in CHOICES for text in strings(row.get(name)))])
 
 
-def strings(value: object) -> Iterable[str]:
-    """All texts in a JSON value: choices are a list, {"A": ..} or {"text": [..], "label": [..]}."""
+def strings(value: object) -> list[str]:
+    """Return all texts in a JSON value: choices are a list, {"A": ..} or {"text": [..], "label": [..]}."""
     if isinstance(value, dict):
         value = value.get("text", list(value.values()))
     if isinstance(value, list | tuple):

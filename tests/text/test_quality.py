@@ -88,7 +88,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=60), st.text(PIECES, max_size=60)), st.integers(1, 400), st.booleans())
 def test_to_clean_again_changes_nothing(text: str, times: int, punctuation: bool) -> None:
     text = text + text[-3:] * times + text
@@ -97,7 +97,7 @@ def test_to_clean_again_changes_nothing(text: str, times: int, punctuation: bool
         assert clean(once, steps) == once
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from(" \t\n\xa0\u3000\u2028x"), max_size=40), st.integers(0, 600))
 def test_white_space_against_a_plain_way(text: str, run: int) -> None:
     text = f"a{text}{' ' * run}{text}b"
@@ -288,7 +288,7 @@ def test_degenerate_texts(text: str) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=80), st.text(PIECES, max_size=80)), st.integers(1, 60))
 def test_no_text_raises(text: str, times: int) -> None:
     for off in ("", "min_length,letters,stop_words,han_share,mean_line_length,replacement_characters"):
