@@ -167,7 +167,7 @@ if __name__ == "__main__":
     if not corpus.val:
         raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_train = sum(pairs.n_rows for pairs in corpus.train)
-    asked = dict(config)
+    given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
@@ -207,7 +207,7 @@ if __name__ == "__main__":
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     if must_compute:
         table = compute_reference(model, corpus, batch_size, world, torch_device, torch_dtype)
-    skipped = run.start(parts, resumed, asked, __file__)
+    skipped = run.start(parts, resumed, given, __file__)
     if must_compute and world.is_main:
         save_reference(reference_path, table, about)
     table = None if table is None else table.to(torch_device)

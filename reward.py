@@ -149,7 +149,7 @@ if __name__ == "__main__":
     if not corpus.val:
         raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
-    asked = dict(config)
+    given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
@@ -176,7 +176,7 @@ if __name__ == "__main__":
     load = partial(reward_model.load_trained, trained=saved, n_known=n_known)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
-    skipped = run.start(parts, resumed, asked, __file__, load)
+    skipped = run.start(parts, resumed, given, __file__, load)
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
         load=corpus.load, valid=corpus.valid,

@@ -4,10 +4,9 @@ python rl.py config/debug_rl.py                                                 
 python rl.py config/grpo.py --init_from=out/sft --data=questions.jsonl --reward=rules.py:exact      # GRPO
 torchrun --standalone --nproc_per_node=4 rl.py config/ppo.py --init_from=out/sft --data=chats.jsonl --reward=out/reward
 
-It begins with a checkpoint of sft.py or dpo.py, or any Hugging Face Llama or Qwen3 directory. A step draws group_size
-answers to each of prompts_per_step prompts and makes epochs_per_step x minibatches updates from them. GRPO compares an
-answer with the others to its prompt; PPO compares every token with what a critic, a second model, expected. A reward is
-a reward model, a Python function, or a sum of several (rewards.py); the KL divergence from the beginning is held small.
+Each step draws group_size answers to each of prompts_per_step prompts and makes epochs_per_step * minibatches updates
+from them. GRPO compares an answer with the other answers to its prompt; PPO compares each token with the value that a
+second model, the critic, predicted.
 """
 
 import copy
@@ -24,25 +23,22 @@ from torch import Tensor
 
 from configurator import configure
 from groundup.align import policy_gradient as pg
-from groundup.align import rollouts
+from groundup.align import rl_plan, rollouts
 from groundup.align.critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
-from groundup.align.rewards import ModelReward, Rewards
-from groundup.align.rollouts import RolloutBatch
+from groundup.align.rewards import Rewards
 from groundup.demo import debug_data
 from groundup.errors import UserError
-from groundup.generate.engine import cache_bytes
 from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run
-from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, frozen_base, load_start, open_base
 from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import adapters_off, set_trainable, trainable_table
+from groundup.train.lora import adapters_off, set_trainable
 from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.plan import flops_per_token
 from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
-from model import ModelConfig, Transformer
+from model import Transformer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
@@ -97,8 +93,7 @@ save_every = 100  # steps; also after the last step
 
 # These decide which prompts a step sees; a resumed run must not change them.
 DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_step", "val_fraction")
-# Made by the script, to try it without anything prepared.
-DEBUG_DATA = "data/debug/rl.jsonl"
+DEBUG_DATA = "data/debug/rl.jsonl"  # made by the script, to try it without anything prepared
 
 
 def check_config(config: dict, world_size: int) -> int:
@@ -109,101 +104,34 @@ def check_config(config: dict, world_size: int) -> int:
         "reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask"),
     }.items():  # fmt: skip
         run.check_choice(config, key, allowed)
+    ppo = config["algorithm"] == "ppo"
     least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
-    least |= {"group_size": 2 if config["algorithm"] == "grpo" else 1}
     least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef"), 0)
     least |= dict.fromkeys(("clip_high", "value_clip", "value_learning_rate", "eval_prompts", "eval_answers"), 0)
-    for key, minimum in least.items():
+    for key, minimum in (least | {"group_size": 1 if ppo else 2}).items():
         run.check_least(config, key, minimum)
     for key in ("clip_low", "gamma", "lam"):
         run.check_share(config, key)
     for key in ("kl_coef", "unfinished_reward"):
-        if not math.isfinite(config[key]):
-            raise UserError(f"config: {key} must be a finite number, got {config[key]}")
-    if not 0 < config["temperature"] < math.inf:
-        raise UserError(f"config: temperature must be above 0, got {config['temperature']}")
-    check_combinations(config)
-    return count_updates(config, world_size)
-
-
-def check_combinations(config: dict) -> None:
-    """Raise ConfigError for settings that do not go together."""
-    if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
-        raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    if config["reference"] == "none" and config["kl_coef"]:
-        raise UserError(f"config: reference='none' needs kl_coef=0, got {config['kl_coef']}")
-    if config["algorithm"] == "ppo" and config["filter_groups"]:
-        raise UserError("config: filter_groups is for algorithm='grpo', which learns nothing from equal rewards")
-    if config["algorithm"] == "grpo" and config["critic_from"]:
-        raise UserError("config: critic_from is for algorithm='ppo'; grpo has no critic")
-    if config["max_new_tokens"] >= config["block_size"]:
-        raise UserError(
-            f"config: max_new_tokens={config['max_new_tokens']} leaves no room for a prompt in "
-            f"block_size={config['block_size']}"
-        )
-    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
-
-
-def count_updates(config: dict, world_size: int) -> int:
-    """Updates per step: epochs_per_step x minibatches. Raise UserError if the ranks cannot share the work evenly."""
-    if config["prompts_per_step"] % world_size:
-        raise UserError(
-            f"config: prompts_per_step={config['prompts_per_step']} must be a multiple of the {world_size} ranks"
-        )
-    each = config["prompts_per_step"] * config["group_size"] // world_size
-    if each % config["minibatches"]:
-        raise UserError(
-            f"config: minibatches={config['minibatches']} must divide the {each} answers of a rank "
-            f"(prompts_per_step * group_size / ranks)"
-        )
-    return config["epochs_per_step"] * config["minibatches"]
-
-
-def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Questions about Python with their answer, which is not shown."""
-    return [{"messages": talk[:2]} for talk in talks]
-
-
-def rows_at_a_time(config: dict, world_size: int) -> int:
-    """Answers that a rank draws together: draw_batch_size, but no more than its share of a step."""
-    share = config["prompts_per_step"] * config["group_size"] // world_size
-    return min(config["draw_batch_size"] or share, share)
-
-
-def plan(
-    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
-    rewards: Rewards,
-) -> str:  # fmt: skip
-    """What this run will take at most, as text: parameters, steps, memory by part, time of the updates."""
-    trained, total = trainable_table(cfg, config["trainable"], adapters_of(config)), parameter_table(cfg)["total"]
-    answers = config["prompts_per_step"] * config["group_size"]
-    rows = rows_at_a_time(config, world_size)
-    scorers = [part.model for part in rewards.parts if isinstance(part, ModelReward)]
-    reward_bytes = float(sum(4 * p.numel() for model in scorers for p in model.parameters()))
-    other = {"reference": 4.0 * total * (config["reference"] == "model")}
-    other |= {"reward models": reward_bytes, "cache": float(cache_bytes(cfg, rows, config["block_size"], dtype))}
-    other |= {"copy to draw with": float(dtype.itemsize * total)}  # see generate.for_inference
-    if config["algorithm"] == "ppo":
-        other |= {"critic": 4.0 * total + 12.0 * trained["trainable"]}
-        copied = config["async_save"] and device.type == "cpu"
-        other |= {"critic's copy to save from": 12.0 * trained["trainable"]} if copied else {}
-    memory = memory_plan.memory_parts(cfg, config, trained, False, world_size, device, dtype, other)
-    batch = (
-        f"{config['prompts_per_step']} prompts x {config['group_size']} answers per step, "
-        f"{config['epochs_per_step'] * config['minibatches']} updates, {config['max_steps']:,} steps"
-    )
-    tokens = answers * config["max_steps"] * config["block_size"] * config["epochs_per_step"]
-    flops, note = tokens * flops_per_token(cfg, config["block_size"]), "of the updates below "
-    return memory_plan.describe(trained, config["trainable"], batch, memory, flops, world_size, peak, note)
-
-
-def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
-    log.write("eval", step, scores)
-    parts = [f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
-    parts += [f"finished {100 * scores['finished']:.1f}%", f"length {scores['length']:.1f}"]
-    parts += [f"{key.partition('/')[2]} {value:.3f}" for key, value in scores.items() if key.startswith("reward/")]
-    log.print(f"step {step:6d}/{log.max_steps} | held out | " + " | ".join(parts))
+        run.refuse(not math.isfinite(config[key]), f"{key} must be a finite number, got {config[key]}")
+    for key, needed in {"temperature": True, "epochs": not config["max_steps"]}.items():
+        where = " where max_steps is 0" if key == "epochs" else ""
+        run.refuse(needed and not 0 < config[key] < math.inf, f"{key} must be above 0{where}, got {config[key]}")
+    no_adapters = config["trainable"].strip() != "lora" and config["reference"] == "adapter_off"
+    run.refuse(no_adapters, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
+    no_reference = config["reference"] == "none" and config["kl_coef"]
+    run.refuse(no_reference, f"reference='none' needs kl_coef=0, got {config['kl_coef']}")
+    only_grpo = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
+    run.refuse(ppo and config["filter_groups"], only_grpo)
+    run.refuse(not ppo and config["critic_from"], "critic_from is for algorithm='ppo'; grpo has no critic")
+    longest, n_prompts, n_minibatches = config["max_new_tokens"], config["prompts_per_step"], config["minibatches"]
+    no_room = f"max_new_tokens={longest} leaves no room for a prompt in block_size={config['block_size']}"
+    run.refuse(longest >= config["block_size"], no_room)
+    run.refuse(n_prompts % world_size, f"prompts_per_step={n_prompts} must be a multiple of the {world_size} ranks")
+    n_answers = n_prompts * config["group_size"] // world_size
+    divides = f"minibatches={n_minibatches} must divide the {n_answers} answers of a rank"
+    run.refuse(n_answers % n_minibatches, f"{divides} (prompts_per_step * group_size / ranks)")
+    return config["epochs_per_step"] * n_minibatches
 
 
 if __name__ == "__main__":
@@ -215,26 +143,22 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), debug_rows)
+        debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk[:2]} for talk in talks])
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_critic(config, source, tokenizer)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
-    if longest < 1:  # check_config has looked at block_size
-        raise UserError(
-            f"config: reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens} leaves no "
-            "room for a prompt"
-        )
+    lengths = f"reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens}"
+    run.refuse(longest < 1, f"{lengths} leaves no room for a prompt")  # check_config has looked at block_size
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
-    if not corpus.val:
-        raise UserError("config: no prompt is held out for validation; raise val_fraction or give val_data")
-    asked = dict(config)
+    run.refuse(not corpus.val, "no prompt is held out for validation; raise val_fraction or give val_data")
+    given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
     if source and reference == "model":  # a resumed run must measure its KL to the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
-        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
+        text = rl_plan.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
         print("\n".join([*corpus.report(), text]), flush=True)
     if plan_only:
         sys.exit(0)
@@ -250,54 +174,39 @@ if __name__ == "__main__":
     first_model = raw_model
     if reference == "model":
         first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
-    if compile and reference == "model":
-        run.compile_blocks(first_model)
+        if compile:
+            run.compile_blocks(first_model)
     set_trainable(raw_model, trainable, adapters_of(config))
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, n_updates)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     critic = None
     if algorithm == "ppo":
-        critic = make_critic(
-            config, critic_source, tokenizer, resumed.state.get("critic", {}), world, torch_device, torch_dtype
-        )
+        saved = resumed.state.get("critic", {})
+        critic = make_critic(config, critic_source, tokenizer, saved, world, torch_device, torch_dtype)
+        critic_values = partial(values_of, critic.model, device=torch_device, dtype=torch_dtype)
     value_skipped = torch.tensor(resumed.state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
-    seen_scores = torch.tensor(resumed.state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
-    skipped = run.start(parts, resumed, asked, __file__)
+    reward_sums = torch.tensor(resumed.state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
+    skipped = run.start(parts, resumed, given, __file__)
     ddp.n_steps = resumed.step * n_updates
     n_answers = prompts_per_step * group_size  # of a step, over all ranks
     own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
-    draw = partial(
-        rollouts.draw, model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature,
-        batch_size=rows_at_a_time(config, world_size), dtype=torch_dtype,
-    )  # fmt: skip
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "dtype": torch_dtype}
+    draw = partial(rollouts.draw, model, tokenizer, batch_size=rl_plan.rows_at_a_time(config, world_size), **sampling)
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
     save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
+    logps_of = partial(rollouts.answer_logps, temperature=temperature, device=torch_device, dtype=torch_dtype)
 
-    def policy_logps(batch: RolloutBatch) -> Tensor:
-        return rollouts.answer_logps(model, batch, temperature, torch_device, torch_dtype)[0]
-
-    def reference_logps(batch: RolloutBatch) -> Tensor:
+    def reference_logps(batch: rollouts.RolloutBatch) -> Tensor:
         with adapters_off(first_model):
-            return rollouts.answer_logps(first_model, batch, temperature, torch_device, torch_dtype)[0]
-
-    def critic_values(batch: RolloutBatch) -> Tensor:
-        return values_of(critic.model, batch, torch_device, torch_dtype)
+            return logps_of(first_model, batch)[0]
 
     def evaluate_now(step: int) -> None:
-        """Log the mean reward of one answer to each held-out prompt, with the same seeds each time; minus this mean
-        ranks the checkpoint of this step."""
-        held_out = corpus.held_out[: eval_prompts or None]
-        seeds = [rollouts.seed_of(seed, 0, 0, k) for k in range(len(held_out))]  # no step has number 0
-        mine = draw(held_out[world.rank :: world_size], seeds[world.rank :: world_size], n=1)
-        found = ranks.gather_objects((rewards.table(mine), [len(one.ids) for one in mine]))
-        lengths = torch.tensor([n for _, sizes in found for n in sizes])
-        scores = rollouts.describe_answers(torch.cat([one for one, _ in found], dim=1), lengths, rewards.names, config)
-        report_evaluation(log, step, {"val_loss": -scores["reward"]} | scores)
-        for one, of_one in list(zip(mine, found[0][0][0].tolist(), strict=False))[:eval_answers]:
-            log.print(rollouts.show_answer(one, of_one))
-        run.rank(parts, step, -scores["reward"], config, log)
+        """Log the mean reward of one answer to each held-out prompt; minus this mean ranks this step's checkpoint."""
+        figures, shown = rollouts.evaluate(draw, rewards, corpus, world, config)
+        rollouts.report_evaluation(log, step, {"val_loss": -figures["reward"]} | figures, shown)
+        run.rank(parts, step, -figures["reward"], config, log)
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -314,45 +223,37 @@ if __name__ == "__main__":
         )
         if turn == 0:  # answers, and all that stays the same for the updates that are made from them
             ddp.flush()  # updates that wait for the next forward
-            groups = rollouts.draw_groups(partial(draw, n=group_size), rewards, corpus, step, slots, config)
-            sizes = [len(one.ids) for one in groups.drawn]
-            of_all = ranks.gather_objects((groups.scores, sizes, groups.n_redrawn, groups.n_tokens, groups.seconds))
-            scores, lengths = (torch.cat([torch.as_tensor(one[k]) for one in of_all], dim=-1) for k in (0, 1))
-            figures = rollouts.describe_answers(scores, lengths, rewards.names, config)  # of the answers of all ranks
+            drawn, table, lengths, figures = rollouts.draw_step(draw, rewards, corpus, step, slots, config)
             if normalise_rewards:
-                seen_scores = seen_scores + pg.power_sums(scores[0][~scores[0].isnan()])
-                scores = pg.whiten(scores, *pg.moments(seen_scores))
-            learnt, counts = rollouts.learnt_rewards(scores[0], config)
+                reward_sums = reward_sums + pg.power_sums(table[0][~table[0].isnan()])
+                table = pg.whiten(table, *pg.moments(reward_sums))
+            learned_rewards, counts = rollouts.learned_rewards(table[0], config)
             if group_size > 1:  # a group of one is compared with nothing
-                figures["flat_groups"] = pg.flat_groups(learnt, group_size, counts).float().mean().item()
-            figures |= {"redrawn": sum(one[2] for one in of_all), "drawn": sum(one[3] for one in of_all)}
-            figures["draw_s"] = max(one[4] for one in of_all)  # the other ranks wait for the slowest
-            answers = rollouts.Rollouts(groups.drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
+                figures["flat_groups"] = pg.flat_groups(learned_rewards, group_size, counts).float().mean().item()
+            answers = rollouts.Rollouts(drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
             each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
             ref = each(reference_logps) if reference != "none" else None
-            old = each(policy_logps) if n_updates > 1 or critic else None
+            old = each(lambda batch: logps_of(model, batch)[0]) if n_updates > 1 or critic else None
             if critic:
                 values = each(critic_values)
                 kls = torch.zeros_like(old) if ref is None else pg.kl_estimate(old, ref, "k1")
-                advantages, returns, figures["explained"] = estimate_advantages(
-                    learnt[own], kls, values, answers, kl_coef, gamma, lam
-                )
+                of_rank = learned_rewards[own], kls, values, answers
+                advantages, returns, figures["explained"] = estimate_advantages(*of_rank, kl_coef, gamma, lam)
                 values, returns = values.to(torch_device), returns.to(torch_device)
             else:
-                of_answers = pg.group_advantages(learnt, group_size, scale_rewards, counts)
-                advantages = of_answers[own][answers.row]
+                advantages = pg.group_advantages(learned_rewards, group_size, scale_rewards, counts)[own][answers.row]
             advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
             sums = torch.zeros(len(rollouts.TOKEN_SUMS), device=torch_device)
             ratio_max = torch.ones((), device=torch_device)
         epoch, minibatch = divmod(turn, minibatches)
-        chosen = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch) == minibatch
-        n_tokens = int(lengths[torch.from_numpy(chosen) & counts].sum())  # of this update, over all ranks
-        batches = list(answers.batches(batch_size, np.flatnonzero(chosen[own])))
+        in_update = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch) == minibatch
+        n_tokens = int(lengths[torch.from_numpy(in_update) & counts].sum())  # over all ranks
+        batches = list(answers.batches(batch_size, np.flatnonzero(in_update[own])))
         ddp.expect_step(opt, lr)
         for k, batch in enumerate(batches):
             ddp.sync = k == len(batches) - 1  # talk once per update, during the last backward
             batch = batch.to(torch_device)
-            logps, entropies = rollouts.answer_logps(model, batch, temperature, torch_device, torch_dtype, epoch == 0)
+            logps, entropies = logps_of(model, batch, with_entropy=epoch == 0)
             before = logps.detach() if old is None else old[batch.place]
             losses, ratios, clipped = pg.policy_losses(logps, before, advantages[batch.place], clip_low, clip_high)
             kls = before.new_zeros(2, len(before))
@@ -367,12 +268,12 @@ if __name__ == "__main__":
             value_loss = losses.new_zeros(())
             if critic:
                 critic.ddp.sync = ddp.sync
-                found = critic_values(batch)
-                errors = pg.value_losses(found, values[batch.place], returns[batch.place], value_clip)
+                new_values = critic_values(batch)
+                errors = pg.value_losses(new_values, values[batch.place], returns[batch.place], value_clip)
                 value_loss = errors.sum() / max(1, n_tokens)
                 critic.scaler.scale(value_loss * world_size).backward()
-            n_of_micro, n_positions = losses.new_tensor([float(len(losses)), float(batch.x.numel())])
-            added = n_of_micro, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum(), n_positions
+            n_learned, n_positions = losses.new_tensor([float(len(losses)), float(batch.x.numel())])
+            added = n_learned, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum(), n_positions
             sums += torch.stack([value.detach().float() for value in added])
             ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
@@ -387,44 +288,35 @@ if __name__ == "__main__":
             continue
         log.advance()
 
-        sums = dict(zip(rollouts.TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
-        n_learnt = int(counts.sum())
-        figures |= rollouts.describe_updates(sums, n_updates, epochs_per_step, n_learnt)
-        figures["ratio_max"] = max(ranks.gather_objects(ratio_max.item()))
-        figures |= {"kl_coef": kl_coef, "positions": sums["positions"]}
+        figures |= rollouts.describe_updates(sums, ratio_max, n_updates, epochs_per_step, int(counts.sum()))
         since_log.append(figures)
         stopping = ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
             seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
-            means = {key: rollouts.mean_of_finite([one[key] for one in since_log]) for key in figures}
-            tokens_per_s, draw_share = n_steps * means.pop("positions") / seconds, n_steps * means["draw_s"] / seconds
-            draw_rate = means.pop("drawn") / means.pop("draw_s")
-            # mfu: the updates of the policy over all the time. Drawing, the critic, and what is only read (old,
-            # reference, rewards) take time and count no work, so it is lower than in the other stages.
+            means = rollouts.mean_figures(since_log, seconds)
+            tokens_per_s = n_steps * means.pop("positions") / seconds
+            # mfu: work of the policy's updates over all the time. Drawing, the critic, and forward passes without
+            # gradient (old, reference, rewards) take time and count no work, so it is lower than in other stages.
             values_now = means | {
-                "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
+                "kl_coef": kl_coef, "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
                 "epoch": float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max()),
-                "ratio_max": max(one["ratio_max"] for one in since_log),
-                "draw_tokens_per_s": draw_rate, "draw_share": draw_share,
             }  # fmt: skip
             values_now |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
             log.train(step, values_now, seconds / n_steps)
             for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
                 if in_a_row >= max_skipped:
                     run.report_save(parts, log)
-                    raise UserError(
-                        f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient; lower "
-                        f"{key} or continue from an earlier checkpoint"
-                    )
+                    problem = f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient"
+                    raise UserError(f"{problem}; lower {key} or continue from an earlier checkpoint")
             mark_time, mark_step, since_log = time.perf_counter(), step, []
         pause = time.perf_counter()
         saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
         if saving or evaluating:
             ddp.flush()  # updates that wait for the next forward
         if saving:
-            other = {"seen_scores": seen_scores.tolist()}
+            other = {"seen_scores": reward_sums.tolist()}
             if critic:
                 other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
                 other |= {"value_skipped": value_skipped.tolist()}

@@ -174,7 +174,7 @@ if __name__ == "__main__":
     if not corpus.val:
         raise UserError("config: no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
-    asked = dict(config)
+    given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
@@ -208,7 +208,7 @@ if __name__ == "__main__":
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
-    skipped = run.start(parts, resumed, asked, __file__)
+    skipped = run.start(parts, resumed, given, __file__)
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
         load=corpus.load, valid=corpus.label_weight,

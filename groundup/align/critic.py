@@ -64,7 +64,7 @@ def estimate_advantages(
     their tokens."""
     of_tokens = pg.token_rewards(rewards, kls, answers.row, kl_coef)
     advantages, returns = pg.gae(of_tokens, values, answers.row, gamma, lam)
-    columns = torch.stack((advantages, returns, returns - values))[:, answers.learnt]
+    columns = torch.stack((advantages, returns, returns - values))[:, answers.learned]
     sums = ranks.all_reduce_sum(torch.stack([pg.power_sums(column) for column in columns]))
     (mean, var), (_, var_returns), (_, var_errors) = map(pg.moments, sums)
     explained = 1 - var_errors / var_returns if var_returns > pg.VARIANCE_FLOOR else math.nan

@@ -65,6 +65,12 @@ class Rewards:
         self.names = part_names(list(self.weights))
         self.block_size = min((part.block_size for part in self.parts if part.block_size), default=0)
 
+    @property
+    def n_parameters(self) -> int:
+        """Of all reward models together."""
+        models = [part.model for part in self.parts if isinstance(part, ModelReward)]
+        return sum(p.numel() for model in models for p in model.parameters())
+
     def table(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Return (1 + parts, R) float64: the weighted sum for each of R answers, then each part; nan for unfinished
         answers, which no part gets to see. Raise UserError for a reward that is not finite."""

@@ -1,7 +1,8 @@
 """Rollouts: answers that the policy samples to prompts, and the batches that it learns from, for a step of rl.py.
 
     draw(...)              -> rollouts of prompts, sampled by generate/engine.py
-    draw_groups(...)       -> those of a step, with their rewards
+    draw_step(...)         -> those of a step, with the rewards of all ranks
+    evaluate(...)          -> figures of answers to the held-out prompts
     Rollouts(rollouts)     -> their tokens, end to end, and batches of some of them
     answer_logps(...)      -> log-probabilities of a batch's answer tokens
 
@@ -30,9 +31,13 @@ from groundup.tokens.batches import in_each
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.mixture import hash_words
 from groundup.tokens.prompts import Prompt, PromptCorpus
+from groundup.train import ranks
 from groundup.train.device import autocast
+from groundup.train.log import RunLog
 from model import CHUNK_ELEMENTS, IGNORE, Transformer, compute_dtype
 from tokenizer import Tokenizer
+
+Drawing = Callable[..., list[Rollout]]  # `draw` with all arguments but prompts, seeds and n
 
 
 def seed_of(seed: int, *place: int) -> int:
@@ -64,66 +69,90 @@ def draw(
 # ---- the answers of a step and their rewards -------------------------------------------------------------------------
 
 
-class Groups(NamedTuple):
-    """The rollouts of one rank in a step, group by group."""
-
-    drawn: list[Rollout]
-    scores: Tensor  # (1 + parts, R) float64, of Rewards.table
-    n_redrawn: int  # groups that were sampled again
-    n_tokens: int  # sampled, with those that were not kept
-    seconds: float  # of sampling, without the rewards
-
-
 def draw_groups(
-    draw: Callable[[Sequence[Prompt], Sequence[int]], list[Rollout]], rewards: Rewards, corpus: PromptCorpus, step: int,
-    slots: Sequence[int], config: Mapping,
-) -> Groups:  # fmt: skip
-    """Return group_size rollouts for each of these prompt numbers (`slots`) of a step. draw: the function above, called
-    with prompts and seeds.
+    draw: Drawing, rewards: Rewards, corpus: PromptCorpus, step: int, slots: Sequence[int], config: Mapping
+) -> tuple[list[Rollout], Tensor, dict[str, float]]:
+    """Return group_size rollouts for each of these prompt numbers (`slots`) of a step; their rewards, as Rewards.table;
+    and counts: groups drawn again, all tokens drawn, seconds that drawing took.
 
     Replace groups with equal rewards by groups of other prompts, at most filter_groups times (arXiv:2503.14476, 3.2).
     The other prompt depends only on step, slot and attempt."""
     kept: dict[int, tuple[list[Rollout], Tensor]] = {}
     G, wanted = config["group_size"], np.array(slots)
-    n_redrawn, n_tokens, seconds = 0, 0, 0.0
+    counts = {"redrawn": 0, "drawn": 0, "draw_s": 0.0}
     for attempt in range(1 + config["filter_groups"]):
-        n_redrawn += len(wanted) if attempt else 0
         order = corpus.redrawn_order(config["prompts_per_step"], attempt)
         prompts = corpus.take(order, (step - 1) * config["prompts_per_step"] + wanted)
         began = time.perf_counter()
-        drawn = draw(prompts, [seed_of(config["seed"], step, attempt, slot) for slot in wanted.tolist()])
-        seconds, n_tokens = seconds + time.perf_counter() - began, n_tokens + sum(len(one.ids) for one in drawn)
-        scores = rewards.table(drawn)
+        drawn = draw(prompts, [seed_of(config["seed"], step, attempt, slot) for slot in wanted.tolist()], n=G)
+        counts["draw_s"] += time.perf_counter() - began
+        counts["drawn"] += sum(len(one.ids) for one in drawn)
+        counts["redrawn"] += len(wanted) if attempt else 0
+        table = rewards.table(drawn)
         parts = [slice(k * G, (k + 1) * G) for k in range(len(wanted))]
-        kept |= {slot: (drawn[part], scores[:, part]) for slot, part in zip(wanted.tolist(), parts, strict=True)}
+        kept |= {slot: (drawn[part], table[:, part]) for slot, part in zip(wanted.tolist(), parts, strict=True)}
         if config["filter_groups"]:
-            learnt, counts = learnt_rewards(scores[0], config)
-            wanted = wanted[flat_groups(learnt, G, counts).numpy()]
+            learned, which = learned_rewards(table[0], config)
+            wanted = wanted[flat_groups(learned, G, which).numpy()]
         if not len(wanted):
             break
     every = [one for slot in slots for one in kept[slot][0]]
-    return Groups(every, torch.cat([kept[slot][1] for slot in slots], dim=1), n_redrawn, n_tokens, seconds)
+    return every, torch.cat([kept[slot][1] for slot in slots], dim=1), counts
 
 
-def learnt_rewards(scores: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
+def draw_step(
+    draw: Drawing, rewards: Rewards, corpus: PromptCorpus, step: int, slots: Sequence[int], config: Mapping
+) -> tuple[list[Rollout], Tensor, Tensor, dict[str, float]]:
+    """Return this rank's rollouts of a step, as draw_groups; and of all ranks: the rewards (1 + parts, R), the answers'
+    lengths in tokens (R,), and figures for the log. All ranks call it."""
+    drawn, table, counts = draw_groups(draw, rewards, corpus, step, slots, config)
+    table, lengths, of_ranks = gather(table, drawn, counts)
+    figures = describe_answers(table, lengths, rewards.names, config)
+    figures |= {key: sum(counts[key] for counts in of_ranks) for key in ("redrawn", "drawn")}
+    figures["draw_s"] = max(counts["draw_s"] for counts in of_ranks)  # the other ranks wait for the slowest
+    return drawn, table, lengths, figures
+
+
+def gather(table: Tensor, drawn: Sequence[Rollout], other: object = None) -> tuple[Tensor, Tensor, list]:
+    """Return the rewards (1 + parts, R) and lengths (R,) of the answers of all ranks, and each rank's `other`."""
+    of_ranks = ranks.gather_objects((table, torch.tensor([len(one.ids) for one in drawn]), other))
+    tables, lengths, others = zip(*of_ranks, strict=True)
+    return torch.cat(tables, dim=1), torch.cat(lengths), list(others)
+
+
+def evaluate(
+    draw: Drawing, rewards: Rewards, corpus: PromptCorpus, world: ranks.World, config: Mapping
+) -> tuple[dict[str, float], list[str]]:
+    """Return figures of one answer to each held-out prompt, with the same seeds each time, and eval_answers lines that
+    show an answer with its reward. The ranks share the prompts out; all call it."""
+    prompts = corpus.held_out[: config["eval_prompts"] or None]
+    seeds = [seed_of(config["seed"], 0, 0, k) for k in range(len(prompts))]  # no step has number 0
+    drawn = draw(prompts[world.rank :: world.world_size], seeds[world.rank :: world.world_size], n=1)
+    own = rewards.table(drawn)
+    table, lengths, _ = gather(own, drawn)
+    shown = list(zip(drawn, own[0].tolist(), strict=True))[: config["eval_answers"]]
+    return describe_answers(table, lengths, rewards.names, config), [show_answer(*one) for one in shown]
+
+
+def learned_rewards(rewards: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
     """Return (rewards (R,) float32, where the setting `unfinished` replaces nan; which answers count, (R,) bool)."""
-    unfinished, penalty = scores.isnan(), config["unfinished"] == "penalty"
-    rewards = scores.masked_fill(unfinished, config["unfinished_reward"] if penalty else 0.0).float()
-    return rewards, ~unfinished | penalty
+    unfinished, penalty = rewards.isnan(), config["unfinished"] == "penalty"
+    filled = rewards.masked_fill(unfinished, config["unfinished_reward"] if penalty else 0.0).float()
+    return filled, ~unfinished | penalty
 
 
-def describe_answers(scores: Tensor, lengths: Tensor, names: Sequence[str], config: Mapping) -> dict[str, float]:
+def describe_answers(table: Tensor, lengths: Tensor, names: Sequence[str], config: Mapping) -> dict[str, float]:
     """Return mean and standard deviation of the rewards (with unfinished='mask' of finished answers only), the share of
     finished answers, their mean length in tokens, and the mean of each part over finished answers."""
-    finished = ~scores[0].isnan()
-    rewards, counts = learnt_rewards(scores[0], config)
+    finished = ~table[0].isnan()
+    rewards, counts = learned_rewards(table[0], config)
     rewards = rewards[counts].double()
-    found = {
+    figures = {
         "reward": rewards.mean().item(), "reward_std": rewards.std().item() if len(rewards) > 1 else 0.0,
         "finished": finished.double().mean().item(), "length": lengths.double().mean().item(),
     }  # fmt: skip
-    parts = zip(names, scores[1:], strict=True) if len(names) > 1 else ()
-    return found | {f"reward/{name}": values[finished].mean().item() for name, values in parts}
+    parts = zip(names, table[1:], strict=True) if len(names) > 1 else ()
+    return figures | {f"reward/{name}": values[finished].mean().item() for name, values in parts}
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -157,7 +186,7 @@ class Rollouts:
         self.row = torch.from_numpy(np.repeat(np.arange(len(drawn)), self.sizes))
 
     @property
-    def learnt(self) -> Tensor:
+    def learned(self) -> Tensor:
         """(n,) bool: tokens of answers that are learned."""
         return self.counts[self.row]
 
@@ -165,14 +194,14 @@ class Rollouts:
         """Return these answers (B,) int64 as a batch, with T rounded up so that there are few shapes."""
         T = int(columns_for(self.lengths[answers].max(), self.block_size))
         x = np.full((len(answers), T), self.pad_id, np.int64)
-        y, learnt, place = np.zeros_like(x), np.zeros(x.shape, bool), np.zeros_like(x)
+        y, learned, place = np.zeros_like(x), np.zeros(x.shape, bool), np.zeros_like(x)
         for b, i in enumerate(answers.tolist()):
             one, end = self.drawn[i], int(self.lengths[i])
             ids = one.prompt.ids + one.ids
             x[b, :end], y[b, :end] = ids[:-1], ids[1:]
             at = slice(end - len(one.ids), end)
-            learnt[b, at], place[b, at] = bool(self.counts[i]), np.arange(len(one.ids)) + self.offsets[i]
-        index = np.flatnonzero(learnt)
+            learned[b, at], place[b, at] = bool(self.counts[i]), np.arange(len(one.ids)) + self.offsets[i]
+        index = np.flatnonzero(learned)
         arrays = x, index, y.reshape(-1)[index], index // T, place.reshape(-1)[index]
         return RolloutBatch(*map(torch.from_numpy, arrays))
 
@@ -238,28 +267,52 @@ def token_entropies(hidden: Tensor, weight: Tensor) -> Tensor:
 
 # ---- figures of a step
 
-# What is added up over the tokens of an update, in this order.
+# What is added up over the tokens of a step's updates, in this order.
 TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped", "positions")
 
 
+def describe_updates(
+    sums: Tensor, ratio_max: Tensor, n_updates: int, n_epochs: int, n_answers: int
+) -> dict[str, float]:  # fmt: skip
+    """Return means over a step of this rank's TOKEN_SUMS added over all ranks: losses per update, the KL per answer as
+    well, all else per token; and the number of positions. n_answers: learned, over all ranks. All ranks call it."""
+    total = dict(zip(TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
+    n_tokens = max(1.0, total["tokens"])  # each is counted n_epochs times, but its entropy once
+    figures = {key: total[key] / n_updates for key in ("loss", "value_loss")}
+    figures |= {key: total[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
+    figures |= {"entropy": total["entropy"] * n_epochs / n_tokens}
+    figures |= {"kl_answer": total["kl"] / n_epochs / max(1, n_answers)}
+    return figures | {"ratio_max": max(ranks.gather_objects(ratio_max.item())), "positions": total["positions"]}
+
+
+def mean_figures(steps: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
+    """Return the means of the figures of these steps, which took so many seconds; of ratio_max the largest; and how
+    fast answers were drawn, and in which share of the time."""
+    means = {key: mean_of_finite([one[key] for one in steps]) for key in steps[-1]}
+    means["ratio_max"] = max(one["ratio_max"] for one in steps)
+    draw_s = means.pop("draw_s")
+    return means | {"draw_tokens_per_s": means.pop("drawn") / draw_s, "draw_share": len(steps) * draw_s / seconds}
+
+
 def mean_of_finite(values: list[float]) -> float:
-    """Of those that are finite: a step without a finished answer has no mean of its rewards. nan if none is."""
+    """Return the mean of the finite values (a step without a finished answer has no mean reward); nan if none is."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def describe_updates(sums: Mapping[str, float], n_updates: int, n_epochs: int, n_answers: int) -> dict[str, float]:
-    """Means over a step of what was added up, TOKEN_SUMS: losses per update, all else per token; and the KL per answer.
-    n_answers: that are learnt, over all ranks."""
-    n_tokens = max(1.0, sums["tokens"])  # each is counted n_epochs times, but its entropy once
-    found = {key: sums[key] / n_updates for key in ("loss", "value_loss")}
-    found |= {key: sums[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
-    found |= {"entropy": sums["entropy"] * n_epochs / n_tokens}
-    return found | {"kl_answer": sums["kl"] / n_epochs / max(1, n_answers)}
-
-
 def show_answer(one: Rollout, reward: float) -> str:
-    """A line for people."""
-    asked, said = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
-    worth = f"{reward:8.3f}" if one.finished else "     cut"
-    return f"    {worth}  {asked:.60} -> {said:.100}"
+    """Return the reward, the last message and the answer on one line, shortened."""
+    question, answer = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
+    shown = f"{reward:8.3f}" if one.finished else "     cut"
+    return f"    {shown}  {question:.60} -> {answer:.100}"
+
+
+def report_evaluation(log: RunLog, step: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
+    """Write an evaluation's figures to the log, and print them with the answers shown."""
+    log.write("eval", step, figures)
+    parts = [f"reward {figures['reward']:.4f}", f"std {figures['reward_std']:.3f}"]
+    parts += [f"finished {100 * figures['finished']:.1f}%", f"length {figures['length']:.1f}"]
+    parts += [f"{key.partition('/')[2]} {value:.3f}" for key, value in figures.items() if key.startswith("reward/")]
+    log.print(f"step {step:6d}/{log.max_steps} | held out | " + " | ".join(parts))
+    for line in shown:
+        log.print(line)

@@ -77,6 +77,12 @@ def warmup_of(config: dict) -> int:
     return config["warmup_steps"] or round(config["warmup_fraction"] * config["max_steps"])
 
 
+def refuse(wrong: object, text: str) -> None:
+    """Raise UserError if `wrong`."""
+    if wrong:
+        raise UserError(f"config: {text}")
+
+
 def check_least(config: dict, key: str, least: float) -> None:
     if not config[key] >= least:
         raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
