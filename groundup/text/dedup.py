@@ -150,7 +150,7 @@ def exact_key(text: str) -> bytes:
 
 def first_copies(keys: np.ndarray) -> np.ndarray:
     """Return for each row of keys (n, 2) uint64, made of exact_key, the index of the first equal row: (n,) int64.
-    Takes 33 bytes of memory per row."""
+    Takes 41 bytes of memory per row."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of equal rows comes first
     new = np.ones(len(keys), bool)
     new[1:] = np.diff(keys[order, 0]) != 0
