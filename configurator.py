@@ -11,6 +11,7 @@ may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscor
 """
 
 import ast
+import contextlib
 import difflib
 import importlib.util
 import io
@@ -32,7 +33,7 @@ TYPES = (bool, int, float, str)
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
 
-    `argv` defaults to the command line. Prints help and exits 0 on --help; prints one line and exits 1 on a mistake.
+    argv: None = the command line. Print help and exit 0 on --help; print one line and exit 1 on a mistake.
     """
     sys.excepthook = one_line_excepthook
     argv = sys.argv[1:] if argv is None else argv
@@ -50,8 +51,8 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
 
 
 def resolve(keys: Mapping[str, object], argv: list[str], removed: Mapping[str, object] | None = None) -> dict:
-    """Defaults `keys` overridden by the files, then by the flags of `argv`. Raise UserError for a mistake. removed:
-    {former key: the value that meant off}, which a file may still set to that value."""
+    """Return the defaults `keys` overridden by the files and then the flags of `argv`. Raise UserError for a mistake.
+    removed: {former key: the value that meant off}; a file may still set this value."""
     files = [arg for arg in argv if not arg.startswith("-")]
     flags = [arg for arg in argv if arg.startswith("-")]
     config = dict(keys)
@@ -68,7 +69,7 @@ def resolve(keys: Mapping[str, object], argv: list[str], removed: Mapping[str, o
 
 
 def read_file(path: str, config: Mapping[str, object], removed: Mapping[str, object] | None = None) -> dict:
-    """Values that the override file `path` sets, checked. It sees the current values as names."""
+    """Return the checked values that the override file `path` sets. The file can use the current values by name."""
     try:
         with open(path, encoding="utf-8") as f:
             source = f.read()
@@ -98,7 +99,7 @@ def imported_names(tree: ast.AST) -> set[str]:
 
 
 def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
-    """'--key=value' -> (key, value of the key's type). A str key takes the text as it is, others a Python literal."""
+    """Return (key, value) of '--key=value'. A str key takes the text as it is, others a Python literal."""
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
         hint = nearest(key.lstrip("-"), keys)
@@ -113,7 +114,7 @@ def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
 
 
 def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> object:
-    """`value` if `key` exists and has its type (an int is accepted for a float). Raises ConfigError."""
+    """Return `value`, an int as a float where one is wanted. Raise UserError for an unknown key or another type."""
     if key not in keys:
         raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
     want = type(keys[key])
@@ -126,13 +127,13 @@ def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> 
 
 
 def is_key(name: str, value: object) -> bool:
-    """Public, lowercase and of a plain type: a setting. Constants (IGNORE), modules and functions are not."""
+    """Return whether a script's name is a setting: public, lowercase and of a plain type."""
     return not name.startswith("_") and name == name.lower() and type(value) in TYPES
 
 
 def is_setting(name: str, value: object, config: Mapping[str, object], imported: set[str]) -> bool:
-    """Whether a name that an override file defined is meant as a setting. Its imports, functions and classes are its
-    own; everything else must be a known key, so that a misspelt one, or one set to None, is never passed over."""
+    """Return whether a name in an override file must be a known key: all but imports, functions and classes, so that a
+    misspelt key is never passed over."""
     return name in config or not (name in imported or callable(value) or type(value) is type(os))
 
 
@@ -142,23 +143,18 @@ def nearest(key: str, keys: Mapping[str, object]) -> str:
 
 
 def last_line(error: Exception, path: str) -> int:
-    """Line of `path` in which `error` was raised."""
-    line, tb = 0, error.__traceback__
-    while tb is not None:
-        if tb.tb_frame.f_code.co_filename == path:
-            line = tb.tb_lineno
-        tb = tb.tb_next
-    return line
+    """Return the line of `path` in which `error` was raised, 0 if none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return lines[-1] if lines else 0
 
 
 def load_function(name: str, key: str) -> Callable:
-    """The function "file.py:function" that the setting `key` names. Runs that file. Raises ConfigError."""
+    """Run the file of "file.py:function", the value of setting `key`, and return the function. Raise UserError."""
     path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
-    if not os.path.isfile(path):
-        raise UserError(f"config: {key}={name!r}: there is no file {path!r}; give file.py:function")
     spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
-    if spec is None:
-        raise UserError(f"config: {key}={name!r}: {path!r} is not a Python file; give file.py:function")
+    if spec is None or not os.path.isfile(path):
+        problem = f"{path!r} is not a Python file" if os.path.isfile(path) else f"there is no file {path!r}"
+        raise UserError(f"config: {key}={name!r}: {problem}; give file.py:function")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
@@ -171,8 +167,8 @@ def load_function(name: str, key: str) -> Callable:
 
 
 def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> str:
-    """The script's docstring, then one line per key: type, default, and the comment that follows it in the source. Keys
-    that come from `from FILE import *` stand under a heading of their own."""
+    """Return the script's docstring, then one line per key: type, default, trailing comment. Keys that come from
+    `from FILE import *` stand under a heading of their own."""
     path = namespace.get("__file__", "")
     own, shared = trailing_comments(path), {}
     for source in star_imports(path):
@@ -191,27 +187,25 @@ def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> st
 
 
 def star_imports(path: str) -> list[str]:
-    """The files of which a Python file imports everything: `from groundup.train.settings import *`."""
+    """Return the files that a Python file imports with a *: `from groundup.train.settings import *`."""
     tree = ast.parse(Path(path).read_text(encoding="utf-8")) if os.path.isfile(path) else ast.Module([])
     stars = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
     return [importlib.util.find_spec(name).origin for name in stars]
 
 
 def defaults_of(path: str | Path) -> dict:
-    """{name: value} of the literals that a script assigns at its left margin, and the settings it imports with a *."""
+    """Return {name: value} of the literals that a script assigns at its left margin or imports with a *."""
     found = {}
     for source in [*star_imports(str(path)), path]:
         for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                try:
+                with contextlib.suppress(ValueError):  # an expression
                     found[node.targets[0].id] = ast.literal_eval(node.value)
-                except ValueError:  # an expression
-                    continue
     return found
 
 
 def trailing_comments(path: str) -> dict[str, str]:
-    """{name: comment} of the `name = value  # comment` lines at the left margin of a Python file; "" without one."""
+    """Return {name: comment} of the `name = value  # comment` lines at the left margin of a Python file."""
     try:
         with open(path, encoding="utf-8") as f:
             tokens = list(tokenize.generate_tokens(io.StringIO(f.read()).readline))
@@ -238,12 +232,12 @@ def write_config(config: Mapping[str, object], path: str, command: str = "") -> 
 
 
 def literal(value: object) -> str:
-    """Python source of a setting. For infinity and NaN repr gives names that Python does not define."""
+    """Return a setting as Python source. repr of infinity and NaN is no Python."""
     return f"float('{value}')" if type(value) is float and not math.isfinite(value) else repr(value)
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """sys.excepthook: a UserError prints as one line, without a traceback."""
+    """Print a UserError as one line, without a traceback. This is sys.excepthook."""
     if issubclass(kind, UserError):
         print(error, file=sys.stderr)
     elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
@@ -254,7 +248,7 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
 
 
 def place_in_our_code(tb: TracebackType | None) -> str:
-    """" (file.py:line)" of the innermost call in a file beside this one; empty if there is none."""
+    """Return " (file.py:line)" of the innermost call in a file beside this one, or ""."""
     places = [(os.path.split(os.path.abspath(frame.filename)), frame.lineno) for frame in traceback.extract_tb(tb)]
     here = os.path.dirname(os.path.abspath(__file__))
     ours = [f" ({name}:{line})" for (directory, name), line in places if directory == here]

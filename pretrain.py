@@ -30,7 +30,7 @@ from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start
 from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.lora import set_trainable, trainable_table
 from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.settings import *  # noqa: F403
@@ -91,19 +91,18 @@ DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}
 
 
 def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """From the checkpoint `source`, with rows for all token ids, else from the keys. Raise UserError where they or
-    the tokenizer disagree."""
-    asked = {key: config[key] for key in ARCHITECTURE}
+    """Return that of the checkpoint `source`, with rows for all token ids, or without one that of the settings. Raise
+    UserError where they or the tokenizer disagree."""
+    given = {key: config[key] for key in ARCHITECTURE}
     if source is None:
-        asked["vocab_size"] = asked["vocab_size"] or token_vocab
-        cfg = ModelConfig(**asked)
+        cfg = ModelConfig(**given | {"vocab_size": given["vocab_size"] or token_vocab})
     else:
         cfg = checkpoint.load_config(source)
         cfg = dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, token_vocab))
         for key in set(ARCHITECTURE) - {"block_size", "dropout"}:
-            if asked[key] != DEFAULTS[key] and asked[key] != getattr(cfg, key):
-                raise UserError(f"config: {key}={asked[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
-        cfg = dataclasses.replace(cfg, block_size=asked["block_size"], dropout=asked["dropout"])
+            if given[key] != DEFAULTS[key] and given[key] != getattr(cfg, key):
+                raise UserError(f"config: {key}={given[key]} but {source} has {getattr(cfg, key)}; leave {key} out")
+        cfg = dataclasses.replace(cfg, block_size=given["block_size"], dropout=given["dropout"])
     if token_vocab > cfg.vocab_size:
         raise UserError(f"config: vocab_size={cfg.vocab_size} is less than the data's {token_vocab} token ids")
     return cfg
@@ -121,11 +120,11 @@ def check_config(config: dict, world_size: int) -> int:
 
 
 def plan(
-    cfg: ModelConfig, config: dict, adapters: LoRAConfig, world_size: int, device: torch.device, dtype: torch.dtype,
+    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype,
     peak: float, epochs: str,
 ) -> str:  # fmt: skip
-    """What this run will take, as text: parameters, tokens and `epochs` of the data, FLOPs, memory by part, time."""
-    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters)
+    """Return what this run will take, as text: parameters, tokens, `epochs` of the data, FLOPs, memory, time."""
+    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters_of(config))
     step_tokens, B, T = config["total_batch_tokens"], config["batch_size"], config["block_size"]
     tokens, flops = step_tokens * config["max_steps"], flops_per_token(cfg, T)
     memory = memory_plan.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
@@ -146,8 +145,8 @@ def evaluate(
     model: Transformer, batches: Mapping[str, Iterable[tuple[torch.Tensor, torch.Tensor]]], batch_size: int,
     shares: list[float], token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
-    """Mean loss over validation windows that the ranks share out: nats per token, bits per byte of text; if there are
-    several sources, of each, and of a text that has these shares of them."""
+    """Return the mean loss over validation windows, which the ranks divide: nats per token, and bits per byte of text.
+    With several sources: of each, and of a text that mixes them in these shares."""
     model.eval()
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)  # nats, tokens, bytes
     for source, of_source in enumerate(batches.values()):
@@ -166,26 +165,24 @@ def evaluate(
     return losses | {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, n_bytes) in of.items()}
 
 
-def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[str]) -> None:
-    log.write("eval", step, scores)
-    sources = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
-    parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-    parts += [f"{name} {scores[f'val_loss/{name}']:.4f}, {scores[f'val_bpb/{name}']:.4f}" for name in sources]
+def report_evaluation(log: RunLog, step: int, losses: dict, samples: list[str]) -> None:
+    log.write("eval", step, losses)
+    sources = [key.partition("/")[2] for key in losses if key.startswith("val_loss/")]
+    parts = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
+    parts += [f"{name} {losses[f'val_loss/{name}']:.4f}, {losses[f'val_bpb/{name}']:.4f}" for name in sources]
     log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
     for text in samples:
         log.print(f"    {text!r}")
 
 
 def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: int) -> list[str]:
-    """Continuations of the prompts (separated by |), with the same random numbers at each evaluation."""
+    """Return continuations of the prompts (separated by |), drawn with the same random numbers at each evaluation."""
     ids = [begin_prompt(tokenizer, prompt) for prompt in prompts.split("|") if prompt]
     if not ids:
         return []
-    params = SamplingParams(
-        max_new_tokens=64, temperature=0.8, top_p=0.95, seed=seed, eos_ids=tokenizer.stop_ids,
-        banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
-    )  # fmt: skip
-    each = [dataclasses.replace(params, seed=seed + i) for i in range(len(ids))]
+    how = {"max_new_tokens": 64, "temperature": 0.8, "top_p": 0.95, "eos_ids": tokenizer.stop_ids}
+    how["banned_ids"] = never_sampled(tokenizer, model.cfg.vocab_size)
+    each = [SamplingParams(**how, seed=seed + i) for i in range(len(ids))]
     results = generate(model, None, ids, each)
     return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
@@ -200,9 +197,7 @@ if __name__ == "__main__":
 
     # ---- data, architecture, checkpoint: mistakes show here, before a process group or out_dir exists
     source = checkpoint.resolve(init_from) if init_from else None
-    adapters = adapters_of(config)
-    known = {"world_size": world_size, "device": torch_device, "dtype": torch_dtype, "peak": peak}
-    describe = partial(plan, config=config, adapters=adapters, **known)
+    describe = partial(plan, config=config, world_size=world_size, device=torch_device, dtype=torch_dtype, peak=peak)
     paths = [Path(path) for stage in parse_data_dir(data_dir) for path in stage.weights]
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         print(describe(choose_architecture(config, source, 0), epochs=""))
@@ -210,9 +205,8 @@ if __name__ == "__main__":
     if Path(data_dir).name == "debug" and not Path(data_dir).exists():
         debug_data.make_debug_data(data_dir)
     corpus = TextCorpus(data_dir, block_size, pack, val_data)
-    if stop_on and (stop_on not in corpus.val or len(corpus.val) == 1):
-        has = ", ".join(corpus.val)
-        raise UserError(f"config: stop_on={stop_on!r} is no loss of its own in the log; it has {has}")
+    unknown = stop_on and (stop_on not in corpus.val or len(corpus.val) == 1)
+    run.refuse(unknown, f"stop_on={stop_on!r} is no loss of its own in the log; it has {', '.join(corpus.val)}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
     mixture = corpus.order(
@@ -240,7 +234,7 @@ if __name__ == "__main__":
     raw_model = Transformer(cfg)
     if source and not resumed.path:
         load_start(raw_model, source, n_known)
-    set_trainable(raw_model, trainable, adapters)
+    set_trainable(raw_model, trainable, adapters_of(config))
     raw_model.document_id = tokenizer.eot_id if doc_mask else None
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
@@ -259,13 +253,13 @@ if __name__ == "__main__":
 
     def evaluate_now(step: int) -> float:
         """Log validation losses and samples, rank the checkpoint of this step by its loss, and return it."""
-        scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
-        report_evaluation(log, step, scores, sample_texts(raw_model, tokenizer, sample_prompts, seed))
-        run.rank(parts, step, scores[watched], config, log)
-        return scores[watched]
+        losses = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
+        report_evaluation(log, step, losses, sample_texts(raw_model, tokenizer, sample_prompts, seed))
+        run.rank(parts, step, losses[watched], config, log)
+        return losses[watched]
 
     def evaluations_since_best() -> int:
-        """How many in a row have not been better, on all ranks alike."""
+        """Return how many in a row have not been better, the same on all ranks."""
         return int(ranks.all_reduce_sum(torch.tensor(float(log.since_best(watched)))).item())
 
     # ---- the loop
@@ -302,8 +296,8 @@ if __name__ == "__main__":
             step_s = (time.perf_counter() - mark_time) / (step - mark_step)  # this clock is true
             tokens_per_s = tokens_per_step / step_s
             values = {
-                "loss": mean_loss, "lr": lr,
-                "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
+                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
+                "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
                 "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
                 "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
             }  # fmt: skip

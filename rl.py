@@ -44,35 +44,35 @@ from model import Transformer
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
 data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
-val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the prompts
+val_data = ""  # the same, for validation; "" = the directory's own, or val_fraction of the prompts
 val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
 # reward
 reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
-normalise_rewards = False  # less their mean over their standard deviation, both of all finished answers so far
-unfinished = "penalty"  # an answer that max_new_tokens cuts: penalty = gets unfinished_reward | mask = is not learnt
-unfinished_reward = -1.0  # as it is, whatever normalise_rewards does to the others: with it, keep this at -1 or below
+normalise_rewards = False  # subtract the mean, divide by the standard deviation of all finished answers so far
+unfinished = "penalty"  # answers cut off by max_new_tokens: penalty = unfinished_reward | mask = do not train on them
+unfinished_reward = -1.0  # normalise_rewards does not change it: keep it at -1 or below then
 # answers
 group_size = 8  # answers to a prompt
 prompts_per_step = 32  # over all ranks
 max_new_tokens = 256  # most tokens of an answer
-temperature = 1.0  # of the distribution that is drawn from, and trained
-filter_groups = 0  # grpo: a prompt whose answers all get the same reward gives way to another, so often at most
-draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 32 is faster on CPUs, rows stay filled
+temperature = 1.0  # of the distribution that answers are drawn from, and that is trained
+filter_groups = 0  # grpo: replace groups with equal rewards by groups of other prompts, at most this many times
+draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 32 is faster on CPUs
 # algorithm
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
 loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | bnpo | dr_grpo (see normalise)
 scale_rewards = "none"  # grpo: divide advantages by the standard deviation of: none | group
-clip_low = 0.2  # how far a token's probability may fall below its old one, as a share of it
-clip_high = 0.2  # how far it may rise
-epochs_per_step = 1  # times that a step's answers are learnt; ppo wants 2 to 4
+clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low
+clip_high = 0.2  # and above at 1 + clip_high
+epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo
 minibatches = 1  # updates per epoch
-kl_coef = 0.04  # weight of the KL divergence; 0 where rewards cannot be cheated
+kl_coef = 0.04  # weight of the KL divergence from the reference; 0 if the reward cannot be hacked
 kl = "rho_k3"  # grpo: its estimate in the loss, rho_k3 | k2 | k3 (see kl_penalty); ppo: k1, in the rewards
 reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
 # critic, of ppo
-critic_from = ""  # reward model that it begins with (with normalise_rewards its body); "" = init_from's, head of zeros
+critic_from = ""  # reward model to start from (its head too, unless normalise_rewards); "" = init_from, head of zeros
 value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
-value_clip = 0.2  # how far a value may move in one step before its loss keeps it; 0 = off
+value_clip = 0.2  # clip the change of a value in one step to this range; 0 = off
 gamma = 1.0  # discount per token
 lam = 0.95  # of generalised advantage estimation: 1 = whole returns, 0 = one token ahead
 # data
@@ -158,8 +158,8 @@ if __name__ == "__main__":
     if source and reference == "model":  # a resumed run must measure its KL to the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
-        text = rl_plan.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
-        print("\n".join([*corpus.report(), text]), flush=True)
+        print("\n".join(corpus.report()))
+        print(rl_plan.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards), flush=True)
     if plan_only:
         sys.exit(0)
     resumed = run.find_checkpoint(config, cfg, order, {})
@@ -215,8 +215,7 @@ if __name__ == "__main__":
     mark_time, mark_step = time.perf_counter(), resumed.step
     since_log: list[dict] = []  # figures of each step since the last log line
     for update in range(resumed.step * n_updates, max_steps * n_updates):
-        step, turn = update // n_updates + 1, update % n_updates
-        last = step == max_steps
+        step, turn, last = update // n_updates + 1, update % n_updates, update // n_updates + 1 == max_steps
         lr, value_lr = (
             learning_rate_at(step, schedule, top, min_lr, warmup, decay_steps or max_steps, decay_fraction)
             for top in (learning_rate, value_learning_rate)

@@ -1,4 +1,4 @@
-"""What a run begins with: the weights that init_from names, their tokenizer, the architecture, and what is trained."""
+"""What a run starts from: the weights of init_from, their tokenizer, the architecture; and which parameters train."""
 
 import contextlib
 import dataclasses
@@ -13,8 +13,8 @@ from tokenizer import Tokenizer, chat_ready
 
 
 class Base(NamedTuple):
-    """What tuning begins with: directory of the weights (None = a tiny new model), chat tokenizer, how many of its ids
-    those weights were trained with, and the architecture."""
+    """What tuning starts from: directory of the weights (None = a tiny new model), chat tokenizer, number of its ids
+    that these weights were trained with, architecture."""
 
     source: Path | None
     tokenizer: Tokenizer
@@ -34,8 +34,8 @@ def open_base(config: dict, debug_data: str) -> Base:
 
 
 def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """That of the checkpoint `source`, with rows for all token ids, for texts as long as it can or as is asked; without
-    a source that of a tiny model, to try a script with."""
+    """Return that of the checkpoint `source`, with rows for all token ids and at least the wanted block_size; without a
+    source that of a tiny model, to try a script with."""
     block_size, dropout = config["block_size"], config.get("dropout", 0.0)
     if source is None:
         return ModelConfig(token_vocab, block_size, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, dropout=dropout)
@@ -45,8 +45,8 @@ def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> M
 
 
 def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
-    """How many of the tokenizer's ids the weights in `source` were trained with: all of them, or the first so many if
-    it is their tokenizer with more tokens. Raise UserError if it is another, that of `whose`."""
+    """Return how many of the tokenizer's ids the weights in `source` were trained with: all, or the first ones if it
+    extends their tokenizer. Raise UserError for any other tokenizer. whose: its owner, for the message."""
     n_rows = checkpoint.load_config(source).vocab_size
     directory = checkpoint.tokenizer_dir(source)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
@@ -66,7 +66,7 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
 
 
 def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
-    """Raise UserError where `trainable` does not fit what training begins with; n_new ids have no weights yet."""
+    """Raise UserError where `trainable` does not fit the weights in `source`, which have none for n_new token ids."""
     parts = [part.strip() for part in config["trainable"].split(",")]
     if parts == ["all"]:
         return
@@ -80,8 +80,8 @@ def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
 
 
 def load_start(model: Transformer, source: Path, n_known: int) -> None:
-    """The weights in `source` into a model that may have more rows for tokens: those from n_known on become the mean of
-    the others, for new tokens mean nothing yet."""
+    """Load the weights in `source`. If the model has more rows for tokens, those from n_known on become the mean of the
+    others."""
     same_rows = checkpoint.load_config(source).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not checkpoint.is_adapter(source):
         checkpoint.load_weights(model, source)
@@ -92,8 +92,8 @@ def load_start(model: Transformer, source: Path, n_known: int) -> None:
 
 
 def frozen_base(resume_from: Path | None, source: Path | None) -> str:
-    """Directory of the weights that adapters are added to: a resumed run's own, whatever init_from has come to mean. If
-    it is a step of a run, that run will not remove it."""
+    """Return the directory of the weights that adapters are added to; a resumed run keeps its own, even if init_from
+    now resolves to another. Mark a step of a run, so that the run does not delete it."""
     if resume_from and checkpoint.is_adapter(resume_from):
         base = checkpoint.base_of(resume_from)
     elif source:

@@ -15,10 +15,9 @@ from groundup.errors import UserError
 
 
 class RunLog:
-    """The line for people on standard output and the object for programs in out_dir/log.jsonl, from one dict of values.
+    """Print a line for people and write an object to out_dir/log.jsonl, from one dict of values. Only rank 0 writes.
 
-    Only rank 0 writes. A resumed run drops what an interrupted one logged after its checkpoint: those steps come again.
-    tensorboard: numbers go to event files in out_dir, too.
+    A resumed run drops events after its checkpoint: it runs those steps again. tensorboard: also write event files.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class RunLog:
                 self.print(f"log: cannot write {self.path}: {error.strerror}")
 
     def since_best(self, key: str) -> int:
-        """How many evaluations have passed since `key` was lowest; 0 on other ranks than the first. All evaluations of
-        the run count, before an interruption too: the file has them. One that is not finite is not better."""
+        """Return the number of evaluations since the one with the lowest `key`, also those before an interruption; 0 on
+        other ranks than the first. A loss that is not finite is never the lowest."""
         if not self.enabled:
             return 0
         found = [event[key] for event in read_events(self.path) if event["event"] == "eval" and key in event]
@@ -64,8 +63,8 @@ class RunLog:
         return len(found) - 1 - found.index(min(found)) if found else 0
 
     def lacks_evaluation(self, eval_every: int) -> bool:
-        """Whether the first evaluation is still to come, or the run was stopped in one, after its checkpoint; False on
-        other ranks than the first."""
+        """Return whether the evaluation of this step is missing: of a new run, or of one interrupted between checkpoint
+        and evaluation. False on other ranks than the first."""
         due = self.step == 0 or self.step % eval_every == 0 or self.step == self.max_steps
         events = read_events(self.path) if self.enabled and due else []
         return self.enabled and due and not any(e["event"] == "eval" and e["step"] == self.step for e in events)
@@ -76,8 +75,8 @@ class RunLog:
             sys.stdout.flush()
 
     def train(self, step: int, values: Mapping[str, float], step_s: float) -> None:
-        """One training line. `values` has the keys of `named`; what else it has comes last, if it is not 0. A key with
-        a slash (tokens/source) goes to the file only: there may be many."""
+        """Log a training line. `values` has the keys of `named`; others are printed last, if not 0. A key with a slash
+        (tokens/source) goes to the file only: there may be many."""
         self.write("train", step, values | {"step_ms": 1000 * step_s})
         named = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib")
         eta = clock(step_s * (self.max_steps - step))
@@ -98,14 +97,14 @@ class RunLog:
                 self.board.close()
 
 
-def check_tensorboard(asked: bool) -> None:
-    """Raise SetupError if event files are asked for and cannot be written."""
-    if asked and importlib.util.find_spec("tensorboard") is None:
+def check_tensorboard(wanted: bool) -> None:
+    """Raise UserError if event files are wanted but the package is missing."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
         raise UserError("config: tensorboard=True needs a package; pip install tensorboard==2.21.0")
 
 
 def read_events(path: Path) -> list[dict]:
-    """The events of a log.jsonl, without lines that a kill or a full disk cut short."""
+    """Return the events of a log.jsonl, without lines that a kill or a full disk cut short."""
     events = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -124,6 +123,6 @@ def keep_events_until(path: Path, step: int) -> None:
 
 
 def clock(seconds: float) -> str:
-    """3725 -> '1:02:05'."""
+    """Return hours, minutes and seconds: 3725 -> '1:02:05'."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,9 +1,9 @@
 """The frame of a run, the same in every trainer; the loop between start() and finish() is the trainer's own.
 
-    find_checkpoint   the checkpoint of out_dir that this run continues, checked against the settings
-    set_up            device, torch.compile, GradScaler, gradient hook, DDP, optimizer
-    start             weights and state as they were in that checkpoint, or seeded; out_dir
-    save, rank        write a checkpoint; then give it its validation loss, by which `best` is chosen
+    find_checkpoint   find the checkpoint of out_dir to continue, and check it against the settings
+    set_up            move the model to the device, compile it, make DDP, optimizer and GradScaler
+    start             restore weights and state from that checkpoint, or seed a new run; make out_dir
+    save, rank        write a checkpoint; give it its validation loss, which decides `best`
     finish            wait for the last save, write the run's README.md, exit
 """
 
@@ -52,12 +52,8 @@ OWN_FILES = re.compile(
 )
 
 
-
-# ---- settings --------------------------------------------------------------------------------------------------------
-
-
 def check_config(config: dict) -> None:
-    """Raise ConfigError for a value that no trainer can use; nothing exists yet when it does."""
+    """Raise UserError for a value that no trainer can use; nothing exists yet when it does."""
     for key, least in AT_LEAST.items():
         if key in config:
             check_least(config, key, least)
@@ -65,15 +61,14 @@ def check_config(config: dict) -> None:
         check_share(config, key)
     for key, allowed in CHOICES.items():
         check_choice(config, key, allowed)
-    if config["keep_best"] > 2:
-        raise UserError(f"config: keep_best must be 0, 1 or 2, got {config['keep_best']}")
-    if config["overwrite"] and config["resume"] != "never":
-        raise UserError("config: overwrite=True deletes the run that resume would continue; add resume='never'")
+    refuse(config["keep_best"] > 2, f"keep_best must be 0, 1 or 2, got {config['keep_best']}")
+    deletes = config["overwrite"] and config["resume"] != "never"
+    refuse(deletes, "overwrite=True deletes the run that resume would continue; add resume='never'")
     check_tensorboard(config["tensorboard"])
 
 
 def warmup_of(config: dict) -> int:
-    """Steps of warm-up: warmup_steps, or where that is 0 warmup_fraction of max_steps."""
+    """Return the steps of warm-up: warmup_steps, or where that is 0 warmup_fraction of max_steps."""
     return config["warmup_steps"] or round(config["warmup_fraction"] * config["max_steps"])
 
 
@@ -84,23 +79,20 @@ def refuse(wrong: object, text: str) -> None:
 
 
 def check_least(config: dict, key: str, least: float) -> None:
-    if not config[key] >= least:
-        raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
+    refuse(not config[key] >= least, f"{key} must be at least {least}, got {config[key]}")
 
 
 def check_share(config: dict, key: str) -> None:
-    if not 0 <= config[key] <= 1:
-        raise UserError(f"config: {key} must be from 0 to 1, got {config[key]}")
+    refuse(not 0 <= config[key] <= 1, f"{key} must be from 0 to 1, got {config[key]}")
 
 
 def check_choice(config: dict, key: str, allowed: tuple[str, ...]) -> None:
-    if config[key] not in allowed:
-        raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {config[key]!r}")
+    refuse(config[key] not in allowed, f"{key} must be one of {', '.join(allowed)}, got {config[key]!r}")
 
 
 def count_per_step(config: dict, key: str, **factors: int) -> int:
-    """config[key], the size of a step over all ranks; 0 = one micro-step on each. Raise UserError unless it is a
-    multiple of batch_size and `factors`."""
+    """Return config[key], the size of a step over all ranks; where it is 0, that of one micro-step on each. Raise
+    UserError unless it is a multiple of batch_size times `factors`."""
     factors = {"batch_size": config["batch_size"]} | factors
     per_micro_step = math.prod(factors.values())
     if config[key] % per_micro_step:
@@ -110,22 +102,19 @@ def count_per_step(config: dict, key: str, **factors: int) -> int:
 
 
 def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
-    """The device of this rank and the dtype of its matrix products. Raises ConfigError for what cannot go together."""
+    """Return the device of this rank and the dtype of its matrix products. Raise UserError if settings conflict."""
     if config["plan_only"] and config["device"] == "cuda" and config["peak_tflops"] and config["dtype"] != "auto":
         device = torch.device("cuda")  # a plan for another machine
     else:
         device = choose_device(config["device"], int(os.environ.get("LOCAL_RANK", 0)))
     compilers = map(shutil.which, ("g++", "clang++", "c++"))
-    if config["compile"] and device.type == "cpu" and not config["plan_only"] and not any(compilers):
-        raise UserError("config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
+    lacks = config["compile"] and device.type == "cpu" and not config["plan_only"] and not any(compilers)
+    refuse(lacks, "compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
     dtype = choose_dtype(config["dtype"], device)
     fp16 = dtype == torch.float16
-    if reason := ddp.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16):
-        raise UserError(f"config: {reason}")
+    reason = ddp.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16)
+    refuse(reason, reason)
     return device, dtype
-
-
-# ---- (1) the checkpoint that a run continues -------------------------------------------------------------------------
 
 
 class Resume(NamedTuple):
@@ -138,9 +127,9 @@ class Resume(NamedTuple):
 
 
 def find_checkpoint(config: dict, cfg: ModelConfig, order: dict, defaults: Mapping[str, object]) -> Resume:
-    """The checkpoint of out_dir to continue, with its state on the CPU. Raise UserError where `resume` forbids it or
-    the run would not go on exactly. order: all that decides which samples a step sees; defaults: values of keys that
-    are recorded there only where they differ from these."""
+    """Return the checkpoint of out_dir to continue, with its state on the CPU. Raise UserError where `resume` forbids
+    it or the run would not continue exactly. order: all that decides which samples a step sees; defaults: values of the
+    keys that `order` leaves out where they have them."""
     rank = int(os.environ.get("RANK", 0))
     path = find_resume(config, cfg, verbose=rank == 0)
     if path is None:
@@ -154,13 +143,12 @@ def find_checkpoint(config: dict, cfg: ModelConfig, order: dict, defaults: Mappi
 
 
 def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
-    """Checkpoint of out_dir to continue from, or None to start. Raise UserError where `resume` forbids it."""
+    """Return the checkpoint of out_dir to continue, None for a new run. Raise UserError where `resume` forbids it."""
     out = Path(config["out_dir"])
-    if not config["out_dir"] or (out.exists() and not out.is_dir()):
-        raise UserError(f"config: out_dir={config['out_dir']!r} is not a directory")
+    bad = not config["out_dir"] or (out.exists() and not out.is_dir())
+    refuse(bad, f"out_dir={config['out_dir']!r} is not a directory")
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not os.access(place, os.W_OK):
-        raise UserError(f"config: out_dir={config['out_dir']!r}: {place} cannot be written to")
+    refuse(not os.access(place, os.W_OK), f"out_dir={config['out_dir']!r}: {place} cannot be written to")
     used = out.exists() and any(out.iterdir())
     if config["resume"] == "never":
         if used:
@@ -168,31 +156,27 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
         return None
     path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
     if path is None:
-        if config["resume"] == "must":
-            raise UserError(f"config: resume='must' but {out} has no checkpoint")
+        refuse(config["resume"] == "must", f"resume='must' but {out} has no checkpoint")
         return None
     saved = checkpoint.load_config(path)
-    differ = [f.name for f in dataclasses.fields(cfg) if getattr(saved, f.name) != getattr(cfg, f.name)]
-    differ = [key for key in differ if key != "dropout"]
-    if differ:
+    keys = [field.name for field in dataclasses.fields(cfg) if field.name != "dropout"]
+    if differ := [key for key in keys if getattr(saved, key) != getattr(cfg, key)]:
         detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
         raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or init_from")
     return path
 
 
 def check_overwrite(config: dict, out: Path) -> None:
-    """Raise ConfigError unless all of `out` may be deleted: the user said so, and it is a run and nothing else."""
-    if not config["overwrite"]:
-        raise UserError(f"config: resume='never' but {out} is not empty; use another out_dir or overwrite=True")
+    """Raise UserError unless overwrite is on and `out` holds nothing but a run, so that all of it may be deleted."""
+    refuse(not config["overwrite"], f"resume='never' but {out} is not empty; use another out_dir or overwrite=True")
     foreign = [path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name)]
-    if foreign:
-        raise UserError(f"config: {out} holds {foreign[0]!r}, which no run made; use another out_dir")
-    if config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve()):
-        raise UserError(f"config: init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
+    refuse(foreign, f"{out} holds {''.join(foreign[:1])!r}, which no run made; use another out_dir")
+    within = config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve())
+    refuse(within, f"init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
 
 
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
-    """What a resumed run says: from where, with which other settings, and that it has come to its end if it has."""
+    """Return what a resumed run prints: the checkpoint, changed settings, and whether max_steps is reached."""
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in saved.keys() & config if saved[key] != config[key]]
     text = f"continuing {path} after step {step}" + (f"; changed: {', '.join(sorted(changed))}" if changed else "")
     gone = {key: saved[key] for key in REMOVED.keys() & saved.keys() - config.keys() if saved[key] != REMOVED[key]}
@@ -204,16 +188,16 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
 
 
 def check_same_parts(path: Path, saved: dict, config: dict) -> None:
-    """A resumed run trains what it trained before. Raises ConfigError."""
+    """Raise UserError if the settings would train other parameters than before."""
     keys = ("trainable", "lora_rank", "lora_alpha", "lora_modules")
     for key in keys if "lora" in config["trainable"] else keys[:1]:
-        if saved.get(key, config[key]) != config[key]:
-            raise UserError(f"config: {path} was trained with {key}={saved[key]!r}, not {config[key]!r}")
+        was = saved.get(key, config[key])
+        refuse(was != config[key], f"{path} was trained with {key}={was!r}, not {config[key]!r}")
 
 
 def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: int) -> None:
-    """A resumed run goes on with the very next sample only if all that ordered the samples so far is unchanged. Raises
-    ConfigError. defaults: of keys that are recorded only where they differ from them."""
+    """Raise UserError if anything that ordered the samples so far has changed: the run could not continue with the
+    next sample. defaults: as in find_checkpoint."""
     if "reference_weights" in now:  # earlier versions did not record it
         saved = {"reference_weights": now["reference_weights"]} | saved
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
@@ -227,7 +211,7 @@ def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: i
 
 
 def join(config: dict, order: dict, step: int, device: torch.device, dtype: torch.dtype) -> ranks.World:
-    """Join the process group. Raise UserError on all ranks if one has another setting or would continue elsewhere."""
+    """Join the process group. Raise UserError on all ranks if they differ in a setting, the data or the checkpoint."""
     world = ranks.init(device.type, config["timeout_s"])
     mine = {**config, **order, "step": step, "dtype": str(dtype)}
     everyone = ranks.gather_objects(mine)
@@ -241,11 +225,8 @@ def join(config: dict, order: dict, step: int, device: torch.device, dtype: torc
     return world
 
 
-# ---- (2) set-up ------------------------------------------------------------------------------------------------------
-
-
 class Parts(NamedTuple):
-    """What training changes, and so what a checkpoint holds and a resumed run brings back."""
+    """What training changes: a checkpoint holds it, a resumed run restores it."""
 
     model: Transformer
     opt: Optimizer
@@ -261,7 +242,7 @@ def set_up(
     config: dict, model: Transformer, world: ranks.World, device: torch.device, dtype: torch.dtype,
     updates_per_step: int = 1, saves: bool = True,
 ) -> Parts:  # fmt: skip
-    """Move the model to the device, compile it, and make what trains it. Freeze what is frozen before."""
+    """Move the model to the device, compile it, and make DDP, optimizer and GradScaler. Freeze parameters before."""
     model.to(device).activation_checkpointing = config["activation_checkpointing"]
     if config["compile"]:
         compile_blocks(model)
@@ -281,22 +262,19 @@ def set_up(
 
 
 def compile_blocks(model: Transformer) -> None:
-    """torch.compile, block by block and in place: it stays the same object."""
+    """Compile the model in place, block by block."""
     # Padded rows have eight lengths, each with gradients and without, in up to three models. Beyond its limit, 8 by
     # default, torch runs a new shape uncompiled and says so only in its logs.
     torch._dynamo.config.recompile_limit = 128
     model.compile_blocks(partial(torch.compile, dynamic=False))
 
 
-# ---- (1) its content ------------------------------------------------------------------------------------------
-
-
 def start(
     parts: Parts, resumed: Resume, config: dict, script: str,
     load: Callable[[Transformer, Path], None] = checkpoint.load_weights,
 ) -> torch.Tensor:  # fmt: skip
-    """Restore everything as it was when the checkpoint was saved, or seed a new run; make out_dir, with `config`. By
-    all ranks. Return the number of skipped steps, in all and in a row, (2,) float32. load: reads the weights."""
+    """Restore the checkpoint, or seed a new run, and write `config` into out_dir. All ranks call it. Return the number
+    of skipped steps, in all and in a row, (2,) float32. load: reads the weights."""
     if resumed.path:
         load(parts.model, resumed.path)
     seed_everything(config["seed"] + 1_000_003 * resumed.step, parts.world.rank)  # dropout differs by rank
@@ -325,7 +303,7 @@ def load_state(parts: Parts, state: dict) -> None:
 
 
 def prepare_out_dir(config: dict, script: str) -> None:
-    """Make out_dir, empty if it is to be overwritten, and write the settings that `script` runs again with."""
+    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` runs again."""
     out = Path(config["out_dir"])
     if config["resume"] == "never" and out.exists():
         shutil.rmtree(out)  # check_overwrite has looked at it
@@ -337,17 +315,14 @@ def prepare_out_dir(config: dict, script: str) -> None:
     write_config(again, f"{out}/config.py", command=f"python {script} {out}/config.py")
 
 
-# ---- checkpoints of this run -----------------------------------------------------------------------------------------
-
-
 def save(
     parts: Parts, step: int, skipped: torch.Tensor, tokenizer: Tokenizer, config: dict, order: dict, base: str,
     log: RunLog, write: Callable[[Path, Transformer, Tokenizer], dict] | None = None,
     other: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Write the checkpoint of this step, by all ranks, in a thread unless async_save is off. If it cannot be written
-    (a full disk), the next save says so and is tried: what is there already is whole. base, write: see checkpoint.save;
-    other: what the training state holds besides."""
+    """Write the checkpoint of this step, in a thread if async_save is on. All ranks call it. If it cannot be written (a
+    full disk), the next save reports that, and tries again; older checkpoints stay whole. base, write: as in
+    checkpoint.save; other: added to the training state."""
     report_save(parts, log)
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
     opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
@@ -366,8 +341,8 @@ def save(
 
 
 def rank(parts: Parts, step: int, val_loss: float, config: dict, log: RunLog) -> None:
-    """Give the checkpoint of this step, if there is one, its validation loss: `best` and `best2` go by it. The save
-    comes before the evaluation, which may run out of memory; this waits for neither."""
+    """Give the checkpoint of this step, if there is one, its validation loss, which decides `best` and `best2`. A run
+    saves before it evaluates, because an evaluation may run out of memory."""
     if parts.world.is_main:
         keep = config["keep_last"], config["keep_best"]
         try:
@@ -377,7 +352,7 @@ def rank(parts: Parts, step: int, val_loss: float, config: dict, log: RunLog) ->
 
 
 def report_save(parts: Parts, log: RunLog) -> None:
-    """Wait for the save that is under way and say how it ended, if there is one."""
+    """Wait for a save in progress, and log its result."""
     try:
         path = parts.writer.wait()
     except UserError as error:
@@ -387,13 +362,10 @@ def report_save(parts: Parts, log: RunLog) -> None:
             log.write("save", checkpoint.step_of(path), {"path": str(path)})
 
 
-# ---- what stops a run ------------------------------------------------------------------------------------------------
-
-
 def stop_not_finite(
     parts: Parts, log: RunLog, step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches
 ) -> None:
-    """Raise on every rank, naming the ranks whose loss of this step was not finite and where their data lies."""
+    """Raise UserError on every rank, naming the ranks whose loss was not finite, and their samples."""
     report_save(parts, log)
     bad = [rank for rank, finite in enumerate(ranks.gather_objects(bool(loss_sum.isfinite()))) if not finite]
     where = f"loss not finite on rank {', '.join(map(str, bad))}" if bad else "loss finite, gradient not"
@@ -405,15 +377,12 @@ def stop_not_finite(
     )
 
 
-# ---- (3) the end -----------------------------------------------------------------------------------------------------
-
-
 def finish(
     parts: Parts, log: RunLog, config: dict, script: str, data: Iterable[str], stopped_by: StopSignal | None,
     batches: Batches | None = None, watched: str = "val_loss", why: str = "",
 ) -> NoReturn:  # fmt: skip
     """Wait for the last save, write the run's README.md and exit: with 0, 1 if that save failed, or as a signal does.
-    data: lines about it; watched: the loss that tells which is best; why: what ended the run before its last step."""
+    data: lines about the data; watched: the loss that decides `best`; why: what ended the run before max_steps."""
     report_save(parts, log)
     parts.writer.close()
     saved = parts.writer.saved

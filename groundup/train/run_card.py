@@ -1,6 +1,6 @@
 """The card of a run: out_dir/README.md says what was trained on what, how well, where, and how to do it again.
 
-All of it is read from what the run has left (config.py, log.jsonl) and from the corpus; nothing is measured here.
+It is made from the run's settings, its log.jsonl and the corpus; nothing is measured here.
 """
 
 import os
@@ -22,28 +22,18 @@ def write(
     out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int,
     watched: str = "val_loss", why: str = "",
 ) -> Path:  # fmt: skip
-    """Write out_dir/README.md and return its path. script: its file; config: as resolved; data: lines about it;
-    watched: the loss that tells which is best; why: what ended the run before its last step, if that is known."""
+    """Write out_dir/README.md and return its path. data: lines about the data; watched: the loss that decides `best`;
+    why: what ended the run before its last step, if known."""
     out, name = Path(out_dir), Path(script).name
     events = read_events(out / "log.jsonl")
-    parts = [
-        f"# {out.name}: a run of {name}",
-        summary(events, config["max_steps"], why),
-        "## Result",
-        result_table(events, watched),
-        checkpoints(out),
-        curve(events),
-        "## To do it again",
-        fenced(again(name, out, world_size)),
-        "## Settings other than the defaults",
-        settings_table(config, Path(script)),
-        "## Data",
-        fenced("\n".join(data)),
-        "## Machine",
-        machine(device, world_size),
-    ]
-    path = out / "README.md"
-    tmp = path.with_name(path.name + ".tmp")
+    launcher = f"torchrun --standalone --nproc_per_node={world_size}" if world_size > 1 else "python"
+    again = f"{launcher} {name} {out}/config.py --out_dir={out}_again"  # with another out_dir the run starts anew
+    parts = [f"# {out.name}: a run of {name}", summary(events, config["max_steps"], why)]
+    parts += ["## Result", result_table(events, watched), checkpoints(out), curve(events)]
+    parts += ["## To do it again", fenced(again)]
+    parts += ["## Settings other than the defaults", settings_table(config, Path(script))]
+    parts += ["## Data", fenced("\n".join(data)), "## Machine", machine(device, world_size)]
+    path, tmp = out / "README.md", out / "README.md.tmp"
     try:
         tmp.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
         os.replace(tmp, path)
@@ -61,21 +51,19 @@ def summary(events: Sequence[dict], max_steps: int, why: str = "") -> str:
 
 
 def result_table(events: Sequence[dict], watched: str = "val_loss") -> str:
-    """The figures of the first, the best and the last evaluation beside each other, as Markdown."""
+    """Return the figures of the first, the best and the last evaluation as a Markdown table."""
     evaluations = [event for event in events if event["event"] == "eval" and event.get(watched) is not None]
     if not evaluations:
         return "No evaluation was logged."
     best = min(evaluations, key=lambda event: event[watched])
-    columns = {"first": evaluations[0], "best": best, "last": evaluations[-1]}
-    keys = [key for key, value in evaluations[-1].items() if key != "event" and isinstance(value, int | float)]
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for key in keys:
-        lines.append(f"| {key} | " + " | ".join(figure(event.get(key)) for event in columns.values()) + " |")
-    return "\n".join(lines)
+    columns = evaluations[0], best, evaluations[-1]
+    keys = [key for key, value in columns[-1].items() if key != "event" and isinstance(value, int | float)]
+    rows = [f"| {key} | " + " | ".join(figure(event.get(key)) for event in columns) + " |" for key in keys]
+    return "\n".join(["| | first | best | last |", "|---|---|---|---|", *rows])
 
 
 def checkpoints(out: Path) -> str:
-    """Which checkpoints `best` and `latest` are; "" without any. The best evaluation may have been of none."""
+    """Return which checkpoints `best` and `latest` are; "" without any. The best evaluation may have no checkpoint."""
     found = [f"`{name}` is {(out / name).resolve().name}" for name in ("best", "latest") if (out / name).exists()]
     return f"Checkpoints: {', '.join(found)}." if found else ""
 
@@ -85,14 +73,11 @@ def figure(value: object) -> str:
 
 
 def curve(events: Sequence[dict]) -> str:
-    """Loss of the log lines (.) and of the evaluations (o) over the steps, drawn in text; "" without any."""
-    kinds = (("train", "loss", "."), ("eval", "val_loss", "o"))
-    points = [
-        (event["step"], event[key], mark)
-        for kind, key, mark in kinds
-        for event in events
-        if event["event"] == kind and event.get(key) is not None
-    ]
+    """Return a text plot of training (.) and validation (o) loss over the steps; "" without any."""
+    points = []
+    for kind, key, mark in (("train", "loss", "."), ("eval", "val_loss", "o")):
+        found = [event for event in events if event["event"] == kind and event.get(key) is not None]
+        points += [(event["step"], event[key], mark) for event in found]
     if not points:
         return ""
     low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
@@ -104,12 +89,6 @@ def curve(events: Sequence[dict]) -> str:
     lines = [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(rows)]
     axis = " " * 9 + "+" + "-" * WIDTH
     return fenced("\n".join([*lines, axis, f"{'':10}0{f'step {last:,}':>{WIDTH - 1}}", ". loss   o val_loss"]))
-
-
-def again(script: str, out: Path, world_size: int) -> str:
-    """The command, from the directory of the scripts; with another out_dir the run begins anew."""
-    launcher = f"torchrun --standalone --nproc_per_node={world_size}" if world_size > 1 else "python"
-    return f"{launcher} {script} {out}/config.py --out_dir={out}_again"
 
 
 def settings_table(config: dict, script: Path) -> str:

@@ -3,19 +3,19 @@
 A trainer that needs another default assigns the key again. `--help` lists these under a heading of their own.
 """
 
-# Settings of earlier versions, with the value that switched each off. A config.py or a checkpoint that holds this
-# value is still read; any other value is refused (configurator.py, run.py).
+# Removed settings, with the value that switched each off. A config.py or checkpoint with this value is still read;
+# any other value is refused (configurator.py) or reported (run.py).
 REMOVED = {
     "ddp_debug": False, "compile_whole": False, "domain": "", "stable_lr": 0.0, "kl_target": 0.0, "kl_horizon": 10000.0,
     "loss": "last", "end": "min", "competence": 1.0, "competence_steps": 0, "competence_schedule": "sqrt",
 }  # fmt: skip
 
-resume = "auto"  # auto = continue if out_dir has a checkpoint; never = refuse a non-empty out_dir; must
+resume = "auto"  # auto = continue if out_dir has a checkpoint | must = only continue | never = refuse a used out_dir
 overwrite = False  # with resume='never': delete what out_dir holds
 seed = 1337  # new weights, data order, dropout, samples
 # which parameters are trained
 trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
-lora_rank = 16  # rank of the adapter matrices
+lora_rank = 16  # rank of the LoRA matrices
 lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get an adapter
 # optimizer
@@ -40,18 +40,18 @@ activation_checkpointing = False  # recompute blocks in backward: less memory, a
 bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
 compress = "none"  # gradients on the wire: none | fp16 | bf16 | powersgd (low rank, with error feedback)
 compress_rank = 4  # powersgd: rank of the approximation
-compress_start_step = -1  # powersgd: steps sent uncompressed before it begins; -1 = the warm-up
+compress_start_step = -1  # powersgd: send the first so many steps uncompressed; -1 = the warm-up
 compress_embedding = False  # powersgd: the embedding and the head too: fewer bytes, higher loss (docs/ddp.md)
-overlap_step = "off"  # forward = update each block just before its next forward; backward = once its gradient arrived
-zero1 = False  # shard the optimizer's state and work among the ranks
-timeout_s = 300.0  # give up on a collective after this many seconds
-peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+overlap_step = "off"  # update each block: forward = just before its next use | backward = once its gradient arrived
+zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
+timeout_s = 300.0  # stop if the ranks wait for each other longer than this many seconds
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = from its data sheet, or measured
 plan_only = False  # print the plan and stop
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step
 log_every = 10  # steps
 tensorboard = False  # also write event files for tensorboard into out_dir
 save_every = 500  # steps; also after the last step
-async_save = True  # write in a thread, from a copy of weights and optimizer in RAM (with a GPU up to twice that)
+async_save = True  # write in a thread, from a copy of weights and optimizer state in RAM (with a GPU up to two copies)
 keep_last = 2  # newest checkpoints kept; 0 = all
-keep_best = 2  # best checkpoints kept besides (0 to 2), by the validation loss of those saved at an evaluation
+keep_best = 2  # also keep this many best checkpoints (0 to 2), by validation loss; needs saves at evaluations

@@ -5,10 +5,10 @@ import time
 
 
 class StopSignal:
-    """Turns SIGTERM and Ctrl-C into a flag that the loop reads after each step; a second Ctrl-C stops at once, or
-    when the checkpoint that is being written is whole.
+    """Turn SIGTERM and Ctrl-C into a flag that the loop reads after each step. A second Ctrl-C stops at once, or after
+    the checkpoint that is being written.
 
-    torchrun passes a terminal's Ctrl-C on a second time within moments, so a repeat counts only after two seconds.
+    torchrun repeats a terminal's Ctrl-C at once, so a second one counts only after two seconds.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,5 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as a shell reports it; 143 for a signal that only another rank received."""
+        """Return 128 + the signal's number, as a shell does; 143 if only another rank received the signal."""
         return 128 + (self.received or signal.SIGTERM)
-
-
