@@ -105,7 +105,7 @@ def check_config(config: dict, world_size: int) -> int:
 def plan(
     cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float, epochs: str
 ) -> str:
-    """What this run will take at most, as text: parameters, steps and `epochs` of the data, memory by part, time."""
+    """Return what this run will take at most, as text: parameters, steps, `epochs` of the data, memory, time."""
     trained = trainable_table(cfg, config["trainable"], adapters_of(config))
     rows = config | {"batch_size": 2 * config["batch_size"]}
     twice = config["reference"] == "model" and config["loss"] not in REFERENCE_FREE
@@ -122,8 +122,8 @@ def evaluate(
     model: Transformer, batches: Mapping[str, Iterable[PairBatch]], shares: list[float], config: Mapping,
     reference_of: Callable[[PairBatch], Tensor], device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
-    """Loss and METRICS, means over validation pairs that the ranks share out; if there are several sources, the loss
-    and the accuracy of each, and the rest of such a mixture."""
+    """Return the mean loss and METRICS over validation pairs, which the ranks divide. With several sources: loss and
+    accuracy of each, and all of them for a mixture with these shares."""
     model.eval()
     sums = torch.zeros(len(batches), 2 + len(METRICS), dtype=torch.float64)  # pairs, loss, metrics
     for source, of_source in enumerate(batches.values()):

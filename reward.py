@@ -86,14 +86,14 @@ def check_config(config: dict, world_size: int) -> int:
 
 
 def flops_of(cfg: ModelConfig, T: int) -> float:
-    """FLOPs per token of a body without a head."""
+    """Return FLOPs per token of a model without a head."""
     return flops_per_token(cfg, T) - 6 * cfg.vocab_size * cfg.n_embd
 
 
 def plan(
     cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float
 ) -> str:
-    """What this run will take at most, as text: parameters, steps, memory by part, time."""
+    """Return what this run will take at most, as text: parameters, steps, memory by part, time."""
     body = replace(cfg, tie_embeddings=True)  # the head is one row
     trained = trainable_table(body, config["trainable"], adapters_of(config))
     rows = config | {"batch_size": 2 * config["batch_size"]}
@@ -117,7 +117,7 @@ def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
 
 
 def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
-    """What --score asks for."""
+    """Score the conversations of the files in --score."""
     source = checkpoint.resolve(config["init_from"])
     model, tokenizer = reward_model.load(source, device), Tokenizer.load(source)
     settings = rows.common_settings(config["score"])

@@ -88,12 +88,12 @@ def check_config(config: dict, world_size: int) -> int:
 
 
 def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Questions and answers about Python."""
+    """Return rows of questions and answers about Python."""
     return [{"messages": talk} for talk in talks]
 
 
 def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """What the head reads at the positions that have a label, (n, C): the others need no logits."""
+    """Return the hidden states at the positions that have a label, (n, C); the others need no logits."""
     with autocast(device, dtype):
         return model(batch.x, documents=batch.documents, index=batch.index)
 
@@ -103,8 +103,8 @@ def evaluate(
     model: Transformer, batches: Mapping[str, Iterable[Batch]], batch_size: int, shares: list[float],
     token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
-    """Over validation conversations that the ranks share out: loss in nats per label, the share of labels that are the
-    likeliest token, bits per byte of the answers; if there are several sources, of each, and of such a mixture."""
+    """Return over validation conversations, which the ranks divide: loss in nats per label, accuracy of the likeliest
+    token, bits per byte of the answers. With several sources: of each, and of a mixture with these shares."""
     model.eval()
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)  # nats, labels, right ones, bytes
     for source, of_source in enumerate(batches.values()):
@@ -127,7 +127,7 @@ def evaluate(
 def answer(
     model: Transformer, tokenizer: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
 ) -> list[tuple[str, bool]]:
-    """The greedy answer to each conversation, and whether it ends by itself."""
+    """Return the greedy answer to each conversation, and whether it ends by itself."""
     prompts = [tokenizer.render(messages, add_generation_prompt=True)[0] for messages in conversations]
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids,
@@ -140,7 +140,7 @@ def answer(
 def answer_questions(
     model: Transformer, tokenizer: Tokenizer, questions: list[list[dict]], max_new_tokens: int, world: ranks.World
 ) -> float:
-    """Share of the questions, which the ranks share out, whose greedy answer ends by itself; nan if there are none."""
+    """Return the fraction of questions whose greedy answer ends by itself; nan without any. The ranks divide them."""
     mine = answer(model, tokenizer, questions[world.rank :: world.world_size], max_new_tokens)
     ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
     return (ended[0] / ended[1]).item()
