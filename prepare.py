@@ -1,21 +1,21 @@
-"""Raw files to token files: read, clean, drop copies and bad text, split, tokenize. The trainers read the result.
+"""Turn raw files into token files for the trainers: read, clean, filter, drop copies, split, tokenize.
 
     python prepare.py --input='corpus/*.jsonl' --out_dir=data/x --vocab_size=32768     # trains a tokenizer of its own
-    python prepare.py --input=more/,x.txt.gz --out_dir=data/y --tokenizer_dir=data/x   # uses that of data/x
+    python prepare.py --input=more/,x.txt.gz --out_dir=data/y --tokenizer_dir=data/x   # uses the tokenizer of data/x
     python prepare.py --input='wiki: wiki/*.json, weight=0.6; web: web/, weight=0.4, quality=web' --out_dir=data/mix
-    python prepare.py --input=chat.jsonl --kind=chat --show=5                          # what is understood of 5 rows
+    python prepare.py --input=chat.jsonl --kind=chat --show=5                          # prints how 5 rows are read
     python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/x --out_dir=data/chat    # for sft.py
     python prepare.py --input=answers.jsonl --kind=preference --pair_by=dataset --out_dir=data/pairs     # for dpo.py
-    python prepare.py --verify=data/x                                                  # reads every byte again
+    python prepare.py --verify=data/x                                                  # checks every byte
 
-In order: read -> clean -> quality rules -> evaluation text -> exact copies -> near copies -> split -> tokenize. What
-concerns a document alone happens unit by unit in any number of processes (pipeline.py); then one pass compares
-documents with each other (selection.py), units are tokenized, and one pass copies the tokens, in the order of the
-input, into the splits. So the output is the same to the byte for any number of processes.
+The steps: read -> clean -> quality rules -> decontaminate -> exact copies -> near copies -> split -> tokenize. Several
+processes clean and filter the input, one unit (a part of it) at a time (pipeline.py). One process then finds the copies
+(selection.py), several tokenize the units, and one copies the tokens into the splits in the order of the input. The
+output is the same to the byte for any number of processes.
 
-All of it is built in a hidden directory beside out_dir and renamed at the end: nothing half-made looks finished. A run
-that was killed leaves that directory; the same command goes on with it. A run whose inputs, settings and tokenizer are
-those of the directory that is there does nothing.
+Everything is built in a hidden directory beside out_dir, which is renamed at the end, so out_dir is never incomplete. A
+run that was killed leaves the hidden directory, and the same command continues it. If the inputs, the settings and the
+tokenizer are those that out_dir was made with, nothing is done.
 """
 
 import hashlib
@@ -63,64 +63,63 @@ from groundup.text.writing import write_conversations, write_jsonl, write_single
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.row_reader import ROWS_FORMAT
-from groundup.tokens.token_files import (
-    file_sha256,
-    token_dtype,
-    write_json,
-    write_manifest,
-)
+from groundup.tokens.token_files import file_sha256, token_dtype, write_json, write_manifest
 from tokenizer import SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
-tokenizer_dir = ""  # tokenizer to use; "" = train one; a directory without one gets that. kind=chat: "" = no tokens
-vocab_size = 32_768  # of a tokenizer that is trained
-backend = "bpe"  # of a tokenizer that is trained: bpe | sentencepiece
-pattern = "gpt4"  # how such a bpe tokenizer cuts text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
+tokenizer_dir = (
+    ""  # tokenizer to use; it is trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
+)
+vocab_size = 32_768  # of the tokenizer, if one is trained
+backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
+pattern = (
+    "gpt4"  # how a trained bpe tokenizer splits text into words: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
+)
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
-text_key = ""  # where the text is in an object or row: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
-txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
+text_key = ""  # field or fields with the text: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
+txt_split = "file"  # a document of plain text is: file | blank (text between blank lines) | line
 workers = 0  # processes; 0 = one per core
-show = 0  # print what is understood of the first so many rows, and stop
-punctuation = False  # Chinese text: full-width marks, and none twice in a row
-# what is dropped
-quality = "curated"  # curated = only empty, tiny and garbled texts go; web = all rules of groundup/text/quality.py
-rules_off = ""  # rules to leave out, comma-separated
-rules_on = ""  # rules that are off otherwise: c4
+show = 0  # print how the first so many rows are read, and stop
+punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
+# which documents are dropped
+quality = "curated"  # curated = drop only empty, tiny and garbled texts; web = all rules of groundup/text/quality.py
+rules_off = ""  # rules to switch off, comma-separated
+rules_on = ""  # rules to switch on that are off by default: c4
 min_chars = 0  # shortest document; 0 = the rule's own
 max_chars = 0  # longest document; 0 = the rule's own
-keep = ""  # a function of yours, 'file.py:function', that takes a text and tells whether to keep it
-words = ""  # file of words, one per line: texts full of them go
+keep = ""  # 'file.py:function' of your own: takes a text, returns whether to keep it
+words = ""  # file of words, one per line: drop texts that are full of them
 question_min_chars = 0  # chat, preference: shortest first question
 question_max_chars = 0  # chat, preference: longest first question; 0 = any
-score = ""  # ranges of the rows' own numbers, such as 'bpb=0.3..1.5,ifd=5%..95%'
-exact = True  # drop texts that are there already, but for case and white space
-near = 0.8  # drop texts as similar as this to one that is there already; 0 = off
-near_bands = 0  # of signatures; 0 = from `near`
-near_rows = 0  # numbers per band; 0 = from `near`
-decontaminate = ""  # evaluation files whose questions must not be learnt: .csv of MMLU, CMMLU, C-Eval; .jsonl
-decontaminate_action = "drop"  # drop the document | cut the place out of it
-# what is made
+score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
+exact = True  # drop texts equal to an earlier one apart from case and white space
+near = 0.8  # drop texts with at least this Jaccard similarity to an earlier one; 0 = off
+near_bands = 0  # bands of MinHash signatures; 0 = chosen from `near`
+near_rows = 0  # hashes per band; 0 = chosen from `near`
+decontaminate = ""  # evaluation files whose questions must not be trained on: .csv of MMLU, CMMLU, C-Eval; .jsonl
+decontaminate_action = "drop"  # drop the document | cut the matching text out of it
+# what is written
 val_fraction = 0.01  # of the documents; of the characters if there is only one document
-test_fraction = 0.0  # likewise
-hold_out = 0.0  # chat: of the first questions this share goes to held_out.jsonl, for preferences; tuning never sees it
-prompts_from = ""  # preference: keep only pairs to a first question of these conversations, such as held_out.jsonl
+test_fraction = 0.0  # the same for the test split
+hold_out = 0.0  # chat: fraction of the first questions set aside in held_out.jsonl, for preferences; sft skips them
+prompts_from = ""  # preference: keep only pairs whose first question is in these conversations: held_out.jsonl
 pair_by = ""  # preference: make pairs of answers (answer_pairs.py): dataset | reward; "" = the rows are pairs
-pair_margin = 0.0  # pair_by=reward: least difference of the rewards; 0 = any
-length_within = 0.0  # pair_by: the longer answer has at most this share more characters, such as 0.2; 0 = any
-fold = ""  # 'i/k': the i-th of k parts is val, the rest train (cross-validation), instead of val_fraction
-order = "input"  # of documents: input | hash (mixed) | length, unigram, bigram, trigram, score (easy ones first)
-pack = 0  # also rows of this many tokens that begin with a document, for pretrain.py --pack=True
+pair_margin = 0.0  # pair_by=reward: minimum difference of the two rewards; 0 = any
+length_within = 0.0  # pair_by: the longer answer may have 0.2 = 20 % more characters; 0 = any length
+fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
+order = "input"  # of documents: input | hash (shuffled) | length, unigram, bigram, trigram, score (easy first)
+pack = 0  # also write rows of so many tokens that start with a document, for pretrain.py --pack=True; 0 = no
 shard_tokens = 134_217_728  # tokens per file
-# what is not in order
-strict = False  # stop at the first record that cannot be read, instead of counting it and going on
-max_bad_fraction = 1.0  # exit status 1 if more of the records than this cannot be read
-verify = ""  # check this prepared directory and exit
-overwrite = False  # replace an out_dir that lacks the manifest.json by which prepare.py knows its own
+# errors
+strict = False  # stop at the first unreadable record; otherwise count it and go on
+max_bad_fraction = 1.0  # exit status 1 if a larger fraction of the records is unreadable
+verify = ""  # check this prepared directory, and stop
+overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
 
-VERSION = 6  # of what is made of an input; a directory made by another version is made anew
-TOKENIZER_BYTES = 2**27  # of text that a tokenizer is trained on; more changes little and takes minutes
+VERSION = 6  # of the output; a directory of another version is made again
+TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 
@@ -129,7 +128,7 @@ ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 
 
 def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]:
-    """What a tokenizer learns from: kept documents of train, all or, by their hash, about TOKENIZER_BYTES of them."""
+    """Yield kept documents of train to train a tokenizer on: all, or a sample (by hash) of about TOKENIZER_BYTES."""
     own = share.rows[share.splits == 0]
     size = int(chosen.rows["n_bytes"][own].sum())
     if size > TOKENIZER_BYTES:
@@ -144,7 +143,7 @@ def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]
 
 def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
                     work: Path) -> Tokenizer:  # fmt: skip
-    """A tokenizer learnt from the train split. A run that was killed after this finds it again."""
+    """Return a tokenizer trained on the train split. It is kept in `work`, for a run that continues this one."""
     settings = repr((config["vocab_size"], config["backend"], config["pattern"], recipe.settings(), VERSION)).encode()
     key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["position"].tobytes()).hexdigest()
     kept = work / "tokenizer"
@@ -159,7 +158,7 @@ def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, r
         sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
         texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
     tokenizer = train(texts, config["vocab_size"], config["backend"], config["pattern"])
-    (kept / "key").unlink(missing_ok=True)  # it vouches for the tokenizer that is about to be replaced
+    (kept / "key").unlink(missing_ok=True)  # the key says that the tokenizer is complete
     tokenizer.save(kept)
     (kept / "key").write_text(key, encoding="utf-8")
     return tokenizer
@@ -172,8 +171,8 @@ def build(
     inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict,
     lost: Counts | None = None,
 ) -> dict:  # fmt: skip
-    """Make work/out, all that out_dir will hold, and return its manifest. info: what else the manifest is to hold.
-    lost: what could not be read before."""
+    """Make work/out, all that out_dir will hold, and return its manifest. info: more entries for the
+    manifest. lost: counts of lines that were unreadable when pairs were made."""
     out, workers = work / "out", config["workers"] or os.cpu_count() or 1
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -227,15 +226,15 @@ def build(
 
 
 def tokenize(units: list[Unit], recipe: Recipe, tokenizer: Tokenizer, workers: int, work: Path) -> None:
-    """The ids of all units, into their files."""
-    tokenizer.save(work / "out")  # the workers read it there
+    """Write the ids of all units into their files."""
+    tokenizer.save(work / "out")  # where the workers load it
     dtype, fingerprint = token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
     function = partial(tokenize_unit, dtype=dtype, fingerprint=fingerprint, work=work, chat=recipe.kind == "chat")
     run(function, units, workers, "tokenize", work)
 
 
 def load_evals(recipe: Recipe, work: Path) -> Evals | None:
-    """What must not be learnt, if anything; also put where the workers find it."""
+    """Return the evaluation text to look for, None without `decontaminate`. Save it in `work` for the workers."""
     if not recipe.decontaminate:
         return None
     evals = Evals.from_files(readers.find_files(recipe.decontaminate))
@@ -247,7 +246,7 @@ def load_evals(recipe: Recipe, work: Path) -> Evals | None:
 
 
 def check_config(config: dict) -> Recipe:
-    """The recipe in a configuration. Raise UserError."""
+    """Return the recipe of a configuration. Raise UserError if a setting is invalid or has no effect."""
     for key in ("input", "out_dir"):
         if not config[key] and not (key == "out_dir" and config["show"]):
             raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
@@ -289,7 +288,7 @@ def check_config(config: dict) -> Recipe:
 
 
 def check_kind(config: dict) -> None:
-    """Raise UserError for a setting that would do nothing."""
+    """Raise UserError if a setting has no effect with this kind of document."""
     for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
     for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
     idle = {"question_min_chars": 0, "question_max_chars": 0} if config["kind"] == "text" else for_text
@@ -316,7 +315,7 @@ def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
 
 
 def aids(config: dict) -> str:
-    """sha256 of the files that settings name: the result depends on what is in them. Raise UserError."""
+    """Return one sha256 of the files that settings name, as their content decides the result. Raise UserError."""
     files = [config["keep"].rpartition(":")[0] if config["keep"] else "", config["words"]]
     for key in ("decontaminate", "prompts_from"):
         files += readers.find_files(config[key]) if config[key] else []
@@ -327,7 +326,8 @@ def aids(config: dict) -> str:
 
 
 def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
-    """The tokenizer of tokenizer_dir; None if one has to be trained, or is not wanted. Raise UserError."""
+    """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
+    lacks a special token that this kind needs."""
     exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
@@ -340,7 +340,8 @@ def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
 
 
 def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
-    """The inputs as a manifest has them. known: those of an earlier run, whose digests hold while size and time do."""
+    """Return the manifest's entries of the inputs. known: entries of an earlier run; the digest of a file is taken from
+    there if its size and time are the same."""
     before = {(entry["path"], entry["size"], entry["stamp"]): entry["sha256"] for entry in known}
 
     def entry(file: Input) -> dict:
@@ -348,13 +349,13 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
         about = {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
         return about | ({"python": platform.python_version()} if file.name == "python-docs" else {})
 
-    with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
+    with ThreadPoolExecutor() as threads:  # hashing releases the GIL
         blocks = [inputs[k : k + 256] for k in range(0, len(inputs), 256)]  # 100,000 small tasks would need 0.2 GB
         return [about for block in threads.map(lambda block: list(map(entry, block)), blocks) for about in block]
 
 
 def decisive(info: dict) -> dict:
-    """What decides the content of a prepared directory, {name: value}, from its manifest's info."""
+    """Return {name: value} of all that decides the content of a prepared directory, from its manifest's info."""
     inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
     whole = {key: info.get(key) for key in ("tokenizer", "answers")}
     recipe = {key: value for key, value in info.get("recipe", {}).items() if key != "near_engine"}  # no key any more
@@ -362,7 +363,7 @@ def decisive(info: dict) -> dict:
 
 
 def difference(info: dict, old: dict) -> str:
-    """Why a directory with the info `old` is not what this run would make, "" if it is."""
+    """Return what differs between this run and a directory with the info `old`, "" if nothing does."""
     if not old:
         return "nothing complete is there yet"
     if old.get("prepare") != VERSION:
@@ -373,7 +374,7 @@ def difference(info: dict, old: dict) -> str:
 
 
 def main(config: dict) -> int:
-    """Prepare out_dir, or verify or show. The exit status is 1 if a file could not be read, or not to its end."""
+    """Prepare out_dir, or verify, or show. Return the exit status: 1 if a file could not be read to its end."""
     if config["verify"]:
         return verify_directory(Path(config["verify"]))
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
@@ -415,8 +416,8 @@ def main(config: dict) -> int:
 
 
 def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[Source, ...], dict[str, str]]:
-    """The sources with a file in the place of standard input, and of answers, which become pairs; {path: what the user
-    calls it} of these files."""
+    """Return the sources with files instead of standard input and with pairs instead of answers, so that they can be
+    read more than once, and {path: name given by the user} of these files."""
     sources, names = [], {}
     if config["pair_by"]:
         inputs = find_inputs(recipe.sources, Path(), folder, recipe.kind)

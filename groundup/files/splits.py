@@ -1,4 +1,4 @@
-"""Splits of data: a keyed hash of a text decides whether it is for training, validation or testing, or held out."""
+"""Split data by a keyed hash of each text: train, val, test, or held out."""
 
 from hashlib import blake2b
 

@@ -1,4 +1,4 @@
-"""Documents, conversations and pairs of one source: what a row holds, cleaned, and whether the rules keep it."""
+"""Read a document, conversation or pair from a row, clean it, and decide by the rules whether to keep it."""
 
 import json
 import math
@@ -23,16 +23,16 @@ ANSWER_PLACE = "@answers"  # [line, byte] of the line that a pair was made of, i
 
 
 class Item(NamedTuple):
-    """What a record holds, of whatever kind, cleaned."""
+    """The cleaned content of a record of any kind."""
 
-    text: str  # that is judged: of a conversation, questions and answers
+    text: str  # checked by the rules; of a conversation, its questions and answers
     n_read: int  # bytes of it before it was cleaned
-    more: str = ""  # a pair: the rejected answer, to be compared with other rows together with the text
-    row: str = ""  # kinds chat and preference: what is kept of it, as JSON
+    more: str = ""  # a pair: the rejected answer, compared with other rows together with the text
+    row: str = ""  # kinds chat and preference: what is written, as JSON
     notes: str = ""  # a pair: its numbers and who made it, as JSON; no part of what is compared
-    prompt: str = ""  # a pair: what is said before the answers
+    prompt: str = ""  # a pair: the text before the answers
     question: str = ""  # a conversation or pair: the first
-    problem: str = ""  # a conversation or pair: why it cannot be learnt from
+    problem: str = ""  # a conversation or pair: why it cannot be trained on
     trimmed: bool = False  # a conversation: it went on after the last answer
     scores: tuple[float, ...] = ()
     place: tuple[int, int] | None = None  # a pair made of answers: their line and byte
@@ -43,7 +43,7 @@ class Item(NamedTuple):
 
     @property
     def document(self) -> str:
-        """What is written of it."""
+        """Return what is written to the output."""
         return f"{self.row[:-1]}, {self.notes[1:]}" if self.notes else self.row or self.text
 
 
@@ -53,7 +53,7 @@ Clean = Callable[[str], str]
 def understand(
     row: object, kind: str, text_key: str, score_keys: tuple[str, ...], clean: Clean
 ) -> tuple[Item | None, str]:
-    """(Item, "") or (None, what is wrong)."""
+    """Return (the cleaned item of a row, "") or (None, what is wrong)."""
     scores = tuple(as_score(row, key) for key in score_keys)
     if kind == "text":
         text, problem = row_formats.document_of(row, text_key)
@@ -92,7 +92,7 @@ def pair_item(row: dict, pair: row_formats.Pair, scores: tuple[float, ...], clea
 
 
 def pair_notes(row: dict) -> str:
-    """What a row says of its pair, as JSON: PAIR_NUMBERS, and which model made an answer; "" if nothing."""
+    """Return a pair's PAIR_NUMBERS and the model that made its answers, as JSON; "" if a row has none of them."""
     numbers = ((key, as_score(row, key)) for key in PAIR_NUMBERS)
     notes: dict = {key: value for key, value in numbers if math.isfinite(value)}
     notes |= {"made_by": row["made_by"]} if isinstance(row.get("made_by"), str) else {}
@@ -101,7 +101,7 @@ def pair_notes(row: dict) -> str:
 
 @lru_cache(maxsize=8)
 def load_rules(source: Source, keep: str, words: str, aids: str) -> quality.Rules:
-    """aids: changes with the files that keep and words name."""
+    """Return the rules of a source, from the cache if `aids` (sha256 of the files that settings name) is the same."""
     return quality.Rules(
         source.quality, off=source.rules_off, on=source.rules_on, min_chars=source.min_chars,
         max_chars=source.max_chars, keep=keep, words=words,
@@ -110,14 +110,14 @@ def load_rules(source: Source, keep: str, words: str, aids: str) -> quality.Rule
 
 @lru_cache(maxsize=1)
 def evals_of(path: Path, aids: str) -> Evals:
-    """aids: changes with the evaluation files."""
+    """Return the evaluation text saved in a file. aids: as for load_rules."""
     return Evals.load(path)
 
 
 @lru_cache(maxsize=8)
 def questions_in(files: str, aids: str, steps: cleaning.Cleaning) -> frozenset[str]:
-    """The first questions of the conversations in files, cleaned. aids: changes with the files. Raise UserError: a
-    row is no conversation with a question."""
+    """Return the cleaned first questions of the conversations in files. aids: as for load_rules. Raise UserError if a
+    row is not a conversation with a question."""
     found = set()
     for path in readers.find_files(files):
         for record in readers.read_records(path):
@@ -131,7 +131,7 @@ def questions_in(files: str, aids: str, steps: cleaning.Cleaning) -> frozenset[s
 
 
 class Judge:
-    """Tells of documents whether they pass, each on its own: all but the comparison with other documents."""
+    """Decides which documents of a source pass, each on its own, before they are compared with each other."""
 
     def __init__(self, source: Source, recipe: Recipe, work: Path) -> None:
         self.recipe, self.source = recipe, source
@@ -149,7 +149,7 @@ class Judge:
         return understand(row, self.recipe.kind, self.source.text_key, keys, self.clean)
 
     def columns(self) -> list[str] | None:
-        """Of parquet, to read."""
+        """Return the columns to read of a parquet file, None for all."""
         columns = text_keys.columns_of(self.source.text_key) if self.recipe.kind == "text" else None
         return columns and columns + [key for key, _, _ in self.ranges]
 
@@ -160,7 +160,7 @@ class Judge:
         return text
 
     def judge(self, item: Item) -> tuple[str, str]:
-        """(reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
+        """Return (reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
         least, most = self.recipe.question_min_chars, self.recipe.question_max_chars
         if self.recipe.kind != "text":
             if len(item.question) < least or (most and len(item.question) > most):
@@ -176,7 +176,7 @@ class Judge:
         return ("score", detail) if detail else ("kept", "")
 
     def contaminated(self, items: list[Item], units: dedup.Units) -> dict[int, str]:
-        """{index: the text that an evaluation file has, too}."""
+        """Return {index of an item: its text that is also in an evaluation file}."""
         if self.evals is None or not items:
             return {}
         found: dict[int, str] = {}

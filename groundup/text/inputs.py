@@ -1,4 +1,4 @@
-"""The files that prepare.py reads: sources and their settings, paths and globs, standard input."""
+"""Find the files that prepare.py reads: sources and their settings, paths and globs, standard input."""
 
 import json
 import math
@@ -15,16 +15,14 @@ from groundup.errors import UserError
 from groundup.files import readers, streams
 from groundup.text.recipe import Source
 from groundup.text.units import Input
-from groundup.tokens.token_files import (
-    file_sha256,
-)
+from groundup.tokens.token_files import file_sha256
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 OWN_KEYS = ("weight", "text_key", "txt_split", "quality", "rules_off", "rules_on", "min_chars", "max_chars")
 
 
 def parse_sources(config: dict) -> tuple[Source, ...]:
-    """The sources that `input` names, with their settings, else one without a name. Raise UserError."""
+    """Return the sources named in `input` with their settings, or one without a name. Raise UserError."""
     general = {key: config[key] for key in OWN_KEYS if key != "weight"}
     parts = [part for part in config["input"].split(";") if part.strip()]
     if not any(NAMED.fullmatch(part) for part in parts):
@@ -67,8 +65,8 @@ def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> So
 
 
 def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
-    """The files of all sources, less those of `out_dir`, each once. What is not a file becomes one in `work`. Raises
-    UserError if nothing matches."""
+    """Return the files of all sources, each once, without those in `out_dir`. Standard input and python-docs become
+    files in `work`. Raise UserError if nothing matches."""
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
         n_before = len(found)
@@ -103,7 +101,7 @@ def look(path: str | Path, name: str, source: int) -> Input:
 
 
 def made_file(path: Path, name: str, source: int) -> Input:
-    """As `look`, of a file that each run makes anew: its content tells whether it changed."""
+    """Return `look` of a file that each run writes again, with a stamp made of its content instead of its time."""
     return look(path, name, source)._replace(stamp=file_sha256(path))
 
 
@@ -115,7 +113,7 @@ def write_documents(texts: Iterable[str | dict], path: Path) -> Path:
 
 
 def spool_stdin(work: Path) -> Path:
-    """Standard input as a file, which can be read twice and in parts. Its suffix says whether it is JSON."""
+    """Write standard input to a file, which can be read twice and in parts. Return its path, .json or .txt."""
     path = work / "stdin.txt"
     with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 2**20)

@@ -1,8 +1,8 @@
-"""Prepare one unit of work, in any process: first its documents, then, once all have been compared, their tokens.
+"""Prepare one unit of work, in any process: first its documents and, after all were compared, their tokens.
 
-`inspect_unit` reads, cleans and judges the documents of a unit; `tokenize_unit` turns those that are left into ids. A
-unit that is done says so in a file with the key of all that decides its content, so a run that was killed does not do
-it again. units.py lists the files of a unit.
+`inspect_unit` reads, cleans and filters the documents of a unit; `tokenize_unit` encodes those that are kept. Each
+writes, last, a file with a hash of everything that decides its result, so a run that continues another skips finished
+units. units.py lists the files of a unit.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ KEY = struct.Struct("<QQ")
 
 
 def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
-    """The work, in the order of the output: parts of large files one by one, small files in groups."""
+    """Return the units in the order of the output: each part of a large file is one, small files share one."""
     units: list[Unit] = []
     room = -1
     for file in inputs:
@@ -92,7 +92,7 @@ class Problems(readers.Report):
 
 
 def pieces_of(text: str) -> list[str]:
-    """`text`, or its parts of at most HUGE_CHARS, cut after the last blank line, else the last line, that they hold."""
+    """Return the text in pieces of at most HUGE_CHARS, cut after a blank line if possible, else after a line."""
     pieces = []
     while len(text) > HUGE_CHARS:
         half = HUGE_CHARS // 2  # a cut near the beginning would leave a scrap
@@ -104,11 +104,11 @@ def pieces_of(text: str) -> list[str]:
 
 
 def signatures_of(items: list[Item], units: dedup.Units, n_perm: int) -> np.ndarray:
-    """MinHash signatures (n, n_perm) uint32 of items; units: those of what is compared.
+    """Return MinHash signatures (n, n_perm) uint32 of items. units: of the items' compared texts.
 
-    Two pairs are as similar as their prompts with the chosen answers are, times as similar as the rejected answers are:
-    unlike answers to one prompt are no copies, however long the rest is, and near copies of whole pairs are. A pair
-    with an answer without units is like no other."""
+    The similarity of two pairs is the product of two: that of the prompts with the chosen answers, and that of the
+    rejected answers. So pairs with different answers to one long prompt are not copies. A pair with an answer too short
+    for a unit is similar to no other."""
     if not any(item.more for item in items):
         return dedup.signatures(units, n_perm)
     first = dedup.signatures(dedup.units([item.text for item in items]), n_perm)
@@ -134,7 +134,7 @@ class Inspector:
             file.close()
 
     def add(self, item: Item, part: int, offset: int) -> None:
-        """Take a cleaned item. It is judged and written with others, at the latest by `flush`."""
+        """Add a cleaned item to the batch, and `flush` a full batch."""
         self.batch.append((item, part, offset))
         self.room -= len(item.text)
         if self.room <= 0:
@@ -161,7 +161,7 @@ class Inspector:
         self.rows.write(np.array(rows, ROW).data)
 
     def _contaminated(self, i: int, text: str, items: list[Item], verdicts: list[tuple[str, str]]) -> None:
-        """Drop a document, or cut out what is in an evaluation file if that leaves enough of it."""
+        """Drop a document, or cut the evaluation text out of it if the rest passes the rules."""
         if self.recipe.decontaminate_action == "cut" and self.recipe.kind == "text":
             item = items[i]._replace(text=self.judge.evals.cut(items[i].text))
             if self.judge.judge(item)[0] == "kept" and item.text.strip():
@@ -172,7 +172,7 @@ class Inspector:
         verdicts[i] = "contaminated", repr(text)
 
     def _write(self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str) -> tuple:
-        """Write the document if it passed; its ROW."""
+        """Write the document if it passed, and return its ROW."""
         raw, begin, kept, kind = item.text.encode(), self.n_bytes, b"", self.recipe.kind
         position = split_position(item.prompt.encode() if kind == "preference" else raw)
         if reason == "kept":
@@ -197,7 +197,8 @@ class Inspector:
 
 
 def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts:
-    """Read, clean and judge the documents of a unit; what it writes is told at the top. Done before: only read back."""
+    """Read, clean and filter the documents of a unit, write its files (see units.py), and return the counts. If an
+    earlier run finished the unit, only read its counts."""
     done, key = unit.file(work, "json"), unit.key(recipe, version)
     try:
         before = json.loads(done.read_text(encoding="utf-8"))
@@ -205,7 +206,7 @@ def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts
         before = {}
     if before.get("key") == key:
         return counts_from(before["counts"])
-    done.unlink(missing_ok=True)  # what it vouches for is about to be replaced
+    done.unlink(missing_ok=True)  # it says that the files are complete, and they are about to be replaced
     judge = Judge(recipe.sources[unit.source], recipe, work)
     inspector = Inspector(unit, recipe, work, judge)
     with open(unit.file(work, "problems"), "w", encoding="utf-8") as problems_file, closing(inspector):
@@ -218,7 +219,7 @@ def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts
 
 
 def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, problems_file: TextIO) -> None:
-    """The documents of a part, cleaned, to the inspector; what was lost to its counts."""
+    """Give the cleaned documents of a part to the inspector, and count in it what could not be read."""
     counts, recipe = inspector.counts, judge.recipe
     problems, passed = Problems(part.name, problems_file, recipe.strict), 0
     rows = readers.read_rows(
@@ -261,7 +262,8 @@ def load_tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
 
 
 def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> int:
-    """Write the ids of what is left of a unit, work/fates.npy decides; their number. Done before: only read back."""
+    """Write the ids of the documents of a unit that work/fates.npy keeps, and return how many ids. If an earlier run
+    finished the unit, only count them."""
     done = unit.file(work, "tokenized")
     fates = unit_fates(unit, work)
     tokenizer = load_tokenizer(work / "out", fingerprint)

@@ -1,4 +1,4 @@
-"""A prepared directory: made in a locked, hidden directory beside it, renamed when it is complete, verified later."""
+"""Make a prepared directory in a locked, hidden directory beside it, rename it when complete, verify it later."""
 
 import fcntl
 import json
@@ -17,15 +17,8 @@ from groundup.text.report import print_splits
 from groundup.tokens.chat_files import map_tokens
 from groundup.tokens.packing import PackedData
 from groundup.tokens.row_reader import ROWS_FORMAT
-from groundup.tokens.token_files import (
-    FORMAT,
-    TokenData,
-    read_manifest,
-    verify_sha256,
-)
-from groundup.tokens.token_files import (
-    verify as verify_tokens,
-)
+from groundup.tokens.token_files import FORMAT, TokenData, read_manifest, verify_sha256
+from groundup.tokens.token_files import verify as verify_tokens
 from tokenizer import FILES, Tokenizer
 
 OWN = re.compile(
@@ -36,9 +29,9 @@ OWN = re.compile(
 
 @contextmanager
 def work_dir(out_dir: Path) -> Iterator[Path]:
-    """The hidden directory beside `out_dir` in which it is made, locked. It is removed in the end, also after an error
-    of the input or the settings; what a run did that was killed or lost a worker stays, for the next one to go on with.
-    Raise UserError if another run holds it."""
+    """Lock and yield the hidden directory beside `out_dir`. It is removed at the end, and after an error of the user if
+    little was done. It stays after a kill or the loss of a worker, so that the next run can continue. Raise UserError
+    if another run has locked it."""
     work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
     handle = lock(work, out_dir)
     try:
@@ -58,8 +51,8 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
 
 
 def remove(work: Path) -> None:
-    """Remove `work`. What another run would go on with is first put aside, by one rename each: after a kill in the
-    middle, no file vouches for another that is gone."""
+    """Remove `work`. What a later run would reuse is first renamed as a whole: a kill in the middle of the removal then
+    leaves nothing that looks complete and is not."""
     aside = work / "removed"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -70,7 +63,7 @@ def remove(work: Path) -> None:
 
 
 def lock(work: Path, out_dir: Path) -> int:
-    """A handle that locks `work`, made if it is not there. Raise UserError if another process has it."""
+    """Make `work` if needed, lock it and return the handle. Raise UserError if another process has locked it."""
     while True:
         (work / "units").mkdir(parents=True, exist_ok=True)
         handle = os.open(work, os.O_RDONLY)
@@ -87,7 +80,7 @@ def lock(work: Path, out_dir: Path) -> int:
 
 
 def complete_manifest(out_dir: Path) -> dict:
-    """manifest.json of a directory whose files are all there, {} of any other."""
+    """Return manifest.json of a directory whose files are all there, {} for any other directory."""
     try:
         manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] == ROWS_FORMAT:
@@ -100,13 +93,13 @@ def complete_manifest(out_dir: Path) -> dict:
             for name in manifest.get("sources", {"": {}}):
                 PackedData(out_dir, pack, name)
         same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):  # UserError and UserError are ValueErrors
+    except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError
         return {}
     return manifest if same_tokenizer else {}
 
 
 def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
-    """Whether the token files of conversations have their sizes, and the tokenizer is theirs. Raise UserError."""
+    """Return whether the tokenizer made the token files of conversations. Raise UserError if a size is wrong."""
     if "tokenizer_fingerprint" not in manifest:
         return True
     for split, entry in manifest["splits"].items():
@@ -116,7 +109,7 @@ def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
 
 
 def check_replaceable(out_dir: Path, overwrite: bool) -> None:
-    """Raise UserError if `out_dir` is not one of ours, whatever its state. Files of others are never removed."""
+    """Raise UserError if `out_dir` holds anything that prepare.py did not write: that is never removed."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():
@@ -138,7 +131,8 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
 
 
 def publish(work: Path, out_dir: Path) -> None:
-    """Rename work/out to `out_dir`, and what is there out of the way. After a kill in between, neither is there."""
+    """Rename work/out to `out_dir`, and an old `out_dir` to work/old. After a kill between the two renames `out_dir` is
+    missing; `work_dir` puts the old one back."""
     shutil.rmtree(work / "old", ignore_errors=True)
     if out_dir.exists():
         out_dir.rename(work / "old")
@@ -157,7 +151,7 @@ def verify_directory(directory: Path) -> int:
 
 
 def is_rows(directory: Path) -> bool:
-    """Whether it holds conversations or pairs."""
+    """Return whether a prepared directory holds conversations or pairs."""
     try:
         return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,11 +19,11 @@ from groundup.text.units import Unit
 
 
 class WorkerLost(UserError):
-    """A process was killed, by another or for its memory; what the others did is not lost."""
+    """A worker was killed, for example because memory ran out; finished units are kept."""
 
 
 def run(function: Callable[[Unit], Any], units: list[Unit], workers: int, what: str, work: Path) -> list[Any]:
-    """Return function(unit) of all. Raise what a worker raised, and WorkerLost if one was killed."""
+    """Return function(unit) of every unit. Raise what a worker raised, WorkerLost if one was killed."""
     results: list[Any] = [None] * len(units)
     workers = min(workers, len(units))
     done = in_processes(function, units, workers, work) if workers > 1 else in_turn(function, units)
@@ -59,7 +59,7 @@ def in_processes(
 def start_worker(watched: Connection, work: Path) -> None:
     """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9. The lock tells
     the next run that this process may still write; it is held until the process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sees to the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
     fcntl.flock(os.open(work / "units", os.O_RDONLY), fcntl.LOCK_SH)
     if watched.poll():  # the parent has ended before the lock was taken
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The settings that decide what is made of an input, besides the tokenizer."""
+"""The settings that, with the tokenizer, decide what prepare.py makes of an input."""
 
 from dataclasses import asdict, dataclass
 
@@ -7,11 +7,11 @@ from groundup.errors import UserError
 
 @dataclass(frozen=True)
 class Source:
-    """Some of the input with a name and settings of its own."""
+    """A named part of the input with settings of its own."""
 
-    name: str = ""  # "" of the only one
+    name: str = ""  # "" if the input is one source
     input: str = ""
-    weight: float = 0.0  # in a mixture; 0 = not said
+    weight: float = 0.0  # in a mixture; 0 = not given
     text_key: str = ""
     txt_split: str = "file"
     quality: str = "curated"
@@ -23,7 +23,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings that decide what is made of an input, besides the tokenizer."""
+    """The settings that decide the output; prepare.py explains each of them."""
 
     kind: str = "text"
     sources: tuple[Source, ...] = (Source(),)
@@ -50,13 +50,13 @@ class Recipe:
     aids: str = ""  # sha256 of the files that keep, words, decontaminate and prompts_from name
 
     def settings(self) -> dict:
-        """As plain values, without the names of the inputs: these count by what is in them."""
+        """Return the settings as plain values, without the paths of the inputs: only their content matters."""
         plain = asdict(self)
         plain["sources"] = [{key: v for key, v in source.items() if key != "input"} for source in plain["sources"]]
         return plain
 
     def for_unit(self, source: int) -> dict:
-        """The settings that decide what `inspect_unit` makes of a unit of a source."""
+        """Return the settings that decide what `inspect_unit` makes of a unit of this source."""
         later = {"sources", "exact", "near", "val_fraction", "test_fraction", "fold", "order"}
         plain = {key: value for key, value in self.settings().items() if key not in later | {"shard_tokens"}}
         own = {key: v for key, v in asdict(self.sources[source]).items() if key not in ("name", "input", "weight")}
@@ -64,7 +64,7 @@ class Recipe:
 
 
 def parse_score(spec: str) -> list[tuple[str, str, str]]:
-    """[(key, least, most)] of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
+    """Return [(key, least, most)] of 'bpb=0.3..1.5,ifd=5%..95%'; a bound may be empty. Raise UserError."""
     ranges = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         key, equals, bounds = part.partition("=")
@@ -83,7 +83,7 @@ def parse_score(spec: str) -> list[tuple[str, str, str]]:
 
 
 def outside_range(scores: tuple[float, ...], ranges: list[tuple[str, str, str]]) -> str:
-    """Why a document is dropped by its scores, "" if it is not. Bounds in per cent are seen to when all are known."""
+    """Return why a document is dropped by its scores, "" if it is not. selection.py applies bounds in per cent."""
     for value, (key, least, most) in zip(scores, ranges, strict=True):
         if value != value:
             return f"no {key}"

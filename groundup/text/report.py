@@ -1,4 +1,4 @@
-"""What became of the input: the counts, report.md, dropped.tsv and errors.tsv of a prepared directory."""
+"""Report what happened to the input: printed counts, and report.md, dropped.tsv and errors.tsv of the output."""
 
 import shutil
 from collections import Counter
@@ -16,7 +16,8 @@ from groundup.tokens.row_reader import ROWS_FORMAT
 
 
 def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
-    """dropped.tsv: every document that was read and dropped, why, and of a copy what it is like, and how much."""
+    """Write dropped.tsv: a line for each dropped document, with the reason and, for a copy, the earlier document and
+    the similarity to it."""
     with open(out / "dropped.tsv", "w", encoding="utf-8") as f:
         f.write("path\tbyte\treason\tlike path\tlike byte\tsimilarity\n")
         for row in np.flatnonzero(chosen.fates != KEPT).tolist():
@@ -27,7 +28,7 @@ def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
 
 
 def check_train(parts: list[Share]) -> None:
-    """Raise UserError if there is nothing to learn from; say which sources give nothing."""
+    """Raise UserError if train is empty; print a warning for each source that gives it nothing."""
     for part in parts:
         if part.source.name and not (part.splits == 0).any():
             print(f"prepare: warning: nothing is left for train of source {part.source.name}")
@@ -43,7 +44,7 @@ def nothing_kept(counts: Counts, chosen: Selection | None) -> UserError:
 
 
 def reason_counts(chosen: Selection) -> dict[str, int]:
-    """{reason: documents dropped for it}, in the order of REASONS."""
+    """Return {reason: number of documents dropped for it}, in the order of REASONS."""
     counts = np.bincount(chosen.fates, minlength=len(REASONS)).tolist()
     return {reason: n for reason, n in zip(REASONS, counts, strict=True) if n and reason != "kept"}
 
@@ -51,7 +52,7 @@ def reason_counts(chosen: Selection) -> dict[str, int]:
 def summarize(
     info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[Share], recipe: Recipe
 ) -> None:
-    """Put into `info` what became of all that was read: what is read is what is kept and what is dropped."""
+    """Put the counts of documents and bytes into `info`, and check that read = kept + dropped."""
     sizes = np.bincount(chosen.fates, chosen.rows["n_bytes"], len(REASONS)).astype(np.int64).tolist()
     dropped_bytes = {reason: n for reason, n in zip(REASONS, sizes, strict=True) if n and reason != "kept"}
     n_read, n_kept = counts.records + counts.split_huge, int((chosen.fates == KEPT).sum())
@@ -83,8 +84,8 @@ def print_problems(unreadable: list[Input], counts: Counts) -> None:
 
 
 def write_problems(unreadable: list[Input], others: Iterable[Path], units: list[Unit], work: Path) -> None:
-    """out/errors.tsv: all problems, first files that cannot be opened, then those in the files `others`, then those of
-    the units, in the order of the inputs."""
+    """Write out/errors.tsv: the files that cannot be opened, then the problems in the files `others`, then those of
+    the units in the order of the inputs."""
     with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
         out.write("path\tline\tbyte\treason\tdetail\n")
         out.writelines(f"{file.name}\t0\t0\tunreadable_file\t{file.problem}\n" for file in unreadable)
@@ -94,8 +95,8 @@ def write_problems(unreadable: list[Input], others: Iterable[Path], units: list[
 
 
 def write_report(info: dict, notes: list[str], chosen: Selection, units: list[Unit], work: Path) -> None:
-    """out/report.md: counts by reason, notes, and for people to judge the rules by: documents that each dropped, and
-    kept."""
+    """Write out/report.md: counts by reason, notes, and samples of kept documents and of those that each rule
+    dropped, so that people can judge the rules."""
     documents, n_bytes = info["documents"], info["bytes"]
     lines = ["# What became of the input", "", "| | documents | bytes of text |", "|---|---:|---:|"]
     lines.append(f"| read | {documents['read']:,} | {n_bytes['read']:,} |")
@@ -115,7 +116,7 @@ def write_report(info: dict, notes: list[str], chosen: Selection, units: list[Un
 
 
 def report_samples(chosen: Selection, units: list[Unit], work: Path) -> dict[str, list[tuple[str, str, str]]]:
-    """{reason: [(where, detail, excerpt)]} of up to SHOWN documents each, chosen by chance but always the same."""
+    """Return {reason: [(where, detail, excerpt)]} of up to SHOWN documents each: a random sample, always the same."""
     found: dict[str, list[tuple[int, str, str, str]]] = {}
     for _, reason, sample in read_samples(units, work):
         held = found.setdefault(reason, [])
@@ -129,9 +130,12 @@ def report_samples(chosen: Selection, units: list[Unit], work: Path) -> dict[str
             detail = f"{similarity:.2f} like {chosen.where(partner, units)}" if partner >= 0 else ""
             detail = f"score {chosen.rows['score'][row]:.4g}" if fate == SCORE else detail
             excerpt = excerpt_of(row, chosen, units, work)
-            found.setdefault(REASONS[fate], []).append(
-                (int(chosen.rows["position"][row]), chosen.where(row, units), detail, excerpt)
-            )
+            found.setdefault(REASONS[fate], []).append((
+                int(chosen.rows["position"][row]),
+                chosen.where(row, units),
+                detail,
+                excerpt,
+            ))
     return {reason: [sample[1:] for sample in sorted(samples)[:SHOWN]] for reason, samples in found.items()}
 
 
@@ -158,7 +162,7 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
 
 
 def report(manifest: dict, seconds: float) -> None:
-    """What was read, what became of it, and how fast."""
+    """Print what was read, kept and dropped, the splits, and the speed."""
     info = manifest["info"]
     documents, n_bytes, dropped = info["documents"], info["bytes"], info["documents"]["dropped"]
     n_dropped, dropped_bytes = sum(dropped.values()), sum(n_bytes["dropped"].values())

@@ -1,7 +1,6 @@
-"""Documents compared with each other: which are kept, in which split they are, and a report of it all.
+"""Compare the documents that passed the rules (pipeline.py) with each other, drop copies, and assign splits.
 
-What is dropped by a rule of its own is decided before (pipeline.py). Of several copies that pass, the first survives,
-in the order of the input: never one in favour of another that is dropped itself.
+Of several copies the first in the order of the input is kept. A document is only dropped as a copy of one that is kept.
 """
 
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instructi
 
 @dataclass
 class Selection:
-    """All documents of all units, in order, and what became of each."""
+    """All documents of all units, in order, and why each is kept or dropped."""
 
-    rows: np.ndarray  # (n,) pipeline.ROW
+    rows: np.ndarray  # (n,) units.ROW
     fates: np.ndarray  # (n,) uint8, indices of REASONS
     starts: np.ndarray  # (units + 1,) int64: the documents of unit k are starts[k] to starts[k + 1]
     partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
@@ -37,7 +36,7 @@ class Selection:
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
     def place(self, row: int, units: list[Unit]) -> tuple[str, int]:
-        """(file, byte offset) of the record that a document is from."""
+        """Return (file, byte offset) of the record that a document is from."""
         part = units[self.unit_of(row)].parts[int(self.rows["part"][row])]
         return part.name, int(self.rows["offset"][row])
 
@@ -46,7 +45,7 @@ class Selection:
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
-    """Decide what is kept of what passed: exact copies go first, then near copies. Writes work/fates.npy."""
+    """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and starts.npy."""
     per_unit = [unit_rows(unit, work) for unit in units]
     rows = np.concatenate(per_unit)
     starts = np.cumsum([0, *map(len, per_unit)])
@@ -67,7 +66,7 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
 
 
 def drop_by_percentile(chosen: Selection, recipe: Recipe) -> None:
-    """Bounds in per cent, of the first score key, over the documents that are left."""
+    """Drop documents outside the per cent bounds of the first score key, over the documents that are left."""
     for _, *bounds in parse_score(recipe.score)[:1]:
         left = np.flatnonzero(chosen.fates == KEPT)
         scores = chosen.rows["score"][left]
@@ -81,7 +80,7 @@ def drop_by_percentile(chosen: Selection, recipe: Recipe) -> None:
 def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) -> None:
     n_perm = recipe.near_bands * recipe.near_rows
     candidates = np.flatnonzero(chosen.fates == KEPT)
-    with open(work / "signatures.tmp", "wb") as out:  # those of the candidates, so that they can be mapped as one
+    with open(work / "signatures.tmp", "wb") as out:  # one file of all candidates, to be mapped
         for k, unit in enumerate(units):
             own = slice(chosen.starts[k], chosen.starts[k + 1])
             passed = chosen.rows["reason"][own] == KEPT
@@ -102,7 +101,7 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
 
 
 def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
-    """As `assign`, with a word to the user if val takes a document that it would not."""
+    """Return the splits of `assign`; print a warning if val was empty and got a document."""
     by_prompt = recipe.kind == "preference"
     splits, moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
     if moved:
@@ -112,7 +111,7 @@ def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
 
 
 def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
-    """A single document as train, val and test: test is the last test_fraction of its characters, val lies before it.
+    """Return a single document cut into train, val and test, in this order, by the fractions of its characters.
 
     With val_fraction=0.1 these are nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :].
     """
@@ -134,8 +133,8 @@ class Share(NamedTuple):
 
 
 def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
-    """The kept documents of each source with their splits. Pairs are split as one: a prompt may be in several sources,
-    and must not be in two splits."""
+    """Return the kept documents of each source with their splits. Pairs of all sources are split together: a prompt
+    may be in several sources, and must not be in two splits."""
     of_unit = np.array([unit.source for unit in units], np.int64)
     of_row = np.repeat(of_unit, np.diff(chosen.starts))
     found = []
@@ -160,7 +159,7 @@ def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
 
 
 def single_text(chosen: Selection, units: list[Unit], counts: Counts, work: Path) -> str | None:
-    """The text, if the input is one document; a huge one was cut, and is put together again."""
+    """Return the text if the input is one document, else None. The pieces of a huge document are joined again."""
     if counts.records != 1 or not (chosen.fates == KEPT).any():
         return None
     return "".join(text for unit in units for _, text in read_kept(unit, work, unit_fates(unit, work)))

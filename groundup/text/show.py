@@ -1,6 +1,6 @@
-"""What prepare.py understands of the first rows of its input: the answer to most questions about a data set.
+"""Print how prepare.py reads the first rows of its input: fields, tokens, trained parts, kept or dropped and why.
 
-    python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/tok --show=5
+python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/tok --show=5
 """
 
 import json
@@ -21,12 +21,12 @@ from tokenizer import Tokenizer
 
 MAX_TOKENS = 120  # shown of one text
 MAX_CHARS = 600  # likewise, without a tokenizer
-TRAINED = "[[", "]]"  # around what the model learns to say
+TRAINED = "[[", "]]"  # around the tokens that the model is trained on
 
 
 def show_rows(recipe: Recipe, n: int, tokenizer_dir: str, work: Path, names: dict[str, str]) -> int:
-    """Print what is understood of n rows of each source; the exit status, 1 if a row is not understood. names: what the
-    user calls files that he did not give, by their path."""
+    """Print how n rows of each source are read; return the exit status, 1 if a row cannot be read. names: {path: name
+    given by the user} of files that prepare.py made."""
     tokenizer = Tokenizer.load(tokenizer_dir) if tokenizer_dir else None
     shown = Shown(recipe, tokenizer, work, names)
     for source in recipe.sources:
@@ -45,7 +45,7 @@ def show_rows(recipe: Recipe, n: int, tokenizer_dir: str, work: Path, names: dic
 
 
 class Shown:
-    """The rows so far; copies are looked for among them only."""
+    """Prints rows and remembers them, to find copies among the rows shown."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer | None, work: Path, names: dict[str, str]) -> None:
         self.recipe, self.tokenizer, self.work, self.names = recipe, tokenizer, work, names
@@ -95,7 +95,7 @@ class Shown:
             print(f"   {line}")
 
     def verdict(self, item: Item, judge: Judge, where: str) -> str:
-        """Why the row is dropped, "" if it is kept."""
+        """Return why the row is dropped, "" if it is kept."""
         if not item.text.strip():
             return "empty"
         key = dedup.exact_key(item.row or item.text)
@@ -129,7 +129,7 @@ class Shown:
         return [*self.turns(row["prompt"]), f"chosen   : {shown[0]}", f"rejected : {shown[1]}"]
 
     def turns(self, messages: list[dict]) -> list[str]:
-        """The conversation as the model sees it, a line per message, what is learnt between TRAINED."""
+        """Return the conversation as the model sees it, a line per message, the trained tokens between TRAINED."""
         if self.tokenizer is None:
             return [plain_turn(message) for message in messages]
         lines = []
@@ -174,7 +174,7 @@ def is_prepared(path: str) -> bool:
 
 
 def show_tokens(directory: Path, n: int) -> None:
-    """The first documents of the train split of a prepared directory."""
+    """Print the first documents of the train split of a prepared directory."""
     train, tokenizer = TokenData(directory, "train"), Tokenizer.load(directory)
     print(f"\n==== {directory}: prepared, {train.n_documents:,} documents, {train.n_tokens:,} tokens in train")
     starts = train.offsets[0][: n + 1].tolist()
@@ -184,7 +184,7 @@ def show_tokens(directory: Path, n: int) -> None:
 
 
 def bars(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Tokens with | between them. A character in several tokens is one of these, with their number: ~3."""
+    """Return the tokens with | between them. Tokens that form one character are joined, with their number: ~3."""
     shown, held = [], []
     for i in ids[:MAX_TOKENS]:
         held.append(i)
@@ -194,7 +194,7 @@ def bars(tokenizer: Tokenizer, ids: list[int]) -> str:
         except UnicodeDecodeError:
             if len(raw) < 8:
                 continue
-            text = repr(raw)[2:-1]  # no text at all
+            text = repr(raw)[2:-1]  # not UTF-8
         shown.append(repr(text)[1:-1] + (f"~{len(held)}" if len(held) > 1 else ""))
         held = []
     shown += [repr(tokenizer.decode_bytes(held))[2:-1]] if held else []

@@ -1,10 +1,10 @@
-"""Units of work: parts of the input that are prepared independently of each other, and the files of each.
+"""Units of work: parts of the input that are prepared independently, and the files of each unit.
 
-    units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
-    units/000012.sigs      their signatures          .problems   what could not be read, a line each
-    units/000012.json      written last: key, counts, samples of what was dropped
-    units/000012.tokens    ids end to end, and .lengths, ids per document; of conversations .mask, too; then
-                           .tokenized, written last
+units/000012.rows      a ROW per document        .docs       the documents that passed, end to end
+units/000012.sigs      their signatures          .problems   what could not be read, a line each
+units/000012.json      written last: key, counts, samples of what was dropped
+units/000012.tokens    ids end to end, and .lengths, ids per document; of conversations .mask, too; then
+                       .tokenized, written last
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from groundup.text import quality
 from groundup.text.recipe import Recipe
 
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
-# Why a document was dropped; of several rules that it breaks the first is told. A row of `ROW` holds the index.
+# Why a document was dropped; the first rule that it breaks. A ROW holds the index.
 REASONS = (
     "kept", "question_length", "answer_missing", "unfinished_answer", "other_prompt", *quality.RULE_NAMES, "score",
     "contaminated", "exact_duplicate", "near_duplicate",
@@ -53,7 +53,7 @@ class Input(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one call of `readers.read_rows` reads."""
+    """The bytes of a file that one call of `readers.read_rows` reads."""
 
     path: str
     name: str
@@ -76,14 +76,14 @@ class Unit(NamedTuple):
         return work / "units" / f"{self.number:06d}.{what}"
 
     def key(self, recipe: Recipe, version: int) -> str:
-        """Changes with all that decides what `inspect_unit` makes of the unit."""
+        """Return a sha256 of everything that decides what `inspect_unit` makes of the unit."""
         parts = [(part.name, part.begin, part.end, part.stamp) for part in self.parts]
         return hashlib.sha256(repr((version, recipe.for_unit(self.source), parts)).encode()).hexdigest()
 
 
 @dataclass
 class Counts:
-    """What became of what was read of a unit, before documents are compared with each other."""
+    """Counts of the records of a unit, before documents are compared with each other."""
 
     records: int = 0  # read, or lost on the way
     lost: Counter[str] = field(default_factory=Counter)  # records by reason: empty, bad_json, ...
@@ -98,7 +98,7 @@ class Counts:
     shown: list[str] = field(default_factory=list)  # the first problems, in words
 
     def failed(self) -> set[str]:
-        """Files that could not be read, or not to the end."""
+        """Return the files that could not be read, or not to the end."""
         return {*self.torn, *(name for name in self.bad if not self.passed[name])}
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -106,9 +106,9 @@ class Counts:
 
 
 class Sample(NamedTuple):
-    """A document that did not pass, for people to look at."""
+    """A document that did not pass, for the report."""
 
-    position: int  # those with the smallest are shown: a choice by chance, always the same
+    position: int  # a hash; the smallest are shown: a random sample, always the same
     row: int  # in the unit
     where: str
     detail: str
@@ -116,7 +116,7 @@ class Sample(NamedTuple):
 
 
 def counts_from(plain: dict) -> Counts:
-    """Counts as they were before they went through JSON."""
+    """Return the Counts that were stored as JSON."""
     counters = {name: Counter(plain[name]) for name in ("lost", "mended", "bad", "passed")}
     return Counts(**(plain | counters))
 
@@ -128,12 +128,12 @@ def read_samples(units: list[Unit], work: Path) -> Iterator[tuple[Unit, str, Sam
 
 
 def unit_rows(unit: Unit, work: Path) -> np.ndarray:
-    """The rows of an inspected unit, (n,) ROW."""
+    """Return the rows of an inspected unit, (n,) ROW."""
     return np.fromfile(unit.file(work, "rows"), ROW)
 
 
 def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, str]]:
-    """(row number, document) of those of a unit whose fate, (n,) uint8, is KEPT."""
+    """Yield (row number, document) of the documents of a unit whose fate, (n,) uint8, is KEPT."""
     rows = unit_rows(unit, work)
     with open(unit.file(work, "docs"), "rb") as f:
         for i in np.flatnonzero(fates == KEPT).tolist():
@@ -142,6 +142,6 @@ def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, 
 
 
 def unit_fates(unit: Unit, work: Path) -> np.ndarray:
-    """What became of the documents of a unit, (n,) uint8, indices of REASONS."""
+    """Return the fates of the documents of a unit, (n,) uint8, indices of REASONS."""
     starts = np.load(work / "starts.npy")
     return np.load(work / "fates.npy", mmap_mode="r")[starts[unit.number] : starts[unit.number + 1]]

@@ -9,24 +9,15 @@ import numpy as np
 from groundup.files.splits import SPLITS
 from groundup.text.quality import NgramModel
 from groundup.text.recipe import Recipe
-from groundup.text.selection import (
-    ROW_SPLITS,
-    Selection,
-    Share,
-    cut,
-)
+from groundup.text.selection import ROW_SPLITS, Selection, Share, cut
 from groundup.text.units import EXACT, KEPT, Unit, read_kept, unit_fates
 from groundup.tokens.chat_files import ConversationWriter
-from groundup.tokens.token_files import (
-    ShardWriter,
-    file_sha256,
-    token_dtype,
-)
+from groundup.tokens.token_files import ShardWriter, file_sha256, token_dtype
 from tokenizer import Tokenizer
 
 
 class Tokens:
-    """The ids of a share's documents, on disk."""
+    """The ids of a source's documents, on disk."""
 
     OPEN = 64  # files at once: a system allows a process some 1,000
 
@@ -49,7 +40,7 @@ class Tokens:
 
 
 def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
-    """The order in which a share's documents are written, (n,) int64."""
+    """Return the order in which a source's documents are written, (n,) int64."""
     if recipe.order == "input":
         return np.arange(len(share.rows))
     if recipe.order == "hash":
@@ -66,7 +57,7 @@ def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Reci
 
 
 def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
-    """Copy the tokens into the shards of their sources and splits; returns the shards for the manifest."""
+    """Copy the tokens into the shards of their sources and splits. Return the shards for the manifest."""
     dtype, shards = token_dtype(tokenizer.vocab_size), []
     for part in parts:
         tokens = Tokens(part, dtype, work)
@@ -97,7 +88,7 @@ def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) ->
 
 
 def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
-    """Conversations or pairs as train.jsonl, val.jsonl, ...; {split: what the manifest says of it}."""
+    """Write conversations or pairs as train.jsonl, val.jsonl, ... Return {split: its entry in the manifest}."""
     splits = {}
     names = [part.source.name for part in parts]
     for number, split in enumerate(ROW_SPLITS):
@@ -117,7 +108,7 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
 
 
 def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
-    """The units in order, each with (n,) bool: which of its documents are in that split."""
+    """Yield the units in order, each with (n,) bool: which of its documents are in that split."""
     inside = np.zeros(len(chosen.rows), bool)
     for part in parts:
         inside[part.rows] = part.splits == number
@@ -126,8 +117,8 @@ def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterat
 
 
 def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
-    """The ids and masks of the rows of write_jsonl, in their order, but of those held out, which nobody learns; the
-    manifest's entries of `splits` learn of it."""
+    """Write the ids and masks of the rows of write_jsonl in their order, without those held out. Add the files to the
+    manifest's entries in `splits`."""
     dtype = token_dtype(tokenizer.vocab_size)
     for number, split in enumerate(SPLITS):
         if split not in splits:
