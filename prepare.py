@@ -79,7 +79,7 @@ pattern = (
 )
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
 text_key = ""  # field or fields with the text: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
-txt_split = "file"  # a document of plain text is: file | blank (text between blank lines) | line
+txt_split = "file"  # what a document is in plain text: file | blank (text between blank lines) | line
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
 punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
@@ -87,15 +87,15 @@ punctuation = False  # Chinese text: make punctuation full-width and remove repe
 quality = "curated"  # curated = drop only empty, tiny and garbled texts; web = all rules of groundup/text/quality.py
 rules_off = ""  # rules to switch off, comma-separated
 rules_on = ""  # rules to switch on that are off by default: c4
-min_chars = 0  # shortest document; 0 = the rule's own
-max_chars = 0  # longest document; 0 = the rule's own
+min_chars = 0  # shortest document to keep, characters; 0 = the rule's own
+max_chars = 0  # longest document to keep, characters; 0 = the rule's own
 keep = ""  # 'file.py:function' of your own: takes a text, returns whether to keep it
 words = ""  # file of words, one per line: drop texts that are full of them
 question_min_chars = 0  # chat, preference: shortest first question
 question_max_chars = 0  # chat, preference: longest first question; 0 = any
 score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
 exact = True  # drop texts equal to an earlier one apart from case and white space
-near = 0.8  # drop texts with at least this Jaccard similarity to an earlier one; 0 = off
+near = 0.8  # drop texts whose estimated Jaccard similarity to an earlier one is at least this; 0 = off
 near_bands = 0  # bands of MinHash signatures; 0 = chosen from `near`
 near_rows = 0  # hashes per band; 0 = chosen from `near`
 decontaminate = ""  # evaluation files whose questions must not be trained on: .csv of MMLU, CMMLU, C-Eval; .jsonl
