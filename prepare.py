@@ -56,7 +56,7 @@ from groundup.text.report import (
     write_problems,
     write_report,
 )
-from groundup.text.selection import Selection, Share, cut, select, shares, single_text
+from groundup.text.selection import Selection, SourceDocs, cut, select, single_text, split_sources
 from groundup.text.show import show_rows
 from groundup.text.units import EXACT, KEPT, Counts, Input, Unit, read_kept
 from groundup.text.writing import write_conversations, write_jsonl, write_single, write_splits
@@ -78,8 +78,8 @@ pattern = (
     "gpt4"  # how a trained bpe tokenizer splits text into words: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
 )
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
-text_key = ""  # field or fields with the text: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = found
-txt_split = "file"  # what a document is in plain text: file | blank (text between blank lines) | line
+text_key = ""  # field or fields with the text: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = detected
+txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
 punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
@@ -127,21 +127,21 @@ ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
 # ---- tokens ----------------------------------------------------------------------------------
 
 
-def training_texts(share: Share, chosen: Selection, work: Path) -> Iterator[str]:
+def training_texts(docs: SourceDocs, chosen: Selection, work: Path) -> Iterator[str]:
     """Yield kept documents of train to train a tokenizer on: all, or a sample (by hash) of about TOKENIZER_BYTES."""
-    own = share.rows[share.splits == 0]
+    own = docs.rows[docs.splits == 0]
     size = int(chosen.rows["n_bytes"][own].sum())
     if size > TOKENIZER_BYTES:
         chance = chosen.rows["key"][own, 1] / 2.0**64
         own = own[chance < TOKENIZER_BYTES / size]
     taken = np.zeros(len(chosen.rows), bool)
     taken[own] = True
-    for unit in share.units:
+    for unit in docs.units:
         wanted = taken[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
         yield from (text for _, text in read_kept(unit, work, np.where(wanted, KEPT, EXACT)))
 
 
-def train_tokenizer(parts: list[Share], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
+def train_tokenizer(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
                     work: Path) -> Tokenizer:  # fmt: skip
     """Return a tokenizer trained on the train split. It is kept in `work`, for a run that continues this one."""
     settings = repr((config["vocab_size"], config["backend"], config["pattern"], recipe.settings(), VERSION)).encode()
@@ -188,7 +188,7 @@ def build(
     if chosen is None or not (chosen.fates == KEPT).any():
         raise nothing_kept(counts, chosen)
     single = single_text(chosen, units, counts, work) if recipe.kind == "text" else None
-    parts = shares(chosen, units, recipe)
+    parts = split_sources(chosen, units, recipe)
     check_train(parts)
     summarize(info, inputs, counts, chosen, parts, recipe)
     if recipe.kind == "text":

@@ -8,7 +8,7 @@ SPLITS = ("train", "val", "test")
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
 
 
-def said(messages: list[dict]) -> str:
+def dialogue_text(messages: list[dict]) -> str:
     """Return the text of users and assistants, by which conversations are compared and split."""
     return "\n".join(m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"])
 

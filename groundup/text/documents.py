@@ -12,7 +12,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams, text_keys
-from groundup.files.splits import first_question, said
+from groundup.files.splits import dialogue_text, first_question
 from groundup.files.text_keys import as_score
 from groundup.text import cleaning, dedup, quality
 from groundup.text.decontaminate import Evals
@@ -71,21 +71,21 @@ def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> 
     answered = cleaned if problem else row_formats.trim_chat(cleaned)
     row = json.dumps({"messages": answered}, ensure_ascii=False)
     return Item(
-        said(answered), len(said(messages).encode()), row=row, question=first_question(answered), problem=problem,
-        trimmed=len(answered) < len(cleaned), scores=scores,
+        dialogue_text(answered), len(dialogue_text(messages).encode()), row=row, question=first_question(answered),
+        problem=problem, trimmed=len(answered) < len(cleaned), scores=scores,
     )  # fmt: skip
 
 
 def pair_item(row: dict, pair: row_formats.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
     prompt = [message | {"content": clean(message["content"])} for message in pair.prompt]
     cleaned = row_formats.Pair(prompt, clean(pair.chosen), clean(pair.rejected))
-    before, text = (f"{said(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
+    before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
     answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
     problem = "" if answered else "answer missing"
     place = row.get(ANSWER_PLACE)
     return Item(
         text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
-        pair_notes(row), said(prompt), first_question(prompt),
+        pair_notes(row), dialogue_text(prompt), first_question(prompt),
         "unfinished answer" if row_formats.is_unfinished(row, pair) else problem, scores=scores,
         place=tuple(place) if isinstance(place, list) else None,
     )  # fmt: skip

@@ -46,9 +46,6 @@ PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd numbe
 KEY = struct.Struct("<QQ")
 
 
-# ---- units -----------------------------------------------------------------------------------
-
-
 def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
     """Return the units in the order of the output: each part of a large file is one, small files share one."""
     units: list[Unit] = []
@@ -64,9 +61,6 @@ def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
             units[-1].parts.append(Part(file.path, file.name, begin, end, size, f"{file.size} {file.stamp}"))
             room -= size
     return units
-
-
-# ---- counts ----------------------------------------------------------------------------------
 
 
 class Problems(readers.Report):
@@ -86,9 +80,6 @@ class Problems(readers.Report):
         self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
         if len(self.shown) < SHOWN:
             self.shown.append(what)
-
-
-# ---- documents -------------------------------------------------------------------------------
 
 
 def pieces_of(text: str) -> list[str]:
@@ -251,9 +242,6 @@ def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, probl
         counts.bad[part.name] += problems.problems.total()
     if problems.problems["truncated_file"]:
         counts.torn.append(part.name)
-
-
-# ---- tokens ----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)

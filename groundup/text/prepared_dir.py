@@ -140,10 +140,17 @@ def publish(work: Path, out_dir: Path) -> None:
 
 
 def verify_directory(directory: Path) -> int:
+    """Check every byte of a prepared directory and print its splits. Raise UserError."""
     if is_rows(directory):
-        return verify_rows(directory)
-    manifest = verify_tokens(directory)
-    if Tokenizer.load(directory).fingerprint() != manifest["tokenizer_fingerprint"]:
+        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        for entry in manifest["splits"].values():
+            for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
+                verify_sha256(directory / name, sha256)
+        fits = chat_tokens_fit(directory, manifest)
+    else:
+        manifest = verify_tokens(directory)
+        fits = Tokenizer.load(directory).fingerprint() == manifest["tokenizer_fingerprint"]
+    if not fits:
         raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     print_splits(manifest)
     print(f"prepare: {directory} is as it was written")
@@ -156,15 +163,3 @@ def is_rows(directory: Path) -> bool:
         return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def verify_rows(directory: Path) -> int:
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-    for entry in manifest["splits"].values():
-        for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
-            verify_sha256(directory / name, sha256)
-    if not chat_tokens_fit(directory, manifest):
-        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
-    print_splits(manifest)
-    print(f"prepare: {directory} is as it was written")
-    return 0

@@ -10,7 +10,7 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.text import answer_pairs
 from groundup.text.recipe import Recipe
-from groundup.text.selection import Selection, Share
+from groundup.text.selection import Selection, SourceDocs
 from groundup.text.units import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Input, Unit, read_samples
 from groundup.tokens.row_reader import ROWS_FORMAT
 
@@ -27,7 +27,7 @@ def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:
             f.write("\t".join(map(str, columns)) + "\n")
 
 
-def check_train(parts: list[Share]) -> None:
+def check_train(parts: list[SourceDocs]) -> None:
     """Raise UserError if train is empty; print a warning for each source that gives it nothing."""
     for part in parts:
         if part.source.name and not (part.splits == 0).any():
@@ -50,7 +50,7 @@ def reason_counts(chosen: Selection) -> dict[str, int]:
 
 
 def summarize(
-    info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[Share], recipe: Recipe
+    info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs], recipe: Recipe
 ) -> None:
     """Put the counts of documents and bytes into `info`, and check that read = kept + dropped."""
     sizes = np.bincount(chosen.fates, chosen.rows["n_bytes"], len(REASONS)).astype(np.int64).tolist()

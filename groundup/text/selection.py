@@ -18,9 +18,6 @@ from groundup.text.units import EXACT, KEPT, NEAR, SCORE, Counts, Unit, read_kep
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
 
-# ---- documents compared with each other ------------------------------------------------------
-
-
 @dataclass
 class Selection:
     """All documents of all units, in order, and why each is kept or dropped."""
@@ -97,9 +94,6 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     chosen.partner[copies], chosen.similarity[copies] = candidates[found.partner], found.similarity
 
 
-# ---- splits ----------------------------------------------------------------------------------
-
-
 def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
     """Return the splits of `assign`; print a warning if val was empty and got a document."""
     by_prompt = recipe.kind == "preference"
@@ -123,7 +117,7 @@ def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
     return text[:val_begin], text[val_begin:test_begin], text[test_begin:]
 
 
-class Share(NamedTuple):
+class SourceDocs(NamedTuple):
     """The kept documents of one source."""
 
     source: Source
@@ -132,7 +126,7 @@ class Share(NamedTuple):
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
 
 
-def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
+def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits. Pairs of all sources are split together: a prompt
     may be in several sources, and must not be in two splits."""
     of_unit = np.array([unit.source for unit in units], np.int64)
@@ -146,7 +140,7 @@ def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
         rows = kept[of_row[kept] == number]
         own = [unit for unit in units if unit.source == number]
         if recipe.kind == "preference":
-            found.append(Share(source, own, rows, of_pairs[rows]))
+            found.append(SourceDocs(source, own, rows, of_pairs[rows]))
             continue
         held_out = chosen.rows["held_out"][rows]
         if recipe.hold_out and len(rows) and not held_out.any():
@@ -154,7 +148,7 @@ def shares(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[Share]:
             print(f"prepare: warning: hold_out={recipe.hold_out} takes none of so few conversations{of}")
         splits = np.full(len(rows), ROW_SPLITS.index("held_out"), np.uint8)
         splits[~held_out] = splits_of(chosen.rows["position"][rows[~held_out]], recipe, source.name)
-        found.append(Share(source, own, rows, splits))
+        found.append(SourceDocs(source, own, rows, splits))
     return found
 
 

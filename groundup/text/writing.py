@@ -9,7 +9,7 @@ import numpy as np
 from groundup.files.splits import SPLITS
 from groundup.text.quality import NgramModel
 from groundup.text.recipe import Recipe
-from groundup.text.selection import ROW_SPLITS, Selection, Share, cut
+from groundup.text.selection import ROW_SPLITS, Selection, SourceDocs, cut
 from groundup.text.units import EXACT, KEPT, Unit, read_kept, unit_fates
 from groundup.tokens.chat_files import ConversationWriter
 from groundup.tokens.token_files import ShardWriter, file_sha256, token_dtype
@@ -21,11 +21,11 @@ class Tokens:
 
     OPEN = 64  # files at once: a system allows a process some 1,000
 
-    def __init__(self, share: Share, dtype: np.dtype, work: Path) -> None:
-        self.share, self.dtype, self.work = share, dtype, work
-        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in share.units]
+    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path) -> None:
+        self.docs, self.dtype, self.work = docs, dtype, work
+        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
         empty = np.zeros(0, np.int64)
-        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in share.units
+        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in docs.units
         self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # (n,) in its unit's ids
         self.length = np.concatenate([empty, *lengths])  # (n,)
         self.mapped: dict[int, np.ndarray] = {}
@@ -35,28 +35,30 @@ class Tokens:
         if unit not in self.mapped and length:
             if len(self.mapped) == self.OPEN:
                 del self.mapped[next(iter(self.mapped))]
-            self.mapped[unit] = np.memmap(self.share.units[unit].file(self.work, "tokens"), self.dtype, "r")
+            self.mapped[unit] = np.memmap(self.docs.units[unit].file(self.work, "tokens"), self.dtype, "r")
         return self.mapped[unit][begin : begin + length] if length else np.zeros(0, self.dtype)
 
 
-def document_order(share: Share, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
+def document_order(docs: SourceDocs, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
     """Return the order in which a source's documents are written, (n,) int64."""
     if recipe.order == "input":
-        return np.arange(len(share.rows))
+        return np.arange(len(docs.rows))
     if recipe.order == "hash":
-        return np.argsort(chosen.rows["position"][share.rows], kind="stable")
+        return np.argsort(chosen.rows["position"][docs.rows], kind="stable")
     if recipe.order == "length":
         return np.argsort(tokens.length, kind="stable")
     if recipe.order == "score":
-        return np.argsort(chosen.rows["score"][share.rows], kind="stable")
+        return np.argsort(chosen.rows["score"][docs.rows], kind="stable")
     model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[recipe.order])
-    for i in np.flatnonzero(share.splits == 0).tolist():
+    for i in np.flatnonzero(docs.splits == 0).tolist():
         model.add(tokens.ids(i))
-    added = (share.splits == 0).tolist()
+    added = (docs.splits == 0).tolist()
     return np.argsort([model.difficulty(tokens.ids(i), added[i]) for i in range(len(added))], kind="stable")
 
 
-def write_splits(parts: list[Share], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
+def write_splits(
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path
+) -> list[dict]:
     """Copy the tokens into the shards of their sources and splits. Return the shards for the manifest."""
     dtype, shards = token_dtype(tokenizer.vocab_size), []
     for part in parts:
@@ -87,7 +89,7 @@ def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) ->
     return shards
 
 
-def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
+def write_jsonl(parts: list[SourceDocs], chosen: Selection, work: Path) -> dict:
     """Write conversations or pairs as train.jsonl, val.jsonl, ... Return {split: its entry in the manifest}."""
     splits = {}
     names = [part.source.name for part in parts]
@@ -107,7 +109,7 @@ def write_jsonl(parts: list[Share], chosen: Selection, work: Path) -> dict:
     return splits
 
 
-def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
+def units_of_split(number: int, parts: list[SourceDocs], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
     """Yield the units in order, each with (n,) bool: which of its documents are in that split."""
     inside = np.zeros(len(chosen.rows), bool)
     for part in parts:
@@ -116,7 +118,9 @@ def units_of_split(number: int, parts: list[Share], chosen: Selection) -> Iterat
         yield unit, inside[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
 
 
-def write_conversations(splits: dict, parts: list[Share], chosen: Selection, tokenizer: Tokenizer, work: Path) -> None:
+def write_conversations(
+    splits: dict, parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer, work: Path
+) -> None:
     """Write the ids and masks of the rows of write_jsonl in their order, without those held out. Add the files to the
     manifest's entries in `splits`."""
     dtype = token_dtype(tokenizer.vocab_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.files import row_formats
-from groundup.files.splits import said
+from groundup.files.splits import dialogue_text
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_rows_manifest, read_source
 from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, token_dtype
 from tokenizer import Tokenizer
@@ -142,7 +142,7 @@ class ChatReader(RowReader):
             raise Unusable(problem)
         answered = row_formats.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)
-        return said(answered), tokenize(answered, self.tokenizer) if self.tokenizer else answered
+        return dialogue_text(answered), tokenize(answered, self.tokenizer) if self.tokenizer else answered
 
 
 def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRows:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from groundup.files import row_formats, text_keys
-from groundup.files.splits import said
+from groundup.files.splits import dialogue_text
 from groundup.tokens.batches import in_each
 from groundup.tokens.chat_files import fingerprint_of, sha256_of
 from groundup.tokens.conversations import columns_for
@@ -89,7 +89,7 @@ class PairReader(RowReader):
         if np.array_equal(ids.chosen, ids.rejected):
             raise Unusable("equal answers", "as tokens")
         margin = text_keys.as_score(row, "margin")
-        return said(pair.prompt), ids._replace(margin=margin if math.isfinite(margin) else 0.0)
+        return dialogue_text(pair.prompt), ids._replace(margin=margin if math.isfinite(margin) else 0.0)
 
 
 # ---- many pairs ------------------------------------------------------------------------------------------------------

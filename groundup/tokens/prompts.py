@@ -18,7 +18,7 @@ import numpy as np
 
 from groundup.files import row_formats
 from groundup.files.answer_files import NoPair, conversation_of
-from groundup.files.splits import said
+from groundup.files.splits import dialogue_text
 from groundup.tokens.corpus import RowCorpus
 from groundup.tokens.mixture import Mixture
 from groundup.tokens.row_reader import RowReader, SourceRows, Unusable
@@ -66,7 +66,7 @@ class PromptReader(RowReader):
         ids = self.tokenizer.render(messages, add_generation_prompt=True)[0]
         if len(ids) > self.longest:
             raise Unusable(f"longer than {self.longest} tokens: no room for an answer", f"{len(ids)} tokens")
-        return said(messages), Prompt(messages, ids, row if isinstance(row, dict) else {"row": row}, place)
+        return dialogue_text(messages), Prompt(messages, ids, row if isinstance(row, dict) else {"row": row}, place)
 
 
 class Prompts:
