@@ -26,16 +26,12 @@ def run(function: Callable[[Unit], Any], units: list[Unit], workers: int, what: 
     """Return function(unit) of every unit. Raise what a worker raised, WorkerLost if one was killed."""
     results: list[Any] = [None] * len(units)
     workers = min(workers, len(units))
-    done = in_processes(function, units, workers, work) if workers > 1 else in_turn(function, units)
+    done = in_processes(function, units, workers, work) if workers > 1 else enumerate(map(function, units))
     with tqdm(total=sum(unit.size for unit in units), unit="B", unit_scale=True, desc=what, disable=None) as progress:
         for number, result in done:
             results[number] = result
             progress.update(units[number].size)
     return results
-
-
-def in_turn(function: Callable[[Unit], Any], units: list[Unit]) -> Iterator[tuple[int, Any]]:
-    return ((number, function(unit)) for number, unit in enumerate(units))
 
 
 def in_processes(
