@@ -5,9 +5,10 @@ A script writes its settings as plain assignments with a trailing comment, then 
     python pretrain.py config/small.py --learning_rate=1e-3        # default < files < flags, wherever they stand
     python pretrain.py --help                                      # every key: type, default and its comment
 
-Keys are the script's public lowercase bool, int, float and str names. The set is closed and typed: an unknown key or a
-value of another type is one line on standard error and exit status 1. An override file is Python that you run, so it
-may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, imports and functions stay its own.
+Keys are the script's public lowercase bool, int, float and str names. Only these keys exist and each keeps its type: an
+unknown key or a value of another type prints one line on standard error and exits with status 1. An override file is
+Python that you run, so it may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, imports
+and functions stay its own.
 """
 
 import ast
@@ -182,7 +183,7 @@ def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> st
     lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
     lines += lines_of([key for key in keys if key not in shared])
     if shared:
-        lines += ["", "shared keys, the same in every script that trains:", *lines_of([k for k in keys if k in shared])]
+        lines += ["", "shared keys, same meaning in every trainer:", *lines_of([k for k in keys if k in shared])]
     return "\n".join(lines)
 
 

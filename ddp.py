@@ -119,7 +119,7 @@ class DDP:
     ) -> None:  # fmt: skip
         """Move the weights into flat buffers and copy rank 0's weights and buffers to all ranks.
 
-        Call it after moving the model to its device and dtype and after freezing parameters. Raises UserError on all
+        Call it after moving the model to its device and dtype and after freezing parameters. Raise UserError on all
         ranks if they hold different models.
         bucket_mb: largest size to which blocks are merged. 0 takes a twelfth of the model between 1 and 25 MiB: enough
             buckets to start early, each large enough to hide the latency of its collective.
@@ -241,7 +241,8 @@ class DDP:
     # -- step: wait for the rest, then update or defer
 
     def expect_step(self, optimizer: Optimizer, lr: float) -> None:
-        """Call before a synced backward: overlap_step="backward" updates with these; without the call, as "forward"."""
+        """Call before a synced backward: with overlap_step="backward" each bucket is then updated during backward with
+        this optimizer and lr. Without the call, buckets are updated as with "forward"."""
         if self.overlap_step == "backward":
             self._expected = optimizer, lr
 
@@ -253,7 +254,7 @@ class DDP:
 
         Return the global norm before clipping, without the loss scale: 0-d float32 on the model's device. All ranks
         share the gradients and so the norm: if it is not finite, all of them skip the update. Does not wait for the
-        GPU, except with overlap_step="backward". Raises UserError on all ranks if a gradient is missing on any.
+        GPU, except with overlap_step="backward". Raise UserError on all ranks if a gradient is missing on any.
         """
         if reason := conflict("", self.overlap_step, False, clip, scaler is not None and scaler.is_enabled()):
             raise UserError(f"ddp: {reason}")
@@ -405,7 +406,7 @@ class DDP:
 
 
 def conflict(compress: str, overlap_step: str, zero1: bool, clip: float = 0.0, scaled: bool = False) -> str:
-    """Why these options do not go together, or an empty string. `scaled`: float16 with a GradScaler."""
+    """Return why these options cannot be combined, or "". `scaled`: float16 with a GradScaler."""
     if overlap_step not in ("off", "forward", "backward"):
         return f"overlap_step must be one of off, forward, backward, got {overlap_step!r}"
     if zero1 and compress not in ("none", "fp16", "bf16"):
@@ -464,7 +465,7 @@ def make_buckets(
 
 
 def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str], list[tuple[str, nn.Parameter]]]]:
-    """(blocks, named trainable parameters) of each bucket, in the order in which backward finishes them.
+    """Return (blocks, named trainable parameters) for each bucket, in the order in which backward finishes them.
 
     Buckets end where blocks end (`model.layers`, else the top-level children), so that a block's weights are never
     half updated. The parameters before and after the blocks (embedding; final norm and head) get buckets of their own.

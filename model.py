@@ -126,8 +126,8 @@ class Transformer(nn.Module):
     def hidden(self, idx: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
         """idx (B, T) int64 -> hidden states after the final norm (B, T, C).
 
-        documents (B, T) int64: the number of each token's document; a document begins where the number changes, and
-        padding may be one. Each document is computed as if it were alone in its row. Not with a cache."""
+        documents (B, T) int64: the number of each token's document. A new document begins where the number changes;
+        give padding a number of its own. Each document is computed as if it were alone in its row. Not with a cache."""
         assert cache is None or documents is None, "with a cache each row is one document"
         starts = mask = borders = None
         if cache is not None:
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         return F.dropout(x, self.cfg.dropout, self.training)
 
     def confine(self, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """(mask, borders), one of them None: how attention in `dtype` keeps to the documents that begin at `starts`."""
+        """Return (mask, borders), which restrict attention to the documents that begin at `starts`; one is None."""
         B, T = starts.shape
         dropped = self.training and self.cfg.dropout > 0
         if starts.is_cpu:
@@ -260,7 +260,7 @@ class RMSNorm(nn.Module):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's if it is on, else that of x."""
+    """Return the dtype of matrix products: autocast's if it is on, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -296,7 +296,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
-    """Attention to the past by the fastest kernel. mask (B, 1, T, T): see `mask_of`; None = the whole past."""
+    """Return causal attention, by the fastest kernel. mask (B, 1, T, T): see `mask_of`; None = the whole past."""
     n_sharing = q.shape[1] // k.shape[1]  # heads that share keys
     if q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
         return plain_causal_attention(q, k, v, dropout, mask)

@@ -202,8 +202,9 @@ if __name__ == "__main__":
     if plan_only and (vocab_size or source) and not any(path.exists() for path in paths):
         print(describe(choose_architecture(config, source, 0), epochs=""))
         sys.exit(0)
-    if Path(data_dir).name == "debug" and not Path(data_dir).exists():
-        debug_data.make_debug_data(data_dir)
+    for path in paths:
+        if path.name == "debug" and not path.exists():
+            debug_data.make_debug_data(path)
     corpus = TextCorpus(data_dir, block_size, pack, val_data)
     unknown = stop_on and (stop_on not in corpus.val or len(corpus.val) == 1)
     run.refuse(unknown, f"stop_on={stop_on!r} is no loss of its own in the log; it has {', '.join(corpus.val)}")

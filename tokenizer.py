@@ -90,8 +90,8 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
     """Return a tokenizer trained on `texts` with `vocab_size` ids in all, rounded up to a multiple of SIZE_STEP.
 
     Ids of bpe: 256 bytes, merges, SPECIALS, <|reserved_i|>; fewer than asked for if no pair is left to merge.
-    pattern, for bpe: a name of PATTERNS. Raise UserError: no text, unknown names, vocab_size too small (for
-    sentencepiece also too small or too large for the text).
+    pattern, for bpe: a name of PATTERNS. Raise UserError if there is no text, a name is unknown, or
+    vocab_size is too small (with sentencepiece also if it is too large for the text).
     """
     if backend not in ("bpe", "sentencepiece"):
         raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")

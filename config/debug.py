@@ -1,4 +1,4 @@
-"""Touches every line of pretrain.py in seconds: makes its own small corpus and tokenizer, saves, evaluates, samples.
+"""Runs all of pretrain.py in seconds: makes its own small corpus and tokenizer, saves, evaluates, samples.
 
     python pretrain.py config/debug.py
     torchrun --standalone --nproc_per_node=2 pretrain.py config/debug.py        # the same losses

@@ -1,4 +1,4 @@
-"""Touches every line of dpo.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
+"""Runs all of dpo.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
 
     python dpo.py config/debug_dpo.py
     torchrun --standalone --nproc_per_node=2 dpo.py config/debug_dpo.py        # the same losses

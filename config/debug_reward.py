@@ -1,4 +1,4 @@
-"""Touches every line of reward.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
+"""Runs all of reward.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
 The better answer is that of the question, the other one its words in reverse: about 90 % of held-out pairs are right.
 
     python reward.py config/debug_reward.py

@@ -1,4 +1,4 @@
-"""Touches every line of rl.py in seconds: makes its own prompts, tokenizer and tiny model, saves, evaluates. A model of
+"""Runs all of rl.py in seconds: makes its own prompts, tokenizer and tiny model, saves, evaluates. A model of
 random weights learns to come to an end: an answer that does gets 1, and a little less the longer it is.
 
     python rl.py config/debug_rl.py

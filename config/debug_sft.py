@@ -1,4 +1,4 @@
-"""Touches every line of sft.py in seconds: makes its own conversations, tokenizer and tiny model, saves, evaluates.
+"""Runs all of sft.py in seconds: makes its own conversations, tokenizer and tiny model, saves, evaluates.
 
     python sft.py config/debug_sft.py
     torchrun --standalone --nproc_per_node=2 sft.py config/debug_sft.py        # the same losses

@@ -105,7 +105,7 @@ def one_for_each(params: Iterable[SamplingParams]) -> Iterator[SamplingParams]:
 
 
 class Session:
-    """One text that grows in turns. The cache is kept: of the next prompt only what differs from it is read."""
+    """One text that grows in turns. The cache is kept between turns, so only new tokens of a prompt are computed."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, compile: bool = False) -> None:
         self.engine = Engine(model, tokenizer, rows=1, length=0, compile=compile)
