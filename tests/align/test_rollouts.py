@@ -134,7 +134,7 @@ def test_answers_that_do_not_count_have_no_token(tokenizer, drawn):
     batches = list(answers.batches(5))
     assert sum(len(batch.x) for batch in batches) == len(drawn)
     places = torch.cat([batch.place for batch in batches]).sort().values
-    assert torch.equal(places, answers.learnt.nonzero().flatten())
+    assert torch.equal(places, answers.learned.nonzero().flatten())
     assert len(places) == sum(len(one.ids) for one in drawn if one.finished)
 
 

@@ -145,7 +145,7 @@ def plan_bytes(output: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--activation_checkpointing=True"]])
 def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
-    """And not far below, with a vocabulary of 32,768. The interpreter and its libraries, 0.3 GiB, are not in it."""
+    """And not far below, with a vocabulary of 32,768. Python with its libraries, up to 0.4 GiB, is not in it."""
     flags = ["--n_layer=6", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=32768", "--block_size=256"]
     flags += ["--batch_size=8", "--max_steps=2", "--log_every=1", "--eval_steps=1", f"--data_dir={data_dir}", *how]
     flags += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", f"--out_dir={tmp_path / 'out'}"]
@@ -156,7 +156,7 @@ def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     peak, planned = tp.events(tmp_path / "out", "train")[-1]["memory_gib"] * 2**30, plan_bytes(done.stdout)
-    assert 0.8 * planned < peak < planned + 0.3 * 2**30
+    assert 0.8 * planned < peak < planned + 0.4 * 2**30
 
 
 # ---- on a GPU (has not run) ------------------------------------------------------------------------------------------
