@@ -551,6 +551,7 @@ def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
             report(check.__name__, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [c for c in CHECKS if c not in OF_SEVERAL], ids=lambda check: check.__name__)
 def test_one_process(check: Callable) -> None:
     check(ranks.World(rank=0, local_rank=0, world_size=1))

@@ -305,6 +305,7 @@ def means_of(out: Path, event: str, key: str) -> list[float]:
     return [e[key] for e in tp.events(out, event)]
 
 
+@pytest.mark.slow
 def test_margins_grow_from_nothing_and_the_reference_stays(run, tmp_path, base):
     """Loss ln 2 and margins 0 before and in the first step; after the run the reference is still that of init_from."""
     flags = ["--max_steps=30", "--learning_rate=2e-3", "--eval_every=15", "--eval_steps=0"]
@@ -421,6 +422,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--lora_dropout=0.1"]],
     ids=["all", "lora"],

@@ -231,6 +231,7 @@ def test_documents_of_a_row_are_as_if_alone(shape):
     assert (unconfined - want).abs()[:, 8:].amax(dim=-1).min() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "plain"])
 def test_gradients_of_documents_are_as_if_alone(way, monkeypatch):
     net = random_model(tiny_config(n_kv_head=2))

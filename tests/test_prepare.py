@@ -277,6 +277,7 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(pipeline, name, value)
@@ -297,6 +298,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.slow
 def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
     run(tmp_path / "whole", input=corpus, tokenizer_dir=tok)
     for name, value in SMALL.items():
@@ -353,6 +355,7 @@ def kill_at(has_come: Callable[[Path], object], arguments: list[str], directory:
     return killed
 
 
+@pytest.mark.slow
 @needs_proc
 def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 40_000}
@@ -421,6 +424,7 @@ def test_next_run_waits_for_workers_of_a_killed_one(tmp_path):
     assert not waiting.is_alive()
 
 
+@pytest.mark.slow
 def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     write_jsonl(tmp_path / "x.jsonl", texts(30))
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
@@ -435,6 +439,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok}
@@ -456,6 +461,7 @@ def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpu
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_exception_in_a_worker_surfaces(tmp_path, tok, corpus, workers, monkeypatch):
     for name, value in SMALL.items():
@@ -573,6 +579,7 @@ def test_another_run_of_the_same_directory_is_an_error(tmp_path, tok):
 # ---- bad input -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypatch, capsys):
     for name, value in SMALL.items():
@@ -760,6 +767,7 @@ def peak_mb(out_dir: Path, path: Path, tok: str, workers: int) -> float:
     return int(done.stdout.split()[-1]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_memory_does_not_grow_with_the_input(tmp_path, tok, workers):
     documents = texts(2000)

@@ -119,6 +119,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 # ---- it trains ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
     assert run("--max_steps=60", "--eval_every=30", "--save_every=30", "--sample_prompts=The |中文") == 0
     out = tmp_path / "out"
@@ -131,6 +132,7 @@ def test_loss_falls_and_the_run_directory_is_complete(run, tmp_path):
     assert events(out, "train")[-1]["tokens"] == 60 * 64
 
 
+@pytest.mark.slow
 def test_logged_figures_are_those_of_the_model_and_the_text(run, tmp_path, data_dir):
     """val_loss, val_bpb and the first training loss, computed again with plain cross-entropy."""
     assert run("--max_steps=1", "--eval_steps=0") == 0
@@ -171,6 +173,7 @@ def test_bfloat16_computes_in_bfloat16(run, monkeypatch):
     assert seen == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
     assert run("--max_steps=8", "--dropout=0.2", "--eval_every=100", f"--out_dir={tmp_path / 'a'}") == 0
     flags = ["--eval_every=1", "--save_every=2", "--sample_prompts=def "]
@@ -178,6 +181,7 @@ def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_config_of_a_run_runs_again(run, tmp_path):
     assert run("--max_steps=4") == 0
     shutil.copy(tmp_path / "out" / "config.py", tmp_path / "again.py")
@@ -196,6 +200,7 @@ def test_compiled_models_train_like_eager_ones(run, tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_save_comes_before_its_evaluation_and_best_goes_by_it(run, tmp_path, monkeypatch):
     """Memory that ends in an evaluation costs no step: the checkpoint is there. The resumed run evaluates at once."""
     flags = ["--max_steps=8", "--save_every=4", "--eval_every=4", "--keep_last=0", "--async_save=False"]
@@ -229,6 +234,7 @@ def test_steps_of_warm_up_win_over_a_fraction(script):
     assert warmup_of(defaults | {"warmup_steps": 7}) == 7
 
 
+@pytest.mark.slow
 def test_more_shapes_than_torch_compiles_by_default_are_compiled():
     """Every trainer compiles by compile_blocks; beyond recompile_limit torch runs eager without a word."""
     graphs = []
@@ -245,6 +251,7 @@ def test_more_shapes_than_torch_compiles_by_default_are_compiled():
     assert len(graphs) >= 20
 
 
+@pytest.mark.slow
 def test_removed_settings_are_read_where_they_were_off_and_named_where_not(run, tmp_path, capsys):
     path = tmp_path / "old.py"
     path.write_text("max_steps = 1\ncompile_whole = False\nstable_lr = 0.0\ndomain = ''\n", encoding="utf-8")
@@ -306,6 +313,7 @@ def taken(monkeypatch, data_dir) -> list[list[int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_staged_mixture_takes_and_logs_exact_shares(run, tmp_path, mixed, taken, capsys):
     """Counted from the batches, through two resumptions; the annealing stage shows in the log."""
     flags = [f"--data_dir={STAGED.format(mixed)}", "--total_batch_tokens=1024", "--batch_size=8", "--eval_every=5"]
@@ -349,6 +357,7 @@ def test_validation_of_a_source_is_that_of_its_windows(run, tmp_path, mixed):
     assert last["val_loss"] == pytest.approx((weights * means).sum() / weights.sum(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsys):
     """The source is taken that many times and no more; the log says when its share went to the other."""
     n_windows = TextCorpus(str(mixed), 32).order(0, 1, 1).samplers[1].n_windows
@@ -362,6 +371,7 @@ def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsy
     assert "max_epochs='2' the data end after step" in end and not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_a_curriculum_goes_on_after_a_resumption(run, tmp_path, mixed, taken, capsys):
     flags = [f"--data_dir={mixed}/even", "--competence=0.1", "--competence_steps=6", "--dropout=0.1", "--eval_every=3"]
     for out, stops in {"straight": (8,), "broken": (3, 8)}.items():
@@ -372,6 +382,7 @@ def test_a_curriculum_goes_on_after_a_resumption(run, tmp_path, mixed, taken, ca
     assert "competence=0.1 (asked 1.0), competence_steps=6 (asked 0)" in message
 
 
+@pytest.mark.slow
 def test_sources_that_changed_are_refused(run, tmp_path, mixed, capsys):
     assert run(f"--data_dir={mixed}/even=3,{mixed}/odd=1", "--max_steps=2") == 0
     assert "stages=[[0, [768, 256]]] (asked [[0, [614, 410]]])" in refused(
@@ -382,6 +393,7 @@ def test_sources_that_changed_are_refused(run, tmp_path, mixed, capsys):
     assert run(f"--data_dir={mixed}/even=6,{mixed}/odd=2", "--max_steps=3") == 0  # the same shares
 
 
+@pytest.mark.slow
 def test_a_stage_can_be_added_before_it_begins(run, tmp_path, mixed, capsys):
     one, two = f"0: {mixed}/even", f"0: {mixed}/even; 3: {mixed}/even=1,{mixed}/odd=1"
     flags = ["--eval_every=5", "--decay_steps=5"]
@@ -408,6 +420,7 @@ def document_losses(model: Transformer, x: torch.Tensor, y: torch.Tensor, eot_id
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
     for flag in ("True", "False"):
         flags = [f"--data_dir={mixed}/odd", "--max_steps=20", "--eval_steps=3", f"--doc_mask={flag}"]
@@ -422,6 +435,7 @@ def test_doc_mask_confines_training_and_validation(run, tmp_path, mixed):
     assert losses(tmp_path / "True") != losses(tmp_path / "False")
 
 
+@pytest.mark.slow
 def test_packed_rows_train_with_a_mean_over_their_valid_targets(run, tmp_path, mixed):
     """The first losses against hand arithmetic; the same in one and in four micro-steps."""
     write_documents(tmp_path / "packed", mixed, shortest=18, longest=40)
@@ -550,6 +564,7 @@ def refused(run, capsys, *flags: str) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
@@ -594,6 +609,7 @@ def test_compile_without_a_compiler_is_one_line(run, capsys, monkeypatch):
     assert "needs a C++ compiler" in refused(run, capsys, "--compile=True")
 
 
+@pytest.mark.slow
 def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     before = sorted(p.name for p in (tmp_path / "out").iterdir())
@@ -604,6 +620,7 @@ def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2", "--resume=never", "--overwrite=True", "--n_layer=3") == 0
 
 
+@pytest.mark.slow
 def test_overwrite_deletes_a_run_and_nothing_else(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     flags = ["--max_steps=2", "--resume=never", "--overwrite=True"]

@@ -64,6 +64,7 @@ def test_imports_go_down_or_stay_in_the_room(name):
         assert floor(other) < floor(name) or beside, f"{name} imports {other}"
 
 
+@pytest.mark.slow
 def test_no_file_imports_itself_by_way_of_others():
     graph = {name: imports(path) for name, path in FILES.items()}
     while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
@@ -77,6 +78,7 @@ def test_data_work_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.slow
 def test_importing_prints_nothing_and_makes_nothing(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(sorted(FILES))}"
     done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
@@ -84,6 +86,7 @@ def test_importing_prints_nothing_and_makes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_every_key_with_a_comment(script):
     """In three seconds; of a trainer, the shared settings under a heading of their own."""

@@ -346,6 +346,7 @@ runpy.run_path("reward.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1"]], ids=["all", "lora"])
 def test_a_run_killed_in_a_save_continues_to_the_bit(run, base, tmp_path, flags):
     """kill -9 in the second save, all written but the checksums; then the same command."""
@@ -675,6 +676,7 @@ def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
         run(*common, "--max_steps=3")
 
 
+@pytest.mark.slow
 def test_the_debug_run_learns(run, tmp_path, monkeypatch):
     """As it is shipped; the longer answer is not the better one."""
     monkeypatch.chdir(tmp_path)

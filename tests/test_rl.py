@@ -207,6 +207,7 @@ def test_equal_rewards_teach_nothing(run, tmp_path):
     assert column(tmp_path / "out", "eval", "reward") == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.slow
 def test_groups_of_equal_rewards_are_drawn_anew(run, tmp_path):
     common = ["--reward=even", "--group_size=2", "--prompts_per_step=16", "--max_steps=1", "--kl_coef=0"]
     for times in (0, 1, 4):
@@ -216,6 +217,7 @@ def test_groups_of_equal_rewards_are_drawn_anew(run, tmp_path):
     assert found[4]["flat_groups"] < found[1]["flat_groups"] < found[0]["flat_groups"]
 
 
+@pytest.mark.slow
 def test_unfinished_answers_by_rule(run, base, tmp_path):
     """masked: the gradient is that of the finished ones among themselves, by hand."""
     assert run("--unfinished=mask", "--max_steps=1", "--kl_coef=0") == 0
@@ -267,6 +269,7 @@ def test_updates_of_the_critic_without_a_finite_gradient_are_counted(run, tmp_pa
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -287,6 +290,7 @@ def test_rewards_rise(run, base, tmp_path, flags):
     assert abs(kls[0]) < 0.5 < kls[-1] and all(map(math.isfinite, kls))
 
 
+@pytest.mark.slow
 def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
     common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12"]
     for coef in (0.0, 1.0):
@@ -295,6 +299,7 @@ def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
     assert 0 < held < free / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--minibatches=2"], ["--algorithm=ppo", "--epochs_per_step=2"]])
 def test_any_micro_batches_give_the_same_steps(run, tmp_path, flags):
     for rows in (16, 3, 1):
@@ -305,6 +310,7 @@ def test_any_micro_batches_give_the_same_steps(run, tmp_path, flags):
             assert column(tmp_path / str(rows), "train", key) == pytest.approx(one, rel=1e-3, abs=1e-5), (key, rows)
 
 
+@pytest.mark.slow
 def test_every_kind_of_reference_gives_the_same_run(run, tmp_path):
     for kind in ("model", "adapter_off"):
         flags = ["--trainable=lora", f"--reference={kind}", f"--out_dir={tmp_path / kind}", "--learning_rate=1e-2"]
@@ -338,6 +344,7 @@ def test_a_critic_may_begin_as_the_reward_model(run, base, tmp_path):
     assert found > 2 * zeros > 0
 
 
+@pytest.mark.slow
 def test_half_precision_trains(run, tmp_path):
     for kind in ("bfloat16", "float16"):
         flags = [f"--dtype={kind}", "--max_steps=2", "--algorithm=ppo", f"--out_dir={tmp_path / kind}"]
@@ -372,6 +379,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_continues_to_the_bit(run, tmp_path, name):
     """From the checkpoint of step 2, which is all that is left of a run."""
@@ -580,6 +588,7 @@ def test_a_reward_model_or_critic_of_another_tokenizer_is_refused(run, base, tmp
         assert isinstance(caught.value, UserError)
 
 
+@pytest.mark.slow
 def test_every_shipped_config_trains(run, tmp_path):
     for path in sorted(ROOT.glob("config/*.py")):
         if f" rl.py config/{path.name}" in path.read_text(encoding="utf-8"):

@@ -388,6 +388,7 @@ def test_an_answer_longer_than_the_context_leaves_half_of_it_to_the_history(tune
     assert len(talk.turns) == 2 and talk.dropped == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_only(tuned, capsys):
     net, tokenizer = tuned
     params = params_of(tokenizer, net, max_new_tokens=200, ignore_eos=True, seed=1)
@@ -480,6 +481,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_chat_on_a_terminal(runs, tuned):
     """Chinese, a paste of two lines as one message, Ctrl-C at the prompt, Ctrl-D, input history."""
@@ -503,6 +505,7 @@ def test_chat_on_a_terminal(runs, tuned):
     assert "从前有一只猫" in home.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_ctrl_c_on_a_terminal(runs, tuned):
     """In an answer, which it stops, and then at the prompt, where it leaves."""
@@ -544,6 +547,7 @@ def head(n_prompts: int, n_done: int, block_size: int = 64, batch_size: int = 16
 FILE_FLAGS = ["--prompts=q.jsonl", "--out=a.jsonl", "--max_new_tokens=12", "--n=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_a_file_of_prompts_equals_one_by_one(runs, tmp_path, batch_size):
     rows = write_prompts(tmp_path / "q.jsonl", 7)
@@ -648,6 +652,7 @@ def test_half_a_surrogate_pair_survives(runs, tmp_path):
     assert answer["prompt"] == "a\ud800b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_continued_after_an_interruption(runs, tmp_path, number, code):
     rows = write_prompts(tmp_path / "q.jsonl", 60)
@@ -795,6 +800,7 @@ def test_mistakes_are_one_line(runs, arguments, words):
     assert ended.err.count("\n") == 1 and all(word in ended.err for word in words), ended.err
 
 
+@pytest.mark.slow
 def test_a_mistake_on_a_real_command_line(runs):
     line = [sys.executable, *command("--prompt=The", "--top_p=2")]
     done = subprocess.run(line, cwd=runs, env=environment(runs), capture_output=True, encoding="utf-8", timeout=120)
@@ -809,6 +815,7 @@ def test_no_run_yet_is_one_line(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(runs):
     line = [sys.executable, *command("--n=20", "--ignore_eos=True")]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -297,6 +297,7 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags):
     assert_same_run(straight, left)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save."""
     common = ["--trainable=embed,lm_head,lora", "--lora_dropout=0.1"]
@@ -451,6 +452,7 @@ def test_a_resume_with_other_adapters_is_refused(run, tmp_path, capsys):
         assert isinstance(caught.value, UserError)
 
 
+@pytest.mark.slow
 def test_every_shipped_config_trains(run, tmp_path):
     for path in sorted(ROOT.glob("config/*.py")):
         if f" sft.py config/{path.name}" in path.read_text(encoding="utf-8"):

@@ -59,6 +59,7 @@ def test_what_needs_no_torch_imports_neither_it_nor_anything_slow():
     assert slow_imports(IMPORT, SLOW | {"torch"}, *sorted(WITHOUT_TORCH)) == []
 
 
+@pytest.mark.slow
 def test_no_file_imports_anything_slow_at_its_head():
     assert slow_imports(IMPORT, SLOW, *NAMES) == []
 
@@ -83,6 +84,7 @@ def test_a_run_that_compiles_nothing_imports_nothing_slow(script, tmp_path):
     assert (tmp_path / "out").is_dir()
 
 
+@pytest.mark.slow
 def test_documents_one_by_one_are_in_no_graph(monkeypatch):
     """What keeps them out is torch's own decorator that imports torch._dynamo late. Other numbers of documents: no
     graph is made anew; without the decorator each number has its own."""

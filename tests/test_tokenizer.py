@@ -176,6 +176,7 @@ def test_ids_are_those_of_transformers(tok: Tokenizer, hf: transformers.PreTrain
             assert tok.decode(tok.encode(text)) == hf.decode(tok.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_five_thousand_texts_have_the_ids_of_the_libraries(bpe: Tokenizer, sp: Tokenizer, tmp_path: Path):
     """Of tiktoken, given the ranks alone, or sentencepiece, given its file alone, and of transformers."""
     saved_bpe, saved_sp = saved_hf(bpe, tmp_path / "bpe"), saved_hf(sp, tmp_path / "sp")
@@ -241,6 +242,7 @@ def test_surrogates_become_replacement_characters(tok: Tokenizer):
     assert tok.decode(tok.encode("a" + "\ud83d\ude00" * 60_000)) == "a" + "😀" * 60_000  # no half lost where it is cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [" ", "\r\n", "甲", "a1"])
 def test_a_million_of_anything(tok: Tokenizer, run: str):
     text = run * (1_000_000 // len(run))

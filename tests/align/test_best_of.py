@@ -199,6 +199,7 @@ def test_what_has_no_reward_comes_last_and_is_counted(tuned):
 # ---- a file of prompts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_file_goes_on_with_the_same_rewards(home, tmp_path):
     """To the bit, with another batch size too: the answers to a prompt are scored together."""
     ts.write_prompts(tmp_path / "q.jsonl", 30)
@@ -273,6 +274,7 @@ def test_mistakes_are_one_line(home, arguments, words):
     assert not list(home.glob("never.jsonl*"))
 
 
+@pytest.mark.slow
 def test_drawing_answers_loads_nothing_that_prepares_data():
     code = "import sys, sample; print(*(name for name in sys.modules if name.startswith(('groundup.text', 'prepare'))))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ts.ROOT, capture_output=True, text=True)

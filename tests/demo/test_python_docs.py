@@ -11,6 +11,7 @@ from groundup.demo import python_docs
 from groundup.errors import UserError
 
 
+@pytest.mark.slow
 def test_python_docs_hold_reference_docstrings_and_sources_but_no_tests():
     docs = list(python_docs.python_docs())
     library = Path(os.__file__).parent

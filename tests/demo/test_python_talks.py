@@ -88,6 +88,7 @@ def test_every_phrasing_is_used(conversations):
             assert any(map(pattern.fullmatch, asked)), form
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process(elsewhere, conversations, pairs):
     """Whatever the order of sets is there, and whatever modules are loaded."""
     here = [list(python_docs.python_docs()), conversations, pairs]

@@ -80,6 +80,7 @@ def their_warpers(params: SamplingParams):
     return chain
 
 
+@pytest.mark.slow
 def test_processors_equal_transformers_bit_for_bit():
     """400 batches of four rows, each row with parameters of its own."""
     draw, happened = random.Random(0), Counter()

@@ -394,6 +394,7 @@ def test_a_service_that_is_not_there_is_said_at_once(tmp_path, capsys, monkeypat
     assert "again in" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsys):
     """Eight at once, all told to wait. The first one goes alone, and well."""
     service.reply = longest

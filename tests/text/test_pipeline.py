@@ -142,6 +142,7 @@ def content(out_dir: Path) -> dict[str, bytes]:
             if path.is_file() and path.name != "config.py"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
     code = f"""

@@ -155,6 +155,7 @@ class GPT(torch.nn.Module):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path):
     """On a CPU float32, whatever ours has: the limit of another dtype is not its limit."""
@@ -166,6 +167,7 @@ def test_nanogpt_has_a_dtype_of_its_own(dtype, tmp_path):
     assert (theirs.limit > 0) is (dtype == torch.float32)
 
 
+@pytest.mark.slow
 def test_memory_is_of_a_run_that_saves_nothing(tmp_path, monkeypatch):
     """The printed estimate has no copy of the weights: the process is stopped before one would be made."""
     printed, until_line = [], timing.until_line
@@ -352,6 +354,7 @@ def test_encoders_that_differ_are_not_timed(tmp_path, monkeypatch):
         bench_text.compare_encoding("x", texts, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path):
     """A cheap row whose peer is there, as a process: table and file say the same; every sample is in the file."""
     done = run("--rows=dedup", "--quick=True", "--repeats=2", f"--out={tmp_path / 'bench.json'}")

@@ -81,6 +81,7 @@ def test_the_directory_holds_what_peft_merges_to_and_nothing_of_training(run: Pa
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_the_command(run: Path) -> None:
     out = run.parent / "merged"
     out.mkdir()  # an empty directory is as good as none

@@ -303,6 +303,7 @@ def test_earlier_tasks_are_shown_after_a_while_and_never_more_than_asked(setting
     assert Counter(sum(text in own for text in tasks) for tasks in shown).keys() == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["zh", "both"])
 def test_chinese(settings, language):
     si.run(changed(settings, language=language, n_tasks=20))
@@ -317,6 +318,7 @@ def straight(c, tmp_path):
     return Path(c.out).read_bytes()
 
 
+@pytest.mark.slow
 def test_threads_failures_and_growth_by_parts_change_nothing(settings, endpoint, tmp_path):
     expected = straight(changed(settings, n_tasks=150), tmp_path)
     n = len(endpoint.requests)
@@ -362,6 +364,7 @@ def run_as_command(c, timeout):
     return subprocess.CompletedProcess(child.args, child.returncode, out, errors)
 
 
+@pytest.mark.slow
 def test_kill_and_go_on(settings, endpoint, tmp_path):
     c = changed(settings, n_tasks=90, parallel=3)
     expected = straight(c, tmp_path)
@@ -398,6 +401,7 @@ def test_what_a_retry_cannot_mend_ends_at_once(settings, endpoint, status):
     assert len(endpoint.requests) <= 2
 
 
+@pytest.mark.slow
 def test_a_service_that_nobody_started_is_not_waited_for(settings, endpoint):
     """With retries that would take minutes; one connection is tried, and one line says what to do."""
     with socket.socket() as free:  # bound, so that it is nobody else's, but it does not listen
@@ -466,6 +470,7 @@ def test_a_prompt_that_is_refused_is_counted_and_passed_over(settings, endpoint,
     assert "refused_request 2" in capsys.readouterr().out and len(rows_of(settings)) == 40
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_gives_nothing_new_is_left(settings, endpoint):
     endpoint.reply = lambda prompt: ("1. Instruction: Always the same thing\n1. Input:\n1. Output: x", "stop")
     with pytest.raises(UserError, match="5 requests in a row"):

@@ -676,6 +676,7 @@ def test_last_and_best(
         assert found == (step and f"step_{step:06d}"), link
 
 
+@pytest.mark.slow
 def test_best_of_a_long_run_is_the_best_of_all_its_losses(tmp_path: Path) -> None:
     """Pruned steps are forgotten, which must not matter: against a list that forgets nothing."""
     rng = random.Random(3)
@@ -890,6 +891,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+@pytest.mark.slow
 def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
     """Whatever the moment, the run has a whole checkpoint: the one before, or the new one; and the next save works."""
     models, base = {step: tiny(step) for step in (1, 2, 3)}, tmp_path / "base"
@@ -920,6 +922,7 @@ def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
     assert found == sorted(found) and {2, 3} == set(found[:-1]) and len(found) > 30
 
 
+@pytest.mark.slow
 def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path, unsynced: None) -> None:
     """The only checkpoint of a run is saved again: at any moment the old or the new one can be loaded."""
     old, new, base = tiny(1), tiny(2), tmp_path / "base"

@@ -32,6 +32,7 @@ from groundup.train import checkpoint
 from model import rope_frequencies, rotate
 from tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow  # transformers, peft, lm_eval and gguf take seconds to import
 ROOT = Path(__file__).parents[2]
 BLOCK = 96
 SIZES = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=64", f"--block_size={BLOCK}", "--batch_size=4"]

@@ -162,6 +162,7 @@ def test_generation_with_adapters_is_that_of_the_merged_model(dtype: torch.dtype
     assert [r.completions[0].ids for r in ours] != [r.completions[0].ids for r in without]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_have_adapters_and_can_switch_them_off() -> None:
     model = tiny()
     lora.set_trainable(model, "lora", LoRAConfig(rank=4))

@@ -100,6 +100,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device_type", "dtype", "shape"),
     [

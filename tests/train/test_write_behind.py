@@ -281,6 +281,7 @@ def slow_saves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_the_next_save_waits(run: Callable, tmp_path: Path, monkeypatch) -> None:
     seen = slow_saves(monkeypatch)
     original = write_behind.snapshot
@@ -308,6 +309,7 @@ def note_steps(monkeypatch: pytest.MonkeyPatch, seen: list) -> None:
     monkeypatch.setattr(RunLog, "train", train)
 
 
+@pytest.mark.slow
 def test_a_run_saves_the_same_behind_training_and_not(run: Callable, tmp_path: Path, monkeypatch) -> None:
     every = [(what, step) for step in (2, 4, 5) for what in ("begin", "end")]
     for behind in (True, False):
@@ -327,6 +329,7 @@ def test_a_run_saves_the_same_behind_training_and_not(run: Callable, tmp_path: P
         assert differ == {"train_state.pt", "checksums.json"}  # the settings: out_dir, async_save
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_checkpoint_is_written(run: Callable, tmp_path: Path, monkeypatch, capsys) -> None:
     original = checkpoint.write_state
 
@@ -443,6 +446,7 @@ def begin(out: Path, data_dir: Path, then: str = "", at_each_step: str = "") -> 
 RESUMED = ["--max_steps=8", "--save_every=4", "--eval_every=3", "--dropout=0.1", "--keep_last=9"]
 
 
+@pytest.mark.slow
 def test_kill_9_while_training_is_ahead_of_the_write(run: Callable, tmp_path: Path, data_dir: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     done = begin(killed, data_dir, then="os.kill(os.getpid(), signal.SIGKILL)")
@@ -455,6 +459,7 @@ def test_kill_9_while_training_is_ahead_of_the_write(run: Callable, tmp_path: Pa
     assert not list(killed.glob(".step*"))
 
 
+@pytest.mark.slow
 def test_an_error_in_training_waits_for_the_write(run: Callable, tmp_path: Path, data_dir: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     failing = "if step == 6: time.sleep(0.2); raise RuntimeError('a mistake')"
