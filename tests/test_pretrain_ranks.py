@@ -286,7 +286,8 @@ def test_torchrun_restarts_after_kill_9_of_one_rank(runs, tmp_path, data_dir):
         [*pretrain[:3], "--max-restarts=3", *pretrain[3:]], cwd=tp.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-    tp.wait_for(lambda: tp.logged_steps(out) > 5, process)
+    # A checkpoint is written behind training: kill only when one is there to continue from.
+    tp.wait_for(lambda: tp.logged_steps(out) > 5 and any(out.glob("step_*/checksums.json")), process)
     os.kill(worker(process.pid, rank=1), signal.SIGKILL)
     output = tp.finish(process)
     assert re.search(r"continuing .* after step [1-9]\d*(;.*)?\n", output) and "exitcode: -9" in output, output
