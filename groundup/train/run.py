@@ -317,7 +317,7 @@ def prepare_out_dir(config: dict, script: str) -> None:
 
 def save(
     parts: Parts, step: int, skipped: torch.Tensor, tokenizer: Tokenizer, config: dict, order: dict, base: str,
-    log: RunLog, write: Callable[[Path, Transformer, Tokenizer], dict] | None = None,
+    log: RunLog, write: Callable[[Path, Transformer, Tokenizer], None] | None = None,
     other: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
     """Write the checkpoint of this step, in a thread if async_save is on. All ranks call it. If it cannot be written (a

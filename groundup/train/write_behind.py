@@ -1,8 +1,7 @@
-"""Writing behind training: a copy in memory of what is to be saved, as it is now, and a thread that writes from it.
+"""Save while training continues: copy weights and state in memory, and let a thread write the copy.
 
-Training waits for the copy, a fraction of a second, and for the save before it if that has not ended; the disk, the
-checksums and the other ranks are the thread's affair. The copy is of the same form as the original, so what is written
-is the same to the byte.
+Training waits for the copy, a fraction of a second, and for the save before it if that has not ended. The thread waits
+for the disk and the other ranks. The files are byte for byte those of a save that training waits for.
 """
 
 import contextlib
@@ -24,10 +23,10 @@ NICENESS = 10  # of the thread: a tenth of a core that training could use as wel
 
 
 class Writer:
-    """Does one save after the other, `behind` training or, if not, at once and from what is there.
+    """Run one save after the other: in a thread if `behind`, else at once and without a copy.
 
-    Made by all ranks together, after init(). Behind training the ranks talk over a group of their own: what two threads
-    send over one would be mixed up. The memory for the copies is allocated at the first and used again for the next.
+    All ranks make it together, after init(). The thread has a process group of its own, since the messages of two
+    threads would mix in one. The memory of the first copy is used again for the next.
     """
 
     def __init__(self, behind: bool, timeout_s: float) -> None:
@@ -40,9 +39,9 @@ class Writer:
         self._memory: list[Tensor] = []
 
     def copy(self, model: nn.Module | None, *states: dict) -> tuple:
-        """(model, *states) as they are now, in CPU memory; as they are, if not behind. Not before wait().
+        """Return a copy of (model, *states) in CPU memory, or themselves if not `behind`. Call after wait().
 
-        What the model does not train is not copied but shared, on its device."""
+        Frozen parameters are shared, not copied, and stay on their device."""
         return snapshot(model, states, self._memory) if self.behind else (model, *states)
 
     def start(self, save: Callable[[], Path]) -> None:
@@ -78,7 +77,7 @@ class Writer:
         self._pending = self._pool.submit(after)
 
     def wait(self) -> Path | None:
-        """What the save that was started returned, or None if there is none. Raises what it raised."""
+        """Wait for the save that was started; return its path, None if there is none. Raise what it raised."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -91,14 +90,14 @@ class Writer:
         return path
 
     def close(self) -> None:
-        """After the last wait(). A process group that is still referred to at the exit could abort it, see ranks.py."""
+        """Call after the last wait(). A process group that is still referred to at exit could abort it (ranks.py)."""
         self._pool.shutdown()
         self.group = None
         gc.collect()  # the errors of a save that failed and its frames, which have the group, hold each other
 
 
 def ended(save: Callable[[], Path]) -> Future[Path]:
-    """What save() returned or raised."""
+    """Call save() and return a future with its result or error."""
     future: Future[Path] = Future()
     try:
         future.set_result(save())
