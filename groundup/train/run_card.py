@@ -15,8 +15,6 @@ from configurator import defaults_of
 from groundup.train.device import hardware, versions
 from groundup.train.log import read_events
 
-WIDTH, HEIGHT = 64, 14  # of the curve, in characters
-
 
 def write(
     out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int,
@@ -29,7 +27,7 @@ def write(
     launcher = f"torchrun --standalone --nproc_per_node={world_size}" if world_size > 1 else "python"
     again = f"{launcher} {name} {out}/config.py --out_dir={out}_again"  # with another out_dir the run starts anew
     parts = [f"# {out.name}: a run of {name}", summary(events, config["max_steps"], why)]
-    parts += ["## Result", result_table(events, watched), checkpoints(out), curve(events)]
+    parts += ["## Result", result_table(events, watched)]
     parts += ["## To do it again", fenced(again)]
     parts += ["## Settings other than the defaults", settings_table(config, Path(script))]
     parts += ["## Data", fenced("\n".join(data)), "## Machine", machine(device, world_size)]
@@ -62,33 +60,8 @@ def result_table(events: Sequence[dict], watched: str = "val_loss") -> str:
     return "\n".join(["| | first | best | last |", "|---|---|---|---|", *rows])
 
 
-def checkpoints(out: Path) -> str:
-    """Return which checkpoints `best` and `latest` are; "" without any. The best evaluation may have no checkpoint."""
-    found = [f"`{name}` is {(out / name).resolve().name}" for name in ("best", "latest") if (out / name).exists()]
-    return f"Checkpoints: {', '.join(found)}." if found else ""
-
-
 def figure(value: object) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def curve(events: Sequence[dict]) -> str:
-    """Return a text plot of training (.) and validation (o) loss over the steps; "" without any."""
-    points = []
-    for kind, key, mark in (("train", "loss", "."), ("eval", "val_loss", "o")):
-        found = [event for event in events if event["event"] == kind and event.get(key) is not None]
-        points += [(event["step"], event[key], mark) for event in found]
-    if not points:
-        return ""
-    low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
-    last, span = max(x for x, _, _ in points) or 1, (high - low) or 1.0
-    rows = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for x, y, mark in points:
-        rows[round((high - y) / span * (HEIGHT - 1))][round(x / last * (WIDTH - 1))] = mark
-    labels = {0: f"{high:.3f}", HEIGHT - 1: f"{low:.3f}"}
-    lines = [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(rows)]
-    axis = " " * 9 + "+" + "-" * WIDTH
-    return fenced("\n".join([*lines, axis, f"{'':10}0{f'step {last:,}':>{WIDTH - 1}}", ". loss   o val_loss"]))
 
 
 def settings_table(config: dict, script: Path) -> str:

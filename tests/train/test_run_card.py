@@ -1,4 +1,4 @@
-"""The card of a run: figures are those of the log, the curve is where they are, the command begins the same run."""
+"""The card of a run: figures are those of the log, the command begins the same run."""
 
 import json
 import shlex
@@ -44,35 +44,10 @@ def test_summary_says_why_a_run_ended():
     assert run_card.summary(events, 5, "no better").startswith("Complete: step 5 of 5")
 
 
-def test_checkpoints_are_those_that_the_names_point_to(tmp_path):
-    assert run_card.checkpoints(tmp_path) == ""
-    for name in ("step_000002", "step_000004"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "latest").symlink_to("step_000004")
-    assert run_card.checkpoints(tmp_path) == "Checkpoints: `latest` is step_000004."
-    (tmp_path / "best").symlink_to("step_000002")
-    assert run_card.checkpoints(tmp_path) == "Checkpoints: `best` is step_000002, `latest` is step_000004."
-
-
 def test_versions_are_those_of_what_is_installed(monkeypatch):
     monkeypatch.setattr("groundup.train.device.PACKAGES", ("numpy", "no-such-package", "pytest"))
     python = ".".join(map(str, sys.version_info[:3]))
     assert versions() == {"python": python, "numpy": numpy.__version__, "pytest": pytest.__version__}
-
-
-def test_curve_puts_each_point_at_its_place():
-    events = [event("eval", 0, val_loss=4.0), event("train", 50, loss=3.0), event("eval", 100, val_loss=2.0)]
-    drawn = run_card.curve([*events, event("train", 70, loss=None)]).splitlines()[1:]
-    rows = [line.partition("|")[2] for line in drawn[: run_card.HEIGHT]]
-    found = {(x, y): mark for y, row in enumerate(rows) for x, mark in enumerate(row) if mark != " "}
-    width, height = run_card.WIDTH - 1, run_card.HEIGHT - 1
-    assert found == {(0, 0): "o", (round(width / 2), round(height / 2)): ".", (width, height): "o"}
-    assert drawn[0].startswith("   4.000") and "step 100" in drawn[-3]
-    assert run_card.curve([event("save", 1, path=0)]) == ""
-
-
-def test_flat_curve_and_single_point_are_drawn():
-    assert run_card.curve([event("train", 0, loss=1.0)]).count(".") == 4  # two labels, the point, the legend
 
 
 @pytest.fixture(scope="module")
