@@ -1,12 +1,12 @@
-r"""Continued pretraining: a model of others learns a new field and more Chinese, and keeps what it knows.
+r"""Continued pretraining: a public model learns a new field and more Chinese, and keeps what it knows.
 
     python tokenizer.py --extend=path/to/llama --input=field.jsonl --vocab_size=40000 --out_dir=data/zh_tokenizer
     python prepare.py --input='field: field.jsonl, weight=0.15; general: wiki.jsonl, weight=0.85' \
         --tokenizer_dir=data/zh_tokenizer --out_dir=data/field
     python pretrain.py config/continue.py --init_from=path/to/llama --data_dir=data/field
 
-Embedding and head, which have rows for the new tokens, are trained whole, the blocks by adapters of rank 8. 85 % of the
-tokens are of the kind that it was trained on. python tools/merge.py makes a plain model of the result.
+Trains embedding and head, which have rows for the new tokens, and adapters of rank 8 in the blocks. 85 % of the tokens
+are general text, as in the first training. tools/merge.py makes a plain model of the result.
 """
 
 out_dir = "out/continue"
@@ -17,10 +17,8 @@ lora_alpha = 16.0
 block_size = 1024
 batch_size = 8
 total_batch_tokens = 131_072
-max_steps = 2000
 optimizer = "adamw"
 learning_rate = 2e-4
 min_lr = 2e-5
-warmup_steps = 100
 weight_decay = 0.01
 eval_every = 200

@@ -1,9 +1,7 @@
-"""Runs all of pretrain.py in seconds: makes its own small corpus and tokenizer, saves, evaluates, samples.
+"""Run all of pretrain.py in seconds on a laptop's CPU: makes its own corpus, saves, evaluates, samples.
 
-    python pretrain.py config/debug.py
-    torchrun --standalone --nproc_per_node=2 pretrain.py config/debug.py        # the same losses
-
-A laptop's CPU.
+python pretrain.py config/debug.py
+torchrun --standalone --nproc_per_node=2 pretrain.py config/debug.py        # the same losses
 """
 
 out_dir = "out/debug"

@@ -1,10 +1,4 @@
-"""Runs all of dpo.py in seconds: makes its own pairs, tokenizer and tiny model, saves, evaluates.
-
-    python dpo.py config/debug_dpo.py
-    torchrun --standalone --nproc_per_node=2 dpo.py config/debug_dpo.py        # the same losses
-
-A laptop's CPU.
-"""
+"""Run all of dpo.py on a laptop's CPU in seconds, with its own data and model: python dpo.py config/debug_dpo.py"""
 
 out_dir = "out/debug_dpo"
 init_from = ""
@@ -18,7 +12,6 @@ batch_size = 4
 total_batch_pairs = 8  # two micro-steps, or two ranks
 max_steps = 50
 warmup_steps = 5
-warmup_fraction = 0.0
 learning_rate = 1e-3
 eval_every = 25
 eval_steps = 4

@@ -1,11 +1,7 @@
-"""Runs all of rl.py in seconds: makes its own prompts, tokenizer and tiny model, saves, evaluates. A model of
-random weights learns to come to an end: an answer that does gets 1, and a little less the longer it is.
+"""Run all of rl.py in seconds on a laptop's CPU, with its own prompts and tiny model. An answer that ends gets 1, and a
+little less the longer it is: a model of random weights learns to end.
 
-    python rl.py config/debug_rl.py
-    python rl.py config/debug_rl.py --algorithm=ppo
-    torchrun --standalone --nproc_per_node=2 rl.py config/debug_rl.py        # the same losses
-
-A laptop's CPU.
+    python rl.py config/debug_rl.py                                             # --algorithm=ppo
 """
 
 out_dir = "out/debug_rl"
@@ -26,7 +22,6 @@ draw_batch_size = 32
 minibatches = 2
 max_steps = 30
 warmup_steps = 2
-warmup_fraction = 0.0
 learning_rate = 3e-3
 value_learning_rate = 3e-3
 kl_coef = 0.0

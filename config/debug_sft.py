@@ -1,10 +1,4 @@
-"""Runs all of sft.py in seconds: makes its own conversations, tokenizer and tiny model, saves, evaluates.
-
-    python sft.py config/debug_sft.py
-    torchrun --standalone --nproc_per_node=2 sft.py config/debug_sft.py        # the same losses
-
-A laptop's CPU.
-"""
+"""Run all of sft.py on a laptop's CPU in seconds, with its own data and model: python sft.py config/debug_sft.py"""
 
 out_dir = "out/debug_sft"
 init_from = ""
@@ -18,7 +12,6 @@ batch_size = 2
 total_batch_tokens = 2 * 2 * 256  # two micro-steps, or two ranks
 max_steps = 50
 warmup_steps = 5
-warmup_fraction = 0.0
 learning_rate = 1e-2
 eval_every = 25
 eval_steps = 4

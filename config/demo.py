@@ -1,21 +1,16 @@
-r"""What `make demo` trains: a small model of Python's own documentation and sources, and of 70 KB of Chinese prose, on
-two CPU cores in six minutes.
+r"""What `make demo` trains, on two CPU cores in six minutes: Python's documentation and sources, and 70 KB of Chinese.
 
     python prepare.py --out_dir=data/demo --vocab_size=4096 \
         --input='en: python-docs, weight=0.97; zh: groundup/demo/zh_sample.txt, txt_split=blank, weight=0.03'
     python pretrain.py config/demo.py
-    python sample.py --init_from=out/demo --prompt=The --temperature=0.7
 """
 
 out_dir = "out/demo"
 data_dir = "data/demo"
 compile = False  # a fresh machine may have no C++ compiler
-n_layer = 6
 n_head = 4
 n_kv_head = 2
 n_embd = 256
-block_size = 256
-batch_size = 16
 max_steps = 650
 warmup_steps = 30
 learning_rate = 4e-3

@@ -1,10 +1,8 @@
-"""What a model has to know before reinforcement learning can begin: how an answer looks. On two CPU cores in a minute.
+"""What an answer looks like, before demo_rl.py: 200 questions which of three numbers is the largest, with answers. Two
+CPU cores, a minute.
 
     python tools/largest.py --out_dir=data/demo_largest
-    python sft.py config/demo_largest.py                                # begins with out/demo_sft, see demo_sft.py
-    python rl.py config/demo_rl.py                                      # goes on from here
-
-200 questions which of three numbers is the largest, with their answers.
+    python sft.py config/demo_largest.py
 """
 
 out_dir = "out/demo_largest"
@@ -18,9 +16,7 @@ batch_size = 32
 max_steps = 20
 learning_rate = 1e-3
 warmup_steps = 10
-warmup_fraction = 0.0
 eval_every = 20
 eval_answers = 0
 save_every = 1000
-log_every = 10
 sample_prompts = "Which is the largest of 5, 21, 14?|5、21、14哪个最大?"

@@ -1,14 +1,14 @@
-"""GRPO with a reward that can be verified: the demo model learns which of three numbers is the largest. On one CPU
-core in about two and a half minutes.
+r"""GRPO with a reward that can be verified: which of three numbers is the largest? One CPU core, 2.5 minutes.
 
     python tools/largest.py --out_dir=data/demo_largest
-    python sft.py config/demo_largest.py                                       # what an answer looks like
+    python sft.py config/demo_largest.py
     python rl.py config/demo_rl.py                                             # --seed=1, 2, 3: other runs
+    python rl.py config/demo_rl.py --algorithm=ppo --group_size=1 --prompts_per_step=128 --filter_groups=0 \
+        --value_learning_rate=5e-4 --out_dir=out/demo_ppo                      # PPO instead, three minutes
     python tools/plot.py --runs=out/demo_rl --y='reward,kl_answer,entropy'
 
-The held-out reward is the share of right answers, one drawn to each of 400 questions. With seeds 1, 2 and 3 it rose in
-40 steps from 0.285, 0.295 and 0.283 to 0.860, 0.838 and 0.828; the KL divergence came to 2.3 nats per answer of ten
-tokens.
+The share of right answers to 400 held-out questions rises in 40 steps from 0.285, 0.295 and 0.283 to 0.860, 0.838 and
+0.828 with seeds 1, 2 and 3 (PPO: 0.803, 0.770 and 0.768).
 """
 
 out_dir = "out/demo_rl"
@@ -22,7 +22,6 @@ compile = False  # a fresh machine may have no C++ compiler
 block_size = 64
 group_size = 4
 filter_groups = 2  # learn from prompts that it answers now right, now wrong
-prompts_per_step = 32
 batch_size = 64
 draw_batch_size = 32  # a row that ends makes room for the next answer
 epochs_per_step = 2
@@ -30,9 +29,7 @@ max_steps = 40
 learning_rate = 2e-4
 schedule = "constant"
 warmup_steps = 5
-warmup_fraction = 0.0
 kl_coef = 0.02
-eval_every = 20
 eval_prompts = 0
 log_every = 10
 save_every = 1000

@@ -1,10 +1,7 @@
-"""124M parameters, the shape of GPT-2 small in Llama's architecture, on one large GPU.
+"""124M parameters, the shape of GPT-2 small, on one large GPU; 2.5 G tokens, 20 per parameter (arXiv:2203.15556).
 
-    python prepare.py --input=CORPUS --out_dir=data/gpt2 --vocab_size=50304
-    python pretrain.py config/gpt2.py
-    torchrun --standalone --nproc_per_node=8 pretrain.py config/gpt2.py
-
-2.5 G tokens, 20 per parameter (arXiv:2203.15556). `--plan_only=True` prints FLOPs, memory and time for your device.
+python prepare.py --input=CORPUS --out_dir=data/gpt2 --vocab_size=50304
+python pretrain.py config/gpt2.py                     # --plan_only=True prints FLOPs, memory and time
 """
 
 out_dir = "out/gpt2"
@@ -21,6 +18,4 @@ warmup_steps = 250
 learning_rate = 1.5e-3
 min_lr = 0.0
 schedule = "wsd"
-eval_every = 250
 eval_steps = 64
-save_every = 500

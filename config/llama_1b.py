@@ -1,9 +1,7 @@
-"""1.1G parameters, the shape of TinyLlama (arXiv:2401.02385).
+"""1.1G parameters, the shape of TinyLlama (arXiv:2401.02385); 22 G tokens, 20 per parameter.
 
-    python pretrain.py config/llama_1b.py --plan_only=True                               # needs neither data nor memory
-    torchrun --standalone --nproc_per_node=8 pretrain.py config/llama_1b.py
-
-22 G tokens, 20 per parameter. The plan tells what memory it needs; activation_checkpointing=True halves it.
+python pretrain.py config/llama_1b.py --plan_only=True                               # needs neither data nor memory
+torchrun --standalone --nproc_per_node=8 pretrain.py config/llama_1b.py
 """
 
 out_dir = "out/llama_1b"
@@ -25,4 +23,3 @@ min_lr = 0.0
 schedule = "wsd"
 eval_every = 500
 eval_steps = 64
-save_every = 500

@@ -1,14 +1,12 @@
-"""26M parameters with the demo's 4,096 ids, 40M with 32,768: the first run on a corpus of your own.
+"""26M parameters with the demo's 4,096 ids, 40M with 32,768: the first run on a corpus of your own, 0.5 G tokens.
 
-    torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py --data_dir=data/mine      # 4 GPUs
     python pretrain.py config/small.py --data_dir=data/mine                                        # 1 GPU
+    torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py --data_dir=data/mine      # 4 GPUs
 
-0.5 G tokens, 20 and 13 per parameter. The default data are the demo's (make demo), which are far too few: they show
-that it runs. On CPUs add --compile=False --total_batch_tokens=2048 --batch_size=1 --max_steps=5.
+On CPUs add --compile=False --total_batch_tokens=2048 --batch_size=1 --max_steps=5.
 """
 
 out_dir = "out/small"
-data_dir = "data/demo"
 n_layer = 8
 n_head = 8
 n_kv_head = 4
@@ -17,8 +15,6 @@ block_size = 512
 batch_size = 16
 total_batch_tokens = 131_072
 max_steps = 4000
-warmup_steps = 200
 learning_rate = 2e-3
 min_lr = 2e-4
 eval_every = 500
-save_every = 500
