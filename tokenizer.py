@@ -4,7 +4,6 @@
     python tokenizer.py --input='books/*.txt' --out_dir=data/sp --backend=sentencepiece
     python tokenizer.py --input='wiki/=0.7,code/=0.3' --max_mb=100                       # train on a mixture
     python tokenizer.py --inspect=data/tok --text='print("hello")'                       # show the pieces of a text
-    python tokenizer.py --inspect=data/tok --input='books/en*.txt,books/zh*.txt'         # bytes per token of each part
     python tokenizer.py --extend=path/to/qwen --input=zh/ --vocab_size=160000 --out_dir=data/zh
 
 Two kinds of tokenizer ("backend"). "bpe" splits text into chunks by a regular expression and merges the most frequent
@@ -35,17 +34,8 @@ from configurator import configure
 from groundup.errors import UserError
 from groundup.files.streams import scrub
 from groundup.files.text_mix import Part, first_texts, parts_of, texts_by_weight
-from groundup.tokens import foreign
-from groundup.tokens.bpe import (
-    MAX_CHARS,
-    PATTERNS,
-    SIZE_STEP,
-    SMALLEST,
-    blocks,
-    count_chunks,
-    train_bpe,
-    train_sentencepiece,
-)
+from groundup.tokens import bpe, foreign
+from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on or to measure: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -105,11 +95,11 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
     if size != vocab_size:
         print(f"tokenizer: vocab_size={vocab_size} is rounded up to {size}, a multiple of {SIZE_STEP}")
     if backend == "sentencepiece":
-        return Tokenizer(sentencepiece_files(train_sentencepiece(texts, size, SPECIALS)))
-    counts = count_chunks(texts, PATTERNS[pattern])
+        return Tokenizer(sentencepiece_files(bpe.train_sentencepiece(texts, size, SPECIALS)))
+    counts = bpe.count_chunks(texts, PATTERNS[pattern])
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
-    tokenizer = Tokenizer(bpe_files(train_bpe(counts, size - 256 - len(SPECIALS)), PATTERNS[pattern]))
+    tokenizer = Tokenizer(bpe_files(bpe.train_bpe(counts, size - 256 - len(SPECIALS)), PATTERNS[pattern]))
     if tokenizer.vocab_size < size:
         print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
     return tokenizer
@@ -133,14 +123,14 @@ def sentencepiece_files(model: bytes) -> dict[str, bytes]:
 
 
 def extended(tokenizer: "Tokenizer", texts: Iterable[str], n_new: int) -> "Tokenizer":
-    """Return `tokenizer` with about n_new more tokens, learnt from `texts`. Every old id stays, special ones included;
-    new ids follow, then reserved special tokens up to a multiple of SIZE_STEP. Raise UserError: no text, no protobuf.
-    """
+    """Return `tokenizer` (bpe) with about n_new more tokens, learnt from `texts`. Every old id stays, special ones
+    included; new ids follow, then reserved special tokens up to a multiple of SIZE_STEP. Raise UserError."""
+    if tokenizer.backend == "sentencepiece":
+        raise UserError("tokenizer: only a tokenizer.json (byte-level BPE) can be extended, not a sentencepiece model")
     if n_new <= 0:
         raise UserError(f"tokenizer: it has {tokenizer.vocab_size} ids already; give a larger vocab_size")
     size = -(-(tokenizer.vocab_size + n_new) // SIZE_STEP) * SIZE_STEP
-    extend_files = foreign.extended_model if tokenizer.backend == "sentencepiece" else foreign.extended_bpe
-    return Tokenizer(extend_files(tokenizer.files, texts, tokenizer.vocab_size, size))
+    return Tokenizer(foreign.extended_bpe(tokenizer.files, texts, tokenizer.vocab_size, size))
 
 
 def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
@@ -179,7 +169,7 @@ class ByteLevelBPE:
             raise UserError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
     def encode(self, text: str) -> list[int]:
-        if len(text) > MAX_CHARS:
+        if len(text) > bpe.MAX_CHARS:
             return self.encode_array(text).tolist()
         if self.nfc:
             text = unicodedata.normalize("NFC", text)
@@ -190,7 +180,7 @@ class ByteLevelBPE:
     def encode_array(self, text: str) -> np.ndarray:
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
         encode = self.encoding.encode_to_numpy
-        parts = [encode(block, allowed_special=self.words, disallowed_special=()) for block in blocks(text)]
+        parts = [encode(block, allowed_special=self.words, disallowed_special=()) for block in bpe.blocks(text)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def identity(self) -> list:
@@ -241,8 +231,14 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "Tokenizer":
         """Return the tokenizer of a Hugging Face directory. Raise UserError: there is none, damaged, not supported."""
-        contents = {name: read_bytes(Path(directory, name)) for name in (*FILES, "generation_config.json")}
-        files = {name: content for name, content in contents.items() if content is not None}
+        directory, files = Path(directory), {}
+        for name in (*FILES, "generation_config.json"):
+            try:
+                files[name] = (directory / name).read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise UserError(f"tokenizer: cannot read {directory / name}: {error.strerror}") from None
         generation_config = files.pop("generation_config.json", b"{}")
         if not {"tokenizer.json", "tokenizer.model"} & set(files):
             raise UserError(f"tokenizer: no tokenizer.json or tokenizer.model in {directory}; train a tokenizer")
@@ -316,7 +312,11 @@ class Tokenizer:
             raise UserError("tokenizer: a conversation needs at least one message")
         segments = []  # (ids, mask value)
         for i, message in enumerate(messages):
-            role, content = checked_message(message, i)
+            role, content = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else (None, "")
+            if role not in ROLES:
+                raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
+            if not isinstance(content, str):
+                raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
             segments.append(([self.im_start_id, *self.encode(role + "\n")], 0))
             segments.append(([*self.encode(content), self.im_end_id], int(role == "assistant")))
             segments.append((self.encode("\n"), 0))
@@ -346,26 +346,6 @@ def find_special(
     return default
 
 
-def checked_message(message: dict, i: int) -> tuple[str, str]:
-    """Return (role, content) of message number i. Raise UserError."""
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if role not in ROLES:
-        raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
-    return role, content
-
-
-def read_bytes(path: Path) -> bytes | None:
-    """Return the content of a file, None if there is none. Raise UserError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"tokenizer: cannot read {path}: {error.strerror}") from None
-
-
 class StreamDecoder:
     """Text from ids as they are generated: a character comes out whole, once its last byte is there."""
 
@@ -385,35 +365,21 @@ class StreamDecoder:
 # ---- command line ----------------------------------------------------------------------------
 
 
-def describe(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
-    """Return three lines on how well the tokenizer fits the texts."""
-    n_bytes, n_chars, counts = 0, 0, np.zeros(tokenizer.vocab_size, np.int64)
+def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
+    """Return a line on how well the tokenizer fits the texts."""
+    n_bytes = n_chars = n_tokens = 0
     for text in texts:
         n_bytes += len(text.encode())
         n_chars += len(text)
-        counts += np.bincount(tokenizer.encode_array(text), minlength=len(counts))
-    n_tokens = int(counts.sum())
-    if n_tokens == 0:
-        return "  no text"
-    lengths = tokenizer.token_byte_lengths()
-    text_ids = np.flatnonzero(lengths)
-    longest = [tokenizer.pieces[i] for i in sorted(text_ids[counts[text_ids] > 0], key=lambda i: -lengths[i])[:10]]
-    shown = [repr(token.decode(errors="backslashreplace")).replace("\\\\x", "\\x") for token in longest]
-    in_bytes = [i for i, token in tokenizer.engine.token_bytes.items() if len(token) == 1 and token[0] >= 0x80]
+        n_tokens += len(tokenizer.encode_array(text))
     return (
-        f"  {n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {n_bytes / n_tokens:.2f} bytes per token, "
-        f"{n_tokens / n_chars:.2f} tokens per character\n"
-        f"  {counts[in_bytes].sum() / n_tokens:.1%} of the tokens are single bytes of a character; "
-        f"{(counts[text_ids] == 0).sum():,} of {len(text_ids):,} ids are not used\n"
-        f"  longest used: {' '.join(shown)}"
+        f"{n_bytes / 1e6:.2f} MB, {n_tokens:,} tokens: {n_bytes / max(n_tokens, 1):.2f} bytes per token, "
+        f"{n_tokens / max(n_chars, 1):.2f} tokens per character"
     )
 
 
-def readable(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token as a Python string, or as bytes where it is not whole characters; a special one by its name."""
-    token = tokenizer.pieces[token_id]
-    if token_id in tokenizer.special_ids:
-        return token.decode()
+def readable(token: bytes) -> str:
+    """Return a token as a Python string, or as bytes where it is not whole characters."""
     try:
         return repr(token.decode())
     except UnicodeDecodeError:
@@ -424,7 +390,7 @@ def show(tokenizer: Tokenizer, title: str, parts: list[Part], text_key: str, max
     print(f"{title}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
     for part in parts:
         if part.files != ["-"]:  # standard input cannot be read again
-            print(f"{part.name}:\n{describe(tokenizer, first_texts(part, text_key, max_mb))}")
+            print(f"{part.name}: {measure(tokenizer, first_texts(part, text_key, max_mb))}")
 
 
 if __name__ == "__main__":
@@ -434,7 +400,7 @@ if __name__ == "__main__":
     if inspect:
         tokenizer = Tokenizer.load(inspect)
         for token_id in tokenizer.encode(text):
-            print(f"{token_id:>8}  {readable(tokenizer, token_id)}")
+            print(f"{token_id:>8}  {readable(tokenizer.pieces[token_id])}")
         show(tokenizer, inspect, parts, text_key, max_mb)
     elif not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")

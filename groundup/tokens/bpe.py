@@ -44,7 +44,6 @@ PATTERN = PATTERNS["gpt4"]
 SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
 MIN_COUNT = 2  # a pair seen once is not worth an id
-FEW = 16  # positions of a pair up to which plain Python merges faster than numpy
 MAX_BYTES = 24_000_000  # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
@@ -124,13 +123,13 @@ class Chunks:
     token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has absorbed it
     after, before (slots,) int32: the neighbouring slots in use;  weight (slots,) int64: how often the chunk occurs
     pair_counts {pair: weighted count}, without pairs that were below MIN_COUNT when first seen
-    places {pair: the slots where it began when first seen, ascending}: a list if at most FEW, else an array
-    waiting {count: heap of the pairs that had this count when last looked at};  levels: heap of its keys, negated
+    places {pair: the slots where it began when first seen, ascending}
+    waiting: heap of (-count when last looked at, pair)
     A pair is the integer left << 32 | right.
 
     A new pair appears only when the later of its two tokens does; from then on its count only falls. So the places
-    recorded when it was first seen are all it will ever have, and the most frequent pair is the first at the highest
-    level whose count is still right.
+    recorded when it was first seen are all it will ever have, and the most frequent pair is the first in the heap
+    whose count is still right.
     """
 
     SENTINEL, GONE = -1, -2
@@ -148,9 +147,8 @@ class Chunks:
         self.after = np.arange(1, slots + 1, dtype=np.int32)
         self.before = np.arange(-1, slots - 1, dtype=np.int32)
         self.pair_counts: dict[int, int] = {}
-        self.places: dict[int, np.ndarray | list[int]] = {}
-        self.waiting: dict[int, list[int]] = {}
-        self.levels: list[int] = []
+        self.places: dict[int, np.ndarray] = {}
+        self.waiting: list[tuple[int, int]] = []
         first = np.flatnonzero(inside[:-1] & inside[1:]).astype(np.int32)
         self.add_pairs(joined(self.token[first], self.token[first + 1]), first)
 
@@ -158,42 +156,26 @@ class Chunks:
         """Return at most max_merges merges [(left id, right id), ...]; merge i makes the token first_id + i."""
         merges: list[tuple[int, int]] = []
         progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
-        while self.levels and len(merges) < max_merges:
-            level = -self.levels[0]
-            if not self.waiting[level]:
-                del self.waiting[level]
-                heapq.heappop(self.levels)
-                continue
-            pair = heapq.heappop(self.waiting[level])
+        while self.waiting and len(merges) < max_merges:
+            level, pair = heapq.heappop(self.waiting)
             count = self.pair_counts[pair]
-            if count == level:
+            if count == -level:
                 self.merge(pair, first_id + len(merges))
                 merges.append(halves(pair))
                 progress.update()
             elif count >= MIN_COUNT:
-                self.wait(pair, count)
+                heapq.heappush(self.waiting, (-count, pair))
             else:
                 del self.pair_counts[pair], self.places[pair]
         progress.close()
         return merges
 
-    def wait(self, pair: int, count: int) -> None:
-        if count not in self.waiting:
-            self.waiting[count] = []
-            heapq.heappush(self.levels, -count)
-        heapq.heappush(self.waiting[count], pair)
-
     def merge(self, pair: int, new: int) -> None:
         """Replace `pair` by the token `new` wherever it occurs; lower the counts of pairs that this destroys, and add
         the pairs that it creates."""
         del self.pair_counts[pair]
-        places = self.places.pop(pair)
-        if len(places) <= FEW:
-            self.merge_few(*halves(pair), new, places)
-        else:
-            self.merge_many(*halves(pair), new, places)
-
-    def merge_many(self, left: int, right: int, new: int, first: np.ndarray) -> None:
+        left, right = halves(pair)
+        first = self.places.pop(pair)
         first = first[(self.token[first] == left) & (self.token[self.after[first]] == right)]  # where it still is
         if left == right:
             first = every_other(first, self.after)
@@ -231,46 +213,11 @@ class Chunks:
         pairs, counts = pairs[start], np.add.reduceat(self.weight[places], start) if len(start) else start
         often = counts >= MIN_COUNT
         ends = np.append(start[1:], len(places))
-        listed = places.tolist() if len(places) < 2**20 else None  # 36 bytes each: too many at the very beginning
         for pair, count, begin, end in zip(*(a[often].tolist() for a in (pairs, counts, start, ends)), strict=True):
             self.pair_counts[pair] = count
-            if end - begin > FEW:
-                self.places[pair] = places[begin:end]
-            else:
-                self.places[pair] = listed[begin:end] if listed else places[begin:end].tolist()
-            self.wait(pair, count)
+            self.places[pair] = places[begin:end]
+            heapq.heappush(self.waiting, (-count, pair))
         return pairs, counts
-
-    def merge_few(self, left: int, right: int, new: int, places: list[int]) -> None:
-        """Do what merge_many does, one place at a time: numpy's overhead is that of about ten places."""
-        token, after, before, weight = map(memoryview, (self.token, self.after, self.before, self.weight))
-        counts, first = self.pair_counts, []
-        for here in places:
-            there = after[here]
-            if token[here] != left or token[there] != right:
-                continue
-            following, preceding = after[there], before[here]
-            for pair in (right << 32 | token[following], token[preceding] << 32 | left):
-                if pair in counts:  # not one with a sentinel, nor with `new`: that is counted from the place before
-                    counts[pair] -= weight[here]
-            token[here] = new
-            token[there] = self.GONE
-            after[here] = following
-            before[following] = here
-            first.append(here)
-        added: dict[int, list[int]] = {}
-        for here in first:
-            preceding, following = before[here], after[here]
-            if token[following] != self.SENTINEL:
-                added.setdefault(new << 32 | token[following], []).append(here)
-            if token[preceding] not in (self.SENTINEL, new):
-                added.setdefault(token[preceding] << 32 | new, []).append(preceding)
-        for pair, places in added.items():
-            count = sum([weight[place] for place in places])
-            if count >= MIN_COUNT:
-                counts[pair] = count
-                self.places[pair] = places
-                self.wait(pair, count)
 
 
 def joined(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
@@ -294,37 +241,31 @@ def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
 # ---- sentencepiece -----------------------------------------------------------------------------------------
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, specials: Iterable[str], exactly: bool = True) -> bytes:
-    """Return a model of sentencepiece (the content of tokenizer.model) that gives text back exactly.
-
-    exactly: raise UserError if the text is too small for vocab_size, instead of making a smaller model.
-    """
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, specials: Iterable[str]) -> bytes:
+    """Return a model of sentencepiece (the content of tokenizer.model) that gives text back exactly."""
     lines = list(lines_of(texts))  # an error of `texts` would be lost inside sentencepiece
+    if not lines:
+        raise UserError("tokenizer: the input holds no text to learn from")
     model = io.BytesIO()
+    options = {
+        "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "split_digits": True,
+        "character_coverage": 0.9995,  # the rarest characters are written as bytes
+        "control_symbols": list(specials),  # unlike user_defined_symbols, never found in text
+        "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1,
+        # defaults that change the text are undone
+        "normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "max_sentence_length": 1 << 20,  # bytes; longer lines would be dropped silently, see lines_of
+    }  # fmt: skip
+    train = sentencepiece.SentencePieceTrainer.train
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            hard_vocab_limit=exactly,
-            character_coverage=0.9995,  # the rarest characters are written as bytes
-            byte_fallback=True,
-            split_digits=True,
-            control_symbols=list(specials),  # unlike user_defined_symbols, never found in text
-            unk_id=0,
-            bos_id=-1,
-            eos_id=-1,
-            pad_id=-1,
-            normalization_rule_name="identity",  # the rest undoes defaults that change the text
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 20,  # bytes; longer lines would be dropped silently, see lines_of
-            minloglevel=2,
-        )
+        train(sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **options)
     except RuntimeError as error:
-        raise UserError(f"tokenizer: {sentencepiece_advice(str(error), vocab_size)}") from None
+        if found := re.search(r"value <= (\d+)", str(error)):
+            most = int(found[1]) // SIZE_STEP * SIZE_STEP
+            how = f"use vocab_size <= {most}, more text, or backend=bpe"
+            raise UserError(f"tokenizer: the text is too small for vocab_size={vocab_size}; {how}") from None
+        raise UserError(f"tokenizer: sentencepiece: {' '.join(str(error).split())}") from None
     return model.getvalue()
 
 
@@ -340,16 +281,3 @@ def lines_of(texts: Iterable[str]) -> Iterator[str]:
         if room <= 0:
             print(f"tokenizer: sentencepiece learns from the first {SENTENCEPIECE_MB} MB; the rest is not read")
             return
-
-
-def sentencepiece_advice(error: str, vocab_size: int) -> str:
-    """Return what to do about an error of sentencepiece's trainer."""
-    if found := re.search(r"value <= (\d+)", error):
-        most = int(found[1]) // SIZE_STEP * SIZE_STEP
-        smaller = f"vocab_size <= {most}, " if most >= SMALLEST else ""
-        return f"the text is too small for vocab_size={vocab_size}; use {smaller}more text, or backend=bpe"
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return f"vocab_size={vocab_size} is too small for the characters of the text; use >= {found[1]}, or backend=bpe"
-    if "sentences_.empty" in error:
-        return "the input holds no text to learn from"
-    return f"sentencepiece: {' '.join(error.split())}"

@@ -17,7 +17,7 @@ import tiktoken
 
 from groundup.errors import UserError
 from groundup.files.streams import scrub
-from groundup.tokens.bpe import PATTERNS, SIZE_STEP, Chunks, count_chunks, train_sentencepiece
+from groundup.tokens.bpe import PATTERNS, SIZE_STEP, Chunks, count_chunks
 
 # ---- tokenizer.json: byte-level BPE --------------------------------------------------------------------------
 
@@ -55,28 +55,17 @@ def bpe_description(merges: Iterable[tuple[int, int]], specials: Iterable[str], 
         tokens.append(tokens[left] + tokens[right])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": {in_chars(token): i for i, token in enumerate(tokens)}, "merges": pairs,
+    }  # fmt: skip
+    added = [added_token(name, i) for i, name in enumerate(specials, start=len(tokens))]
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added_token(name, i) for i, name in enumerate(specials, start=len(tokens))],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {in_chars(token): i for i, token in enumerate(tokens)},
-            "merges": pairs,
-        },
-    }
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": byte_level, "model": model,
+    }  # fmt: skip
 
 
 def added_token(content: str, token_id: int = -1) -> dict:
@@ -103,8 +92,14 @@ def read_bpe(description: dict) -> ByteLevel:
     """Return the content of a parsed tokenizer.json. Raise UserError if tiktoken would not give the same ids."""
     model, added = description["model"], description.get("added_tokens") or []
     specials = {token["content"]: token["id"] for token in added if token["special"]}
-    words = added_words(added)
-    nfc = needs_nfc(description.get("normalizer"))
+    words = {token["content"]: token["id"] for token in added if not token["special"]}
+    flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
+    names = sorted([*specials, *words])
+    if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
+        raise UserError("its added words overlap, or take in the white space around them, which is not supported")
+    normalizer = (description.get("normalizer") or {}).get("type", "")
+    if normalizer not in ("", "NFC") and description["normalizer"] != {"type": "Sequence", "normalizers": []}:
+        raise UserError(f"its normalizer {normalizer!r} is not supported; none and NFC are")
     pattern = split_pattern(description.get("pre_tokenizer"))
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model.get("type") != "BPE" or any(model.get(key) for key in others):
@@ -115,25 +110,7 @@ def read_bpe(description: dict) -> ByteLevel:
         raise UserError("two of its tokens have the same id, or an id is not a number")
     merges = [(in_bytes(left), in_bytes(right)) for left, right in merge_words(model)]
     check_merges(ranks, merges, model.get("ignore_merges", False))
-    return ByteLevel(ranks, specials, words, pattern, nfc)
-
-
-def added_words(added: list[dict]) -> dict[str, int]:
-    """Return the added words of tokenizer.json. Raise UserError where tiktoken would find others."""
-    words = {token["content"]: token["id"] for token in added if not token["special"]}
-    flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
-    names = sorted(token["content"] for token in added)
-    if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
-        raise UserError("its added words overlap, or take in the white space around them, which is not supported")
-    return words
-
-
-def needs_nfc(normalizer: dict | None) -> bool:
-    if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
-        return False
-    if normalizer["type"] != "NFC":
-        raise UserError(f"its normalizer {normalizer['type']!r} is not supported; none and NFC are")
-    return True
+    return ByteLevel(ranks, specials, words, pattern, normalizer == "NFC")
 
 
 def split_pattern(pre_tokenizer: dict | None) -> str:
@@ -173,9 +150,12 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
     listed = set(merges)
     for token, rank in ranks.items():
         parts = merge_below(token, rank, ranks)
-        if len(parts) == 2 and tuple(parts) not in listed:
-            raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
-        if len(parts) > 2 and not (whole_chunks and listed.issuperset(splits_of(token, ranks))):
+        if len(parts) > 2 and whole_chunks:
+            splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+            follows = all(split in listed for split in splits if split[0] in ranks and split[1] in ranks)
+        else:
+            follows = len(parts) < 2 or tuple(parts) in listed
+        if not follows:
             raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
 
 
@@ -192,12 +172,6 @@ def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes
     return parts
 
 
-def splits_of(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all splits of `token` into two tokens."""
-    splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-    return [(left, right) for left, right in splits if left in ranks and right in ranks]
-
-
 # ---- tokenizer.model: sentencepiece --------------------------------------------------------------------------
 
 
@@ -206,7 +180,10 @@ class SentencePieceBPE:
 
     def __init__(self, model: bytes, added_tokens: dict) -> None:
         """Take the content of tokenizer.model, and "added_tokens_decoder" of tokenizer_config.json."""
-        self.processor = open_model(model)
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
+        except RuntimeError:
+            raise UserError("tokenizer.model is damaged") from None
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.special_tokens = {token["content"]: int(i) for i, token in added_tokens.items() if token["special"]}
         self.token_bytes = {}
@@ -239,13 +216,6 @@ class SentencePieceBPE:
 
 
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
-
-
-def open_model(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
-    except RuntimeError:
-        raise UserError("tokenizer.model is damaged") from None
 
 
 # ---- more tokens ---------------------------------------------------------------------------------------------
@@ -302,44 +272,3 @@ def extended_bpe(files: dict[str, bytes], texts: Iterable[str], first: int, size
     model["merges"] = pairs
     names = reserved(-top % SIZE_STEP, old.specials)
     return with_specials(files | {"tokenizer.json": to_json(description)}, names, top)
-
-
-def extended_model(files: dict[str, bytes], texts: Iterable[str], first: int, size: int) -> dict[str, bytes]:
-    """Return `files` with tokenizer.model extended by the pieces that a model of `texts` has and the old one lacks,
-    ranked after the old ones. Tokens outside the model (ChatGLM2's code adds some) move into it; transformers, unlike
-    sentencepiece, then makes "sop" of an "s" and an "op" in text. Raise UserError without protobuf."""
-    try:
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
-    except ImportError:
-        raise UserError("tokenizer: to extend a sentencepiece model: pip install protobuf") from None
-    model, control = ModelProto(), ModelProto.SentencePiece.CONTROL
-    model.ParseFromString(files["tokenizer.model"])
-    decoder = json.loads(files["tokenizer_config.json"]).get("added_tokens_decoder") or {}
-    for i in range(len(model.pieces), first):  # ids outside the model, which no new piece may take
-        model.pieces.add(piece=decoder[str(i)]["content"], score=0, type=control)
-    lowest = min(piece.score for piece in model.pieces)
-    known = {piece.piece for piece in model.pieces}
-    for i, piece in enumerate(missing_pieces(known, texts, size - first), start=1):
-        model.pieces.add(piece=piece, score=lowest - i)
-    top = len(model.pieces)
-    names = reserved(-top % SIZE_STEP, known)
-    for name in names:
-        model.pieces.add(piece=name, score=0, type=control)
-    return with_specials(files | {"tokenizer.model": model.SerializeToString()}, names, top)
-
-
-def missing_pieces(known: set[str], texts: Iterable[str], n: int) -> list[str]:
-    """Return at most n pieces of a model of `texts` that are not in `known`, in its order, each after its characters,
-    since pieces are built from these."""
-    # Many of the pieces are known, so more than needed are learnt and the first missing ones taken; 16,384 because
-    # sentencepiece wants room for all characters, of which Chinese text has thousands.
-    learnt = open_model(train_sentencepiece(texts, 2 * n + 16_384, specials=(), exactly=False))
-    missing: dict[str, None] = {}
-    for i in range(learnt.get_piece_size()):
-        if learnt.is_unknown(i) or learnt.is_byte(i):
-            continue
-        piece = learnt.id_to_piece(i)
-        new = dict.fromkeys(part for part in (*piece, piece) if part not in known and part not in missing)
-        if len(missing) + len(new) <= n:
-            missing |= new
-    return list(missing)

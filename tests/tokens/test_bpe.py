@@ -103,17 +103,6 @@ def test_trainer_is_brute_force(alphabet: bytes):
         assert train_bpe(counts, max_merges) == brute_force(counts, max_merges), counts
 
 
-@pytest.mark.parametrize("few", [0, 3, 1 << 30])
-def test_one_place_at_a_time_or_many_is_the_same(monkeypatch: pytest.MonkeyPatch, few: int):
-    """The two ways to merge, by numpy and by plain Python, each alone and both together."""
-    monkeypatch.setattr(bpe_module, "FEW", few)
-    rng = random.Random(few)
-    for _ in range(60):
-        counts = random_counts(rng, rng.choice((b"a", b"ab", b"abc")), n_chunks=12, longest=40)
-        assert train_bpe(counts, 60) == brute_force(counts, 60), counts
-    assert train_bpe(count_chunks(CORPUS), 200) == brute_force(count_chunks(CORPUS), 200)
-
-
 def test_training_goes_on_from_any_tokens():
     """After 100 merges the chunks hold tokens above 255; the next 100 are those of an uninterrupted training."""
     counts = count_chunks(CORPUS)
