@@ -312,7 +312,8 @@ class Tokenizer:
             raise UserError("tokenizer: a conversation needs at least one message")
         segments = []  # (ids, mask value)
         for i, message in enumerate(messages):
-            role, content = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else (None, "")
+            message = message if isinstance(message, dict) else {}
+            role, content = message.get("role"), message.get("content")
             if role not in ROLES:
                 raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
             if not isinstance(content, str):

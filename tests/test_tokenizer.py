@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brute_force, random_texts, replaced
 
-import tokenizer as tokenizer_module
 from groundup.errors import UserError
 from groundup.files.streams import scrub
 from groundup.files.text_mix import mix_texts
