@@ -62,8 +62,7 @@ from groundup.text.units import EXACT, KEPT, Counts, Input, Unit, read_kept
 from groundup.text.writing import write_conversations, write_jsonl, write_single, write_splits
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.packing import pack as pack_documents
-from groundup.tokens.row_reader import ROWS_FORMAT
-from groundup.tokens.token_files import file_sha256, token_dtype, write_json, write_manifest
+from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, write_json, write_manifest
 from tokenizer import SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------

@@ -24,7 +24,7 @@ from groundup.generate.completion import begin_prompt, never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches, TextCorpus
-from groundup.tokens.mixture import COMPETENCE_SCHEDULES, parse_data_dir
+from groundup.tokens.mixture import parse_data_dir
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start
@@ -64,7 +64,6 @@ pack = False  # rows that begin with a document, packed by prepare.py --pack=blo
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
 competence = 1.0  # share of the windows seen at first, the easiest; needs prepare.py --order
 competence_steps = 0  # steps until all windows are seen
-competence_schedule = "sqrt"  # how the share grows: sqrt | linear
 # batch
 batch_size = 16  # sequences per rank and micro-step
 total_batch_tokens = 0  # tokens per step, all ranks and micro-steps; 0 = one micro-step on each rank
@@ -86,7 +85,7 @@ ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in glo
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
-ORDER_KEYS = ("max_epochs", "competence", "competence_steps", "competence_schedule")
+ORDER_KEYS = ("max_epochs", "competence", "competence_steps")
 DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}
 
 
@@ -114,7 +113,6 @@ def check_config(config: dict, world_size: int) -> int:
     run.check_least(config, "max_steps", 1)
     run.check_least(config, "competence_steps", int(config["competence"] < 1))
     run.check_share(config, "competence")
-    run.check_choice(config, "competence_schedule", COMPETENCE_SCHEDULES)
     run.check_least(config, "stop_after", 0)
     return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
 
@@ -210,9 +208,7 @@ if __name__ == "__main__":
     run.refuse(unknown, f"stop_on={stop_on!r} is no loss of its own in the log; it has {', '.join(corpus.val)}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
-    mixture = corpus.order(
-        seed, rows_per_step, max_steps, max_epochs, competence, competence_steps, competence_schedule
-    )
+    mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs, competence, competence_steps)
     n_known = count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
     check_trainable(config, source, tokenizer.vocab_size - n_known)

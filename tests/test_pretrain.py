@@ -593,7 +593,6 @@ def refused(run, capsys, *flags: str) -> str:
         ("--max_epochs=0.001", "with max_epochs='0.001' the data end after step"),
         ("--competence=0.5", "competence_steps must be at least 1"),
         ("--competence=1.5", "competence must be from 0 to 1"),
-        ("--competence_schedule=cubic", "competence_schedule must be one of sqrt, linear"),
         ("--pack=True", "is not packed for block_size=32; run: python prepare.py "),
         ("--out_dir=", "out_dir='' is not a directory"),
         ("--out_dir=pretrain.py", "is not a directory"),

@@ -26,7 +26,7 @@ from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.text import cleaning
 from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.row_reader import read_rows_manifest
+from groundup.tokens.token_files import read_manifest
 from groundup.train import ranks
 from model import Transformer
 from tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def files_of(data: str) -> list[str]:
     found = []
     for part in filter(None, (part.strip() for part in data.split(","))):
         if (Path(part) / "manifest.json").exists():
-            splits = read_rows_manifest(Path(part), "chat")["splits"]
+            splits = read_manifest(part, "chat")["splits"]
             name = next(name for name in ("test", "val", "train") if name in splits)
             found.append(str(Path(part) / splits[name]["file"]))
         else:

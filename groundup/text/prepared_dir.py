@@ -16,8 +16,7 @@ from groundup.text.processes import WorkerLost, wait_for_workers
 from groundup.text.report import print_splits
 from groundup.tokens.chat_files import map_tokens
 from groundup.tokens.packing import PackedData
-from groundup.tokens.row_reader import ROWS_FORMAT
-from groundup.tokens.token_files import FORMAT, TokenData, read_manifest, verify_sha256
+from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify_sha256
 from groundup.tokens.token_files import verify as verify_tokens
 from tokenizer import FILES, Tokenizer
 

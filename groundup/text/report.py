@@ -12,7 +12,7 @@ from groundup.text import answer_pairs
 from groundup.text.recipe import Recipe
 from groundup.text.selection import Selection, SourceDocs
 from groundup.text.units import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Input, Unit, read_samples
-from groundup.tokens.row_reader import ROWS_FORMAT
+from groundup.tokens.token_files import ROWS_FORMAT
 
 
 def write_dropped(chosen: Selection, units: list[Unit], out: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.tokens.corpus import Corpus, names_of, spread
-from groundup.tokens.mixture import Curriculum, Mixture, parse_data_dir, parse_max_epochs, parse_weights
+from groundup.tokens.mixture import Curriculum, Mixture, parse_data_dir, parse_weights
 from groundup.tokens.packing import PackedData
 from groundup.tokens.token_files import SORTED, NoSplit, TokenData, locate, read_manifest
 from model import IGNORE
@@ -49,16 +49,13 @@ def val_sources(val_data: str) -> dict[SourceKey, float]:
     found = {}
     for path, weight in parse_weights(val_data, val_data, "val_data").items():
         directory, only = locate(path)
-        shards = read_manifest(directory)["splits"].get("val", {"shards": []})["shards"]
         tokens = Counter()
-        for shard in shards:
-            tokens[shard.get("source", "")] += shard["tokens"]
-        tokens = {source: n for source, n in tokens.items() if only in (None, source)}
+        for shard in read_manifest(directory)["splits"].get("val", {"shards": []})["shards"]:
+            if only in (None, source := shard.get("source", "")):
+                tokens[directory.resolve(), source] += shard["tokens"]
         if not tokens:
             raise NoSplit(f"data: val_data: {path} has no split 'val'; rerun prepare.py with more text or val_fraction")
-        total = sum(tokens.values())
-        for source, n in tokens.items():
-            found[directory.resolve(), source] = n if weight is None else weight * n / total
+        found |= {key: n if weight is None else weight * n / tokens.total() for key, n in tokens.items()}
     return found
 
 
@@ -115,40 +112,32 @@ class TextCorpus(Corpus):
 
     def order(
         self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = "", competence: float = 1.0,
-        competence_steps: int = 0, competence_schedule: str = "sqrt",
+        competence_steps: int = 0,
     ) -> Mixture:  # fmt: skip
         """See Corpus.order; with competence < 1 easy windows come first, see mixture.Curriculum."""
         order = super().order(seed, samples_per_step, max_steps, max_epochs)
-        if competence < 1:
-            self._check_sorted()
-            n_samples = order.counts(competence_steps * samples_per_step).tolist()
-            order.samplers = [
-                Curriculum(sampler, n, competence, competence_schedule)
-                for sampler, n in zip(order.samplers, n_samples, strict=True)
-            ]
+        if competence == 1:
+            return order
+        for data in self.train:
+            if data.packed or data.manifest["info"].get("recipe", {}).get("order") not in SORTED:
+                raise UserError(
+                    f"data: competence needs unpacked documents from easy to hard; rerun prepare.py for {data.dir} "
+                    f"with --order={SORTED[0]} (or {', '.join(SORTED[1:])})"
+                )
+        lengths = order.counts(competence_steps * samples_per_step).tolist()
+        order.samplers = [Curriculum(*pair, competence) for pair in zip(order.samplers, lengths, strict=True)]
         return order
 
-    def _check_sorted(self) -> None:
-        for data in self.train:
-            order = data.manifest["info"].get("recipe", {}).get("order", "")
-            if data.packed:
-                raise UserError("data: packed rows are in no order of difficulty; use competence or pack, not both")
-            if order not in SORTED:
-                raise UserError(
-                    f"data: competence needs documents from easy to hard, but {data.dir} was prepared with {order=}; "
-                    f"rerun prepare.py with --order={SORTED[0]} (or {', '.join(SORTED[1:])})"
-                )
-
-    def most_epochs(self, max_epochs: str) -> dict[int, float]:
-        most = {}
-        for path, limit in parse_max_epochs(max_epochs).items():
-            named = self.by_path.get(path) or (sources_of(path) if path else self.keys)
-            if foreign := [key for key in named if key not in self.keys]:
-                raise UserError(f"data: max_epochs names {foreign[0][0] / foreign[0][1]}, which data_dir does not")
-            if twice := [key for key in named if self.keys.index(key) in most]:
-                raise UserError(f"data: max_epochs={max_epochs!r} names {twice[0][0] / twice[0][1]} twice")
-            most |= {self.keys.index(key): limit for key in named}
-        return most
+    def by_source(self, values: dict[str, float], key: str) -> dict[int, float]:
+        """See Corpus.by_source."""
+        found = {}
+        for path, value in values.items():
+            for source in self.by_path.get(path) or sources_of(path):
+                if source not in self.keys or self.keys.index(source) in found:
+                    wrong = "twice" if source in self.keys else "which data_dir does not name"
+                    raise UserError(f"data: {key} names {source[0] / source[1]}, {wrong}")
+                found[self.keys.index(source)] = value
+        return found
 
     def size(self, data: TokenData) -> str:
         return f"{data.n_tokens:,}"
@@ -158,16 +147,13 @@ class TextCorpus(Corpus):
         return text, [f"warning     {error}; {name} is not evaluated" for name, error in self.no_val.items()] + warnings
 
     def report(self) -> list[str]:
-        """Return lines for people: the size of each source and validation split, and the files they were made of."""
+        """Return lines for people: the size of each source and validation split."""
         splits = [*zip(self.names, self.train, strict=True), *self.val.items()]
-        lines = [
+        return [
             f"{name} {data.split}: {data.n_documents:,} documents, {data.n_bytes:,} bytes, {data.n_tokens:,} "
             f"tokens, fingerprint {data.fingerprint[:16]}"
             for name, data in splits
         ]
-        inputs = {entry["path"]: entry for data in self.train for entry in data.manifest["info"].get("inputs", [])}
-        lines += [f"  made of {path}, sha256 {entry['sha256'][:16]}" for path, entry in list(inputs.items())[:20]]
-        return lines + ([f"  and {len(inputs) - 20:,} more files"] if len(inputs) > 20 else [])
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
         """Return {"tokens/name": tokens} of each source in the first n_samples samples; {} for a single source."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from groundup.files import row_formats
 from groundup.files.splits import dialogue_text
-from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_rows_manifest, read_source
-from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, token_dtype
+from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_source
+from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, read_manifest, token_dtype
 from tokenizer import Tokenizer
 
 SUFFIXES = (".npy", ".mask.npy", ".off.npy")
@@ -150,7 +150,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
     token files, or, without those of this tokenizer, its rows. Raise UserError."""
     directory, reader = Path(path), ChatReader(tokenizer)
     if (directory / "manifest.json").exists():
-        manifest = read_rows_manifest(directory, "chat")
+        manifest = read_manifest(directory, "chat")
         if manifest.get("tokenizer_fingerprint") == tokenizer.fingerprint():
             entries = (manifest["splits"].get(split) for split in ("train", "val"))
             train, val = (map_split(directory, entry, tokenizer) for entry in entries)

@@ -14,7 +14,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_max_epochs, parse_weights, quotas
-from groundup.tokens.row_reader import RowReader, SourceRows, read_source, report_left_out
+from groundup.tokens.row_reader import RowReader, SourceRows, read_source
 
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
 
@@ -39,22 +39,19 @@ class Corpus:
             Sampler(data.n_tokens, self.block_size, seed, k, data.packed, name)
             for k, (name, data) in enumerate(zip(self.names, self.train, strict=True))
         ]
-        most = self.most_epochs(max_epochs)
+        most = parse_max_epochs(max_epochs)
+        most = dict.fromkeys(range(len(samplers)), most[""]) if "" in most else self.by_source(most, "max_epochs")
         limits = [max(1, int(most[k] * s.n_windows)) if k in most else math.inf for k, s in enumerate(samplers)]
-        order = Mixture(samplers, seed, self.stages_in_samples(samples_per_step), self.names, limits)
+        stages = [(step * samples_per_step, weights) for step, weights in self.stages]
+        order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
             last = order.end // samples_per_step
             lower = f"lower max_steps={max_steps} to that or " if last else ""
-            raise UserError(
-                f"data: with max_epochs={max_epochs!r} the data end after step {last}; {lower}raise max_epochs"
-            )
+            raise UserError(f"data: with {max_epochs=} the data end after step {last}; {lower}raise max_epochs")
         return order
 
-    def stages_in_samples(self, samples_per_step: int) -> list[tuple[int, list[float]]]:
-        return [(step * samples_per_step, weights) for step, weights in self.stages]
-
-    def most_epochs(self, max_epochs: str) -> dict[int, float]:
-        """Return {number of the source: most epochs}. Raise UserError for a name that is no source."""
+    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+        """Return {number of the source: value} from values by path or name; `key` is the setting that has them."""
         raise NotImplementedError
 
     def record(self) -> dict[str, list]:
@@ -63,7 +60,6 @@ class Corpus:
         return {"data": [data.fingerprint for data in self.train], "stages": stages}
 
     def size(self, data: object) -> str:
-        """Return the size of a source's data for people."""
         return f"{data.n_rows:,} rows"
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
@@ -74,8 +70,8 @@ class Corpus:
             for name, data, times in zip(self.names, self.train, epochs, strict=True)
         )
         return text, [
-            f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little "
-            "(arXiv:2305.16264): prepare more text, lower its weight or set max_epochs"
+            f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little: prepare more "
+            "text, lower its weight or set max_epochs"
             for name, times, limit in zip(order.names, epochs, order.limits, strict=True)
             if times > MANY_EPOCHS and limit == math.inf
         ]
@@ -145,7 +141,7 @@ class RowCorpus(Corpus):
         return list(weights.values())
 
     def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
-        """Return {number of the source: value} from values by path or name; `key` is the setting that has them."""
+        """See Corpus.by_source."""
         found = {}
         for name, value in values.items():
             known = self.names if name in self.names else self.paths
@@ -154,17 +150,13 @@ class RowCorpus(Corpus):
             found[known.index(name)] = value
         return found
 
-    def most_epochs(self, max_epochs: str) -> dict[int, float]:
-        most = parse_max_epochs(max_epochs)
-        return dict.fromkeys(range(len(self.paths)), most[""]) if "" in most else self.by_source(most, "max_epochs")
-
     def report(self) -> list[str]:
         """Return lines for people: the content of each source, and what was left out."""
         lines = []
         for data, rows in zip(self.train, self.found, strict=True):
-            lines += [*self.report_source(data, rows), *report_left_out(data.name, rows.reader)]
+            lines += [*self.report_source(data, rows), *rows.reader.report(data.name)]
         lines += [f"warning     nothing is held out of {name}" for name in self.no_val]
-        return lines + [line for name, rows in self.val_found.items() for line in report_left_out(name, rows.reader)]
+        return lines + [line for name, rows in self.val_found.items() for line in rows.reader.report(name)]
 
     def report_source(self, data: object, rows: SourceRows) -> Iterator[str]:
         """Yield lines for people about one source."""

@@ -22,7 +22,6 @@ from groundup.errors import UserError
 
 BLOCK = 1024  # samples within which the sources have their exact proportions
 PHASES = 64  # steps in which a curriculum widens
-COMPETENCE_SCHEDULES = ("sqrt", "linear")  # how a curriculum widens
 
 
 # ---- the settings data_dir and max_epochs ----------------------------------------------------------------------------
@@ -166,21 +165,14 @@ class Sampler:
 class Curriculum:
     """A Sampler whose first n_samples come from the easiest windows of data prepared from easy to hard.
 
-    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the share of the windows in use grows from
-    `first` to 1 in 64 phases. A phase draws without replacement from the share that the schedule gives at its
-    beginning, again from the start if the phase is longer. Ordinary epochs follow.
+    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the square of the share of the windows in use
+    grows linearly from first**2 to 1, in 64 phases. A phase draws without replacement from the share at its beginning,
+    again from the start if the phase is longer. Ordinary epochs follow.
     """
 
-    def __init__(self, sampler: Sampler, n_samples: int, first: float, schedule: str) -> None:
-        self.sampler, self.n_windows, self.n_samples = sampler, sampler.n_windows, n_samples
-        self.first, self.schedule = first, schedule
+    def __init__(self, sampler: Sampler, n_samples: int, first: float) -> None:
+        self.sampler, self.n_windows, self.n_samples, self.first = sampler, sampler.n_windows, n_samples, first
         self.borders = n_samples * np.arange(PHASES + 1) // PHASES  # of the phases, in numbers
-
-    def competence(self, progress: float) -> float:
-        """Return the share of the windows in use after `progress` (0 to 1) of the curriculum."""
-        if self.schedule == "linear":
-            return self.first + (1 - self.first) * progress
-        return math.sqrt(progress * (1 - self.first**2) + self.first**2)
 
     def start(self, number: np.ndarray) -> np.ndarray:
         """See Sampler.start."""
@@ -192,7 +184,8 @@ class Curriculum:
             if phase == PHASES:
                 starts[now] = self.sampler.start(number[now] - self.n_samples)
                 continue
-            n = max(1, int(self.competence(phase / PHASES) * self.n_windows))
+            competence = math.sqrt(phase / PHASES * (1 - self.first**2) + self.first**2)
+            n = max(1, int(competence * self.n_windows))
             rounds, positions = np.divmod(number[now] - self.borders[phase], n)
             found = np.empty_like(positions)
             for round_ in np.unique(rounds):

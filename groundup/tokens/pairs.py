@@ -129,10 +129,6 @@ class Pairs:
         begin, middle, late, end = self.offsets[3 * i : 3 * i + 4].tolist()
         return self.tokens[begin:middle], self.tokens[middle:late], self.tokens[late:end]
 
-    def prompts(self) -> list[bytes]:
-        """Return the ids of each pair's prompt, hashable."""
-        return [self.ids(i)[0].tobytes() for i in range(self.n_rows)]
-
 
 class PairBatch(NamedTuple):
     """B pairs: B rows with the chosen answers, then B rows with the rejected ones in the same order, padded on the
@@ -176,10 +172,9 @@ def load_pairs(splits: Sequence[Pairs], sources: np.ndarray, rows: np.ndarray) -
 class ByLength:
     """The order of a sampler, with pairs of similar length brought together so that batches need little padding.
 
-    An epoch is cut into windows of WINDOW batches. Within a window, a stable sort by T (eight values) brings similar
-    pairs together; the sorted pairs are cut into batches, which come in a seeded order, so that long and short ones
-    alternate. Every epoch has each pair once and forms other batches. With one source these are the batches of the
-    steps. As in the sampler, number 10**9 costs what number 0 does.
+    An epoch is cut into windows of WINDOW batches. Within a window, the pairs are sorted by T (eight values) and cut
+    into batches, which come in a seeded order, so that long and short ones alternate. Every epoch has each pair once
+    and forms other batches. With one source these are the batches of the steps.
 
     columns: (n,) int64, T of each pair. batch: pairs per step.
     """
@@ -193,19 +188,16 @@ class ByLength:
         """See Sampler.start."""
         number = np.asarray(number, dtype=np.int64)
         starts = np.empty_like(number)
-        begins, ends = self.windows(number)
-        for begin in np.unique(begins):
-            now = begins == begin
-            starts[now] = self.sorted(int(begin), int(ends[now][0]))[number[now] - begin]
-        return starts
-
-    def windows(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first number, last number + 1) of the window of each number; no window holds two epochs."""
+        # first number and last number + 1 of the window of each number; no window holds two epochs
         begin = number // self.n_windows * self.n_windows
         size = WINDOW * self.batch
         aligned = begin - begin % self.batch  # the first number of the step in which the epoch begins
         window = aligned + (number - aligned) // size * size
-        return np.maximum(begin, window), np.minimum(begin + self.n_windows, window + size)
+        begins, ends = np.maximum(begin, window), np.minimum(begin + self.n_windows, window + size)
+        for begin in np.unique(begins):
+            now = begins == begin
+            starts[now] = self.sorted(int(begin), int(ends[now][0]))[number[now] - begin]
+        return starts
 
     def _sorted(self, begin: int, end: int) -> np.ndarray:
         """Return the starts for the numbers of a window, (end - begin,) int64."""
@@ -216,30 +208,6 @@ class ByLength:
         order = permute(np.arange(len(sizes)), len(sizes), hash_words(8, "lengths", self.seed, self.source, begin))
         batches = np.split(rows, np.cumsum(sizes[order])[:-1])
         return np.concatenate([batches[k] for k in np.argsort(order)]) * self.stride
-
-
-class StepsByLength(Mixture):
-    """A mixture that sorts the samples of each step by T, because several sources contribute to it: so each micro-batch
-    gets pairs of similar length.
-
-    columns: T of each pair of each source. batch: samples per step. stride: between the starts of two pairs.
-    """
-
-    def __init__(self, order: Mixture, stages: list, columns: list[np.ndarray], batch: int, stride: int) -> None:
-        super().__init__(order.samplers, order.seed, stages, order.names, order.limits.tolist())
-        self.columns, self.batch, self.stride = columns, batch, stride
-
-    def start(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See Mixture.start."""
-        steps, places = np.divmod(np.asarray(sample, dtype=np.int64), self.batch)
-        found, which = np.unique(steps, return_inverse=True)
-        which = which.reshape(steps.shape)
-        sources, starts = super().start(found[:, None] * self.batch + np.arange(self.batch))
-        columns = np.empty_like(starts)
-        for source in np.unique(sources):
-            columns[sources == source] = self.columns[source][starts[sources == source] // self.stride]
-        by_length = np.argsort(columns, axis=1, kind="stable")[which, places]
-        return sources[which, by_length], starts[which, by_length]
 
 
 # ---- the sources of a run --------------------------------------------------------------------------------------------
@@ -275,11 +243,7 @@ class PairCorpus(RowCorpus):
             ByLength(sampler, pairs.columns, samples_per_step, seed, k)
             for k, (sampler, pairs) in enumerate(zip(order.samplers, self.train, strict=True))
         ]
-        if len(self.train) == 1:
-            return order
-        columns = [pairs.columns for pairs in self.train]
-        stages = self.stages_in_samples(samples_per_step)
-        return StepsByLength(order, stages, columns, samples_per_step, self.block_size + 1)
+        return order
 
     def load(self, sources: np.ndarray, starts: np.ndarray) -> PairBatch:
         """Return the micro-batch of these pairs, for `Batches`."""
@@ -301,19 +265,10 @@ class PairCorpus(RowCorpus):
         """Yield this rank's share of batches, by length, of every pair of train and val once."""
         return batches_by_length([*self.train, *self.val.values()], batch_size, 0, rank, world_size)
 
-    def report(self) -> list[str]:
-        lines, trained = super().report(), set().union(*(pairs.prompts() for pairs in self.train))
-        for name, pairs in self.val.items():
-            if n := sum(prompt in trained for prompt in pairs.prompts()):
-                lines.append(f"warning     {n:,} of {pairs.n_rows:,} validation pairs of {name} have a trained prompt")
-        return lines
-
     def report_source(self, data: Pairs, rows: SourceRows) -> Iterator[str]:
-        chosen, rejected = np.diff(data.offsets).reshape(-1, 3)[:, 1:].mean(0).tolist()
         yield (
             f"{data.name}: {data.n_rows:,} pairs for training, {len(rows.val):,} held out; {data.n_used.sum():,} "
-            f"tokens, {data.n_labels.sum():,} of them in answers, on average {chosen:.1f} chosen and {rejected:.1f} "
-            "rejected"
+            f"tokens, {data.n_labels.sum():,} of them in answers"
         )
 
 

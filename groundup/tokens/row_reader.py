@@ -3,7 +3,6 @@
 A raw file has no validation split of its own: a hash of the text decides which rows are held out, as in prepare.py.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams
 from groundup.files.splits import assign, split_position
+from groundup.tokens.token_files import read_manifest
 
-ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
 
@@ -30,14 +29,13 @@ class Unusable(Exception):
 class RowReader:
     """Reads the items of one kind (conversations, pairs, prompts) from files and counts the rows that it leaves out."""
 
-    kind = "chat"  # of row_formats.FORMATS
-    noun = "conversation"
+    kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
-        self.n_read, self.n_strange = 0, 0
+        self.n_read = 0
         self.trimmed = 0  # conversations that lost what came after the assistant's last turn
 
     def item(self, row: object, place: str) -> tuple[str, object]:
@@ -52,17 +50,12 @@ class RowReader:
             try:
                 if record.problem:
                     raise Unusable(record.problem, record.detail)
-                found = self.item(streams.mended(record.value), place)
+                yield self.item(streams.mended(record.value), place)
             except Unusable as problem:
-                self.n_strange += problem.reason == STRANGE
-                self._drop(place, problem.reason, problem.detail)
-                continue
-            yield found
-
-    def _drop(self, place: str, reason: str, detail: str) -> None:
-        if self.dropped[reason] < SHOWN:
-            self.places.append(f"{place}: {reason}" + (f": {' '.join(detail.split())}" if detail else ""))
-        self.dropped[reason] += 1
+                if self.dropped[problem.reason] < SHOWN:
+                    detail = ": " + " ".join(problem.detail.split()) if problem.detail else ""
+                    self.places.append(f"{place}: {problem.reason}{detail}")
+                self.dropped[problem.reason] += 1
 
     def check(self, name: str, n_found: int) -> None:
         """Raise UserError if nothing usable was found in `name`."""
@@ -71,11 +64,15 @@ class RowReader:
         if not self.n_read:
             raise UserError(f"data: {name} is empty: no row in it")
         first = self.places[0].split(f"; {self.kind} is known by")[0]
-        if self.n_read == self.n_strange:
+        if self.n_read == self.dropped[STRANGE]:
             tried = row_formats.known_keys(self.kind)
             raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; tried, by their keys: {tried}")
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
+
+    def report(self, name: str) -> list[str]:
+        """Return lines for people: how many rows cannot be used, why, and where the first of them are."""
+        return [*(f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()), *self.places]
 
 
 class SourceRows(NamedTuple):
@@ -90,7 +87,7 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
     """Return the items in a raw file, a glob, a directory of raw files, or one of prepare.py, which has its splits."""
     directory = Path(path)
     if (directory / "manifest.json").exists():
-        splits = read_rows_manifest(directory, reader.kind)["splits"]
+        splits = read_manifest(directory, reader.kind)["splits"]
         files = [str(directory / splits[split]["file"]) if split in splits else "" for split in ("train", "val")]
         train, val = ([item for _, item in reader.read(file)] if file else [] for file in files)
     else:
@@ -103,21 +100,3 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
         train, val = ([item for item, split in zip(items, split_of, strict=True) if split == k] for k in (0, 1))
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)
-
-
-def read_rows_manifest(directory: Path, kind: str) -> dict:
-    """Return manifest.json of a directory of conversations or pairs. Raise UserError: damaged, of another kind."""
-    try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-        found = manifest["kind"] if manifest["format"] == ROWS_FORMAT else "text"
-        manifest["splits"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"data: {directory}/manifest.json is damaged ({error!r}); rerun prepare.py") from None
-    if found != kind:
-        raise UserError(f"data: {directory} was prepared with kind={found!r}, not {kind!r}")
-    return manifest
-
-
-def report_left_out(name: str, reader: RowReader) -> list[str]:
-    """Return lines for people: how many rows cannot be used, why, and where the first of them are."""
-    return [*(f"{name}: {count:,} left out: {reason}" for reason, count in reader.dropped.items()), *reader.places]

@@ -23,6 +23,7 @@ import numpy as np
 from groundup.errors import UserError
 
 FORMAT = "groundup tokens 1"
+ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 SHARD_TOKENS = 2**27  # 256 MiB as uint16
 SORTED = ("length", "unigram", "bigram", "trigram", "score")  # orders of prepare.py that go from easy to hard
 
@@ -40,11 +41,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as f:
-        while block := f.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def npy_header(dtype: np.dtype, length: int) -> bytes:
@@ -94,17 +92,15 @@ class ShardWriter:
         self.file: NpyWriter | None = None  # of the shard being written
 
     def add(self, ids: np.ndarray, n_bytes: int) -> None:
-        """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes.
-
-        Raise UserError for an id outside the vocabulary: a cast would silently turn it into another token.
-        """
+        """Append one document: its token ids (1-D, any integer type) and the length of its text in UTF-8 bytes. Raise
+        UserError for an id outside the vocabulary: a cast would silently turn it into another token."""
         ids = np.asarray(ids)
         assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.shape=} {ids.dtype=}"
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise UserError(f"data: token id {bad} is outside the tokenizer's vocab_size={self.vocab_size}")
         if self.file and self.file.length + 1 + len(ids) > self.shard_tokens:
-            self._finish_shard(closing=False)
+            self._finish_shard()
         if not self.file:
             (self.dir / self.source).mkdir(parents=True, exist_ok=True)
             self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
@@ -118,13 +114,12 @@ class ShardWriter:
     def close(self) -> list[dict]:
         """Finish the split and return its shards' entries for `write_manifest`; without documents there are none."""
         if self.file:
-            self._finish_shard(closing=True)
+            self._finish_shard(closing=[self.eot_id])
         return self.shards
 
-    def _finish_shard(self, closing: bool) -> None:
+    def _finish_shard(self, closing: Sequence[int] = ()) -> None:
         offsets = np.array([*self.starts, self.file.length], np.int64)
-        if closing:
-            self.file.add([self.eot_id])
+        self.file.add(closing)
         self.file.close()
         write_npy(self.dir / f"{self.name}.off.npy", offsets)
         self.shards.append({
@@ -155,20 +150,13 @@ def write_manifest(
     assert not weights or set(names) <= set(weights), f"{weights=} lack some of {names}"
     if names not in ([], [""]):
         assert "" not in names, f"{names}: either all sources are named or there is only one"
-        manifest["sources"] = source_totals(manifest, names)
-        for name, entry in manifest["sources"].items():
-            entry |= {"weight": weights[name]} if weights else {}
+        manifest["sources"] = {}
+        for name in names:
+            own = [shard for shard in shards if (shard["split"], shard["source"]) == ("train", name)]
+            totals = {total: sum(shard[total] for shard in own) for total in ("tokens", "documents", "bytes")}
+            manifest["sources"][name] = totals | ({"weight": weights[name]} if weights else {})
     write_json(Path(data_dir, "manifest.json"), manifest)
     return manifest
-
-
-def source_totals(manifest: dict, names: Sequence[str]) -> dict[str, dict]:
-    """Return the tokens, documents and bytes of each named source in the train split."""
-    found = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in names}
-    for shard in manifest["splits"].get("train", {"shards": []})["shards"]:
-        for total in found[shard["source"]]:
-            found[shard["source"]][total] += shard[total]
-    return found
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -183,22 +171,23 @@ def write_json(path: Path, value: dict) -> None:
 # ---- reader ----------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(data_dir: str | Path) -> dict:
-    """Return manifest.json of a data directory. Raise UserError if there is none, or that of another format."""
+def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
+    """Return manifest.json of a prepared directory. Raise UserError: there is none, damaged, of another kind than
+    "text", "chat" or "preference"."""
     path = Path(data_dir, "manifest.json")
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
     if not Path(data_dir).is_dir():
         raise UserError(f"data: no directory {data_dir}; {how}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        found = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}.get(manifest["format"], manifest["format"])
+        manifest["splits"].items()
     except FileNotFoundError:
         raise UserError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}") from None
-    except ValueError as error:
-        raise UserError(f"data: {path} is damaged ({error}); {how}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        if isinstance(manifest, dict) and "rows" in str(manifest.get("format")):
-            raise UserError(f"data: {data_dir} was prepared with kind='chat' or 'preference', this needs kind='text'")
-        raise UserError(f"data: {path} is not of the format {FORMAT!r}; {how}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"data: {path} is damaged ({error!r}); {how}") from None
+    if found != kind:
+        raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {kind!r}")
     return manifest
 
 
@@ -232,16 +221,6 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     return np.asarray(mapped)  # the same memory; slices of the subclass np.memmap take three times as long
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, path: Path, offset: int) -> None:
-    """Raise UserError naming the first id >= vocab_size; ids[0] is token `offset` of the file."""
-    if ids.max(initial=0) >= vocab_size:
-        first = int(np.argmax(ids >= vocab_size))
-        raise UserError(
-            f"data: {path} holds token id {ids[first]} at offset {offset + first}, but the tokenizer has "
-            f"vocab_size={vocab_size}; rerun prepare.py"
-        )
-
-
 class TokenData:
     """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only.
 
@@ -259,28 +238,23 @@ class TokenData:
         self.vocab_size: int = self.manifest["vocab_size"]
         self.eot_id: int = self.manifest["eot_id"]
         self.tokenizer_fingerprint: str = self.manifest["tokenizer_fingerprint"]
-        of_splits = {
+        shards_of = {
             name: [shard for shard in entry["shards"] if source in (None, shard.get("source", ""))]
             for name, entry in self.manifest["splits"].items()
         }
-        if not of_splits.get(split):
-            has = ", ".join(name for name, shards in of_splits.items() if shards) or "none"
+        if not shards_of.get(split):
+            has = ", ".join(name for name, shards in shards_of.items() if shards) or "none"
             where = self.dir / (source or "")
             raise NoSplit(f"data: {where} has no split {split!r} (has: {has}); rerun prepare.py with more text")
-        self.entries = of_splits[split]
+        self.entries = shards_of[split]
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
-        self.offsets = [
-            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1) for shard in self.entries
-        ]
+        self.offsets = [map_array(self.dir / one["offsets"], "int64", one["documents"] + 1) for one in self.entries]
         self._map_tokens(self.entries)
 
     def _map_tokens(self, shards: list[dict]) -> None:
         self.paths = [self.dir / shard["file"] for shard in shards]
-        self.shards = [
-            map_array(path, self.manifest["dtype"], shard["tokens"])
-            for path, shard in zip(self.paths, shards, strict=True)
-        ]
+        self.shards = [map_array(self.dir / one["file"], self.manifest["dtype"], one["tokens"]) for one in shards]
         self.ends = np.cumsum([len(shard) for shard in self.shards])  # of each shard, in tokens of the split
         self.n_tokens = int(self.ends[-1])
 
@@ -309,7 +283,12 @@ class TokenData:
             shard = self.shards[k]
             begin = start + filled - (int(self.ends[k]) - len(shard))
             piece = shard[begin : begin + length - filled]
-            check_ids(piece, self.vocab_size, self.paths[k], begin)
+            if piece.max(initial=0) >= self.vocab_size:
+                at = int(np.argmax(piece >= self.vocab_size))
+                raise UserError(
+                    f"data: {self.paths[k]} holds token id {piece[at]} at offset {begin + at}, but the tokenizer has "
+                    f"vocab_size={self.vocab_size}; rerun prepare.py"
+                )
             out[filled : filled + len(piece)] = piece
             filled, k = filled + len(piece), k + 1
         return out
@@ -320,29 +299,19 @@ class TokenData:
 
 
 def verify(data_dir: str | Path) -> dict:
-    """Read every byte of a data directory, compare it with the manifest, and return the manifest.
-
-    Raise UserError for the first file whose sha256, size, offsets, document starts, ids or totals differ from it.
-    """
+    """Read every byte of a data directory and return its manifest. Raise UserError for the first file whose size or
+    sha256 differs from it."""
     manifest = read_manifest(data_dir)
+    digests = {}
     for split, entry in manifest["splits"].items():
-        for source in dict.fromkeys(shard.get("source", "") for shard in entry["shards"]):
-            data = TokenData(data_dir, split, source)
-            for k, shard in enumerate(data.entries):
-                verify_sha256(data.dir / shard["file"], shard["sha256"])
-                verify_sha256(data.dir / shard["offsets"], shard["offsets_sha256"])
-                verify_shard(data, k, last=k == len(data.entries) - 1)
-        for total in ("tokens", "documents", "bytes"):
-            if sum(shard[total] for shard in entry["shards"]) != entry[total]:
-                raise UserError(f"data: {data.dir}/manifest.json: {total} of {split} do not add up; rerun prepare.py")
-    sources = manifest.get("sources", {})
-    for source, totals in source_totals(manifest, list(sources)).items() if sources else ():
-        if totals.items() - sources[source].items():
-            raise UserError(f"data: {data_dir}/manifest.json: {source} does not add up; rerun prepare.py")
+        TokenData(data_dir, split)  # compares sizes and types
+        for shard in entry["shards"]:
+            digests |= {shard["file"]: shard["sha256"], shard["offsets"]: shard["offsets_sha256"]}
     for path in sorted(Path(data_dir).glob("train_pack*.json")):
         for packed in read_packing(path)["sources"].values():
-            for file, sha256 in packed["sha256"].items():
-                verify_sha256(path.parent / file, sha256)
+            digests |= packed["sha256"]
+    for name, sha256 in digests.items():
+        verify_sha256(Path(data_dir, name), sha256)
     return manifest
 
 
@@ -351,20 +320,6 @@ def verify_sha256(path: Path, sha256: str) -> None:
         raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py")
     if file_sha256(path) != sha256:
         raise UserError(f"data: {path} changed since it was written (sha256); rerun prepare.py")
-
-
-def verify_shard(data: TokenData, k: int, last: bool) -> None:
-    """Check the ids, offsets and delimiters of one shard, a block at a time."""
-    tokens, offsets, path = data.shards[k], data.offsets[k], data.paths[k]
-    for begin in range(0, len(tokens), 2**24):
-        check_ids(tokens[begin : begin + 2**24], data.vocab_size, path, begin)
-    closing = [len(tokens) - 1] if last else []  # the last shard of a split ends with one more delimiter
-    if offsets[0] != 0 or np.any(np.diff(offsets) < 1) or offsets[-1] != len(tokens) - len(closing):
-        raise UserError(f"data: the document offsets of {path} are not increasing from 0 to its end; rerun prepare.py")
-    starts = np.concatenate([offsets[:-1], closing]).astype(np.int64)
-    wrong = starts[tokens[starts] != data.eot_id]
-    if len(wrong):
-        raise UserError(f"data: {path} has no <|endoftext|> at offset {wrong[0]}; rerun prepare.py")
 
 
 def read_packing(path: Path) -> dict:

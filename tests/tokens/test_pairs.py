@@ -15,7 +15,7 @@ from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.row_formats import Pair
 from groundup.tokens.batches import Batches
-from groundup.tokens.mixture import Mixture, Sampler
+from groundup.tokens.mixture import Sampler
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, read_pair, tokenize
 from groundup.tokens.row_reader import Unusable
 from tokenizer import Tokenizer, train
@@ -234,7 +234,6 @@ def test_a_prepared_directory_is_split_as_its_raw_file(tok, tmp_path):
     assert raw.train[0].fingerprint == prepared.train[0].fingerprint
     assert raw.val["p.jsonl"].fingerprint == prepared.val["out"].fingerprint
     assert prepared.val["out"].n_rows > 8 and prepared.train[0].margin.max() > 10
-    assert not any("trained prompt" in line for line in prepared.report())
 
 
 def test_answers_that_are_equal_as_tokens_are_equal(tok, tmp_path):
@@ -348,9 +347,6 @@ def test_no_prompt_is_in_both_splits(tok, tmp_path):
     more = corpus_of(tmp_path / "p.jsonl", [*rows_of(50, 3), *rows], tok, val_fraction=0.2).val["p.jsonl"]
     assert prompts[1] <= {tuple(more.ids(i)[0].tolist()) for i in range(more.n_rows)}  # others move nothing
     one = corpus_of(tmp_path / "p.jsonl", [row | {"prompt": "Q"} for row in rows_of(9)], tok, val_fraction=0.2)
-    again = corpus_of(tmp_path / "p.jsonl", rows, tok, val_data=write(tmp_path / "v.jsonl", [*rows_of(9), *rows[:2]]))
-    assert not any("trained prompt" in line for line in corpus.report())
-    assert "warning     2 of 11 validation pairs of v.jsonl have a trained prompt" in again.report()
     assert one.train[0].n_rows == 9 and not one.val and "nothing is held out of p.jsonl" in "\n".join(one.report())
 
 
@@ -479,34 +475,6 @@ def test_several_sources(tok, tmp_path):
     assert staged.start(np.arange(64))[0].tolist() == [0] * 32 + [1] * 32
     text, warnings = corpus.describe(order, 2048)
     assert "epochs of" in text and "pairs (a.jsonl)" in text and len(warnings) == 2
-
-
-def test_micro_batches_of_several_sources_are_alike(tok, tmp_path):
-    """The samples of each step are those of the plain mixture, sorted: no sample goes to another step."""
-    paths = [write(tmp_path / f"{k}.jsonl", rows_of(90 + k, k)) for k in range(3)]
-    corpus = PairCorpus("0: " + "=1,".join(paths) + f"=1; 3: {paths[0]}=1,{paths[2]}=3", tok, 256, 1, val_fraction=0.0)
-    order = corpus.order(3, 16, 100)
-    plain = Mixture(order.samplers, 3, [(0, [1, 1, 1]), (48, [1, 0, 3])])
-    n = 20 * 16
-
-    def steps(order: Mixture) -> list[list[tuple[int, int]]]:
-        sources, starts = (array.tolist() for array in order.start(np.arange(n)))
-        samples = list(zip(sources, starts, strict=True))
-        return [samples[first : first + 16] for first in range(0, n, 16)]
-
-    def columns(step: list) -> list[int]:
-        return [int(corpus.train[source].columns[start // 257]) for source, start in step]
-
-    ours, theirs = steps(order), steps(plain)
-    assert ours == [sorted(step, key=lambda one: columns([one])) for step in theirs] != theirs
-    some = np.random.default_rng(0).permutation(n).reshape(20, 16)
-    flat = [one for step in ours for one in step]
-    sources, starts = order.start(some)
-    assert [*zip(sources.reshape(-1).tolist(), starts.reshape(-1).tolist(), strict=True)] == [
-        flat[i] for i in some.reshape(-1).tolist()
-    ]
-    cost = [sum(4 * max(columns(step[i : i + 4])) for step in o for i in range(0, 16, 4)) for o in (ours, theirs)]
-    assert cost[0] < 0.95 * cost[1]
 
 
 def test_every_pair_has_a_number_and_comes_once_in_all_batches(tok, tmp_path):

@@ -21,7 +21,6 @@ from groundup.tokens.packing import PackedData, Packing, best_fit, pack, pack_ro
 from groundup.tokens.token_files import (
     ShardWriter,
     TokenData,
-    file_sha256,
     npy_header,
     read_manifest,
     verify,
@@ -199,7 +198,7 @@ def test_errors_at_open(tmp_path: Path) -> None:
     np.save(offsets, np.load(offsets)[:-1])
     assert message().startswith(f"data: {offsets} is no .npy file of")
     edit(tmp_path / "x", format="other 2")
-    assert "manifest.json is not of the format 'groundup tokens 1'" in message()
+    assert "was prepared with kind='other 2', not 'text'" in message()
     (tmp_path / "x" / "manifest.json").write_text("{", encoding="utf-8")
     assert "manifest.json is damaged (" in message()
 
@@ -221,8 +220,6 @@ def test_id_beyond_the_vocabulary(tmp_path: Path) -> None:
             with pytest.raises(UserError) as caught:
                 split.window(start, length)
             assert str(caught.value) == text
-    with pytest.raises(UserError, match="holds token id"):
-        verify(tmp_path)
 
 
 def test_verify_notices_every_flipped_byte_and_wrong_structure(tmp_path: Path) -> None:
@@ -236,30 +233,7 @@ def test_verify_notices_every_flipped_byte_and_wrong_structure(tmp_path: Path) -
             with pytest.raises(UserError, match=path.name):
                 verify(tmp_path)
         path.write_bytes(raw)
-    manifest = verify(tmp_path)
-    manifest["splits"]["train"]["documents"] += 1
-    edit(tmp_path, **manifest)
-    with pytest.raises(UserError, match="documents of train do not add up"):
-        verify(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("starts", "complaint"),
-    [([0, 6, 11], None), ([0, 5, 11], "no <.endoftext.> at offset 5"), ([1, 6, 11], "not increasing"),
-     ([0, 6, 12], "not increasing"), ([0, 0, 11], "not increasing")],
-)  # fmt: skip
-def test_verify_offsets(tmp_path: Path, starts: list[int], complaint: str | None) -> None:
-    write(tmp_path, [np.full(5, 9), np.full(4, 9)])
-    path = tmp_path / "train_00000.off.npy"
-    np.save(path, np.array(starts, dtype=np.int64))
-    manifest = read_manifest(tmp_path)
-    manifest["splits"]["train"]["shards"][0]["offsets_sha256"] = file_sha256(path)
-    edit(tmp_path, **manifest)
-    if complaint is None:
-        assert verify(tmp_path)
-    else:
-        with pytest.raises(UserError, match=complaint):
-            verify(tmp_path)
+    verify(tmp_path)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -467,11 +441,6 @@ def test_named_sources_lie_in_directories_of_their_own(tmp_path: Path) -> None:
         TokenData(tmp_path / "wikki", "train")
     with pytest.raises(UserError, match=r"wiki has no split 'test' \(has: train, val\)"):
         TokenData(tmp_path / "wiki", "test")
-    manifest["sources"]["code"]["tokens"] += 1
-    edit(tmp_path, **manifest)
-    with pytest.raises(UserError, match="code does not add up"):
-        verify(tmp_path)
-    edit(tmp_path, sources={})
     for path in (tmp_path / "wiki" / "train_00001.npy", tmp_path / "code" / "val_00000.off.npy"):
         raw = path.read_bytes()
         path.write_bytes(raw[:-3] + bytes([raw[-3] ^ 1]) + raw[-2:])
@@ -602,7 +571,7 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
 def test_competence_needs_sorted_documents(tmp_path: Path) -> None:
     """Of documents that grow, the first steps see the first ones only."""
     write_sources(tmp_path / "x", {"wiki": 40, "code": 15}, recipe={"order": ""})
-    with pytest.raises(UserError, match=r"x was prepared with order=''; rerun prepare.py with --order=length \(or uni"):
+    with pytest.raises(UserError, match=r"rerun prepare.py for .*/x with --order=length \(or uni"):
         TextCorpus(str(tmp_path / "x"), 16).order(1, 8, 10, competence=0.5, competence_steps=5)
     write(tmp_path, [np.arange(4, 4 + 900)])
     edit(tmp_path, info={"recipe": {"order": "length"}}, splits=read_manifest(tmp_path)["splits"])
@@ -754,7 +723,7 @@ def test_mistakes_with_packing(tmp_path: Path) -> None:
     packed_directory(tmp_path)
     with pytest.raises(UserError, match=r"not packed for block_size=32; run: python prepare.py .*/config.py --pack=32"):
         TextCorpus(str(tmp_path), 32, pack=True)
-    with pytest.raises(UserError, match=r"use competence or pack, not both"):
+    with pytest.raises(UserError, match="competence needs unpacked documents"):
         TextCorpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
     write_sources(tmp_path, {"wiki": 121, "code": 45})
     with pytest.raises(UserError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):
