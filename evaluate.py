@@ -9,7 +9,6 @@ torchrun --standalone --nproc_per_node=8 evaluate.py ...                        
     perplexity              texts: 'name=files,name=files', or files                  domains.py
     mmlu cmmlu ceval        directory of .csv files; mmlu_text etc. score the texts   choices.py
                             of the answers instead of their letters
-    hellaswag arc           .jsonl file or directory                                  choices.py
     generation              conversations; the last answer of each is the reference   text_metrics.py
     preference              pairs of answers; init_from is a reward model             judging.py
     win_rate                two files of answers of sample.py, 'a.jsonl,b.jsonl';     judging.py
@@ -19,7 +18,7 @@ Prints a table. `out` is a JSON file with settings, model, versions and all resu
 """
 
 import dataclasses
-import math
+import json
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from groundup.generate.completion import never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import choices, domains, judging, rows, text_metrics
 from groundup.scores.choices import evaluate_choices
-from groundup.scores.client import Endpoint
+from groundup.scores.client import Endpoint, read_key
 from groundup.scores.domains import evaluate_domains, parse_domains
 from groundup.scores.text_metrics import evaluate_generation
 from groundup.tokens.token_files import write_json
@@ -57,7 +56,7 @@ score = ""  # files whose rows get loss, bpb and ifd, written to `out`; no tasks
 batch_size = 16  # rows per forward pass
 block_size = 0  # tokens that the model reads at a time; 0 = its context
 stride = 0  # perplexity, score: step between the windows of a long document; 0 = block_size, no overlap
-shots = -1  # solved examples before each multiple-choice question; -1 = 5 for exams, 0 for hellaswag and arc
+shots = 5  # solved examples before each multiple-choice question
 limit = 0  # documents per domain, questions per subject, conversations, pairs, rows; 0 = all
 text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
 txt_split = "file"  # perplexity, score: what a document is in plain text: file | blank (between blank lines) | line
@@ -70,15 +69,13 @@ api_key_env = ""  # name of the environment variable with its key; empty = none 
 seed = 1337  # of generation with a temperature
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = False  # compile the model's blocks: takes up to a minute, pays off from some thousand rows
-timeout_s = 3600.0  # several ranks: longest wait for a slow one
 
 JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
-USED_BY = {  # settings that mean nothing to other tasks
-    **dict.fromkeys(("stride", "text_key"), ("perplexity",)), "shots": choices.TASKS,
-    **dict.fromkeys(("system", "temperature"), ("generation",)),
-    **dict.fromkeys(("judge", "base_url", "api_key_env"), ("win_rate",)),
+USED_BY = {  # settings that mean nothing to other tasks, with their defaults
+    ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"}, choices.TASKS: {"shots": 5},
+    ("generation",): {"system": "", "temperature": 0.0},
+    ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }  # fmt: skip
 DOMAIN_COLUMNS = {
     "documents": "documents", "tokens": "tokens", "nats_per_token": "nats/token", "perplexity": "perplexity",
@@ -92,19 +89,17 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     for name in names:
         if name not in TASKS:
             raise UserError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
-    for name in names:
         if names.count(name) > 1:
             raise UserError(f"config: tasks={tasks!r} names {name!r} twice; several sets of texts are domains of one")
+    parts = [part.partition(":") for part in data.split(";") if part.strip()]
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
-        found = {names[0]: data.strip()}
-    else:
-        parts = [part.partition(":") for part in data.split(";") if part.strip()]
-        found = {name.strip(): text.strip() for name, _, text in parts}
-        for name in found:
-            if name not in names:
-                raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
-        if len(found) < len(parts):
-            raise UserError(f"config: data={data!r} names a task twice")
+        parts = [(names[0], ":", data)]
+    found = {name.strip(): text.strip() for name, _, text in parts}
+    for name in found:
+        if name not in names:
+            raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
+    if len(found) < len(parts):
+        raise UserError(f"config: data={data!r} names a task twice")
     for name in names:
         if not found.get(name):
             example = f"--data='{'; '.join(f'{name}: FILES' for name in names)}'" if names[1:] else "--data=FILES"
@@ -125,26 +120,26 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
     """Raise UserError for settings that do not go together. wanted: {task: its data}."""
-    for key, least in {"batch_size": 1, "shots": -1, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
+    for key, least in {"batch_size": 1, "shots": 0, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
         if not config[key] >= least:
             raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
-    if config["score"] and not config["out"]:
-        raise UserError("config: score needs out, the file for the scored rows")
-    for key, usual in {"data": "", "tasks": "perplexity"}.items():
-        if config["score"] and config[key] != usual:
-            raise UserError(f"config: score and {key} are both given; give one of them")
-    if config["score"] and Path(config["out"]).suffix != ".jsonl":
-        raise UserError(f"config: out={config['out']!r} of score is a file of rows; call it .jsonl")
-    for key, users in USED_BY.items():
-        given, used = config[key] not in ("", 0, -1), wanted.keys() & set(users)
-        if given and not used and not (config["score"] and "perplexity" in users):
-            raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
+    if config["score"]:
+        if Path(config["out"]).suffix != ".jsonl":
+            out = config["out"]
+            raise UserError(f"config: score needs out, the file for the scored rows, called .jsonl; got {out!r}")
+        for key, usual in {"data": "", "tasks": "perplexity"}.items():
+            if config[key] != usual:
+                raise UserError(f"config: score and {key} are both given; give one of them")
+    for users, defaults in USED_BY.items():
+        is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
+        for key, usual in defaults.items():
+            if config[key] != usual and not is_used:
+                raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
     if bool(config["judge"]) != bool(config["base_url"]):
         raise UserError("config: judge and base_url belong together: a model and its service")
     if config["judge"] and not config["out"]:
         raise UserError("config: judge needs out; the judge's replies are kept beside it")
-    if config["api_key_env"] and config["api_key_env"] not in os.environ:
-        raise UserError(f"config: there is no environment variable {config['api_key_env']!r}, as api_key_env says")
+    read_key(config["api_key_env"])
 
 
 def check_files(config: dict, wanted: dict[str, str]) -> None:
@@ -171,8 +166,8 @@ def task_files(task: str, source: str, config: dict) -> list[str]:
     if task == "perplexity":
         return [file for domain in parse_domains(source) for file in domain.files]
     if task in choices.TASKS:
-        choices.read_task(task, source, shots_of(task, config))
-        return readers.list_directory(source) if os.path.isdir(source) else [source]
+        choices.read_task(task, source, config["shots"])
+        return readers.list_directory(source)
     if task == "generation":
         text_metrics.check_libraries()
         files = text_metrics.files_of(source)
@@ -192,18 +187,12 @@ def two_paths(source: str) -> list[str]:
     return paths
 
 
-def shots_of(task: str, config: dict) -> int:
-    usual = 0 if task in choices.FILES else 5
-    return usual if config["shots"] < 0 else config["shots"]
-
-
 def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     """Return what init_from must be: "language model", "reward model" or "" (a service judges)."""
-    elsewhere = {"win_rate"} if config["judge"] else set()
-    judged = sorted(wanted.keys() & set(JUDGED) - elsewhere)
-    others = sorted(wanted.keys() - set(JUDGED))
+    judged = wanted.keys() & ({"preference"} if config["judge"] else set(JUDGED))
+    others = wanted.keys() - set(JUDGED)
     if judged and others:
-        what = f"{judged[0]} measures a reward model, {others[0]} a language model"
+        what = f"{min(judged)} measures a reward model, {min(others)} a language model"
         raise UserError(f"config: tasks={config['tasks']!r}: {what}; start them one after the other")
     return "reward model" if judged else "language model" if others or config["score"] else ""
 
@@ -234,10 +223,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
-    model = checkpoint.load_model(directory, device).eval()
-    if config["compile"]:
-        model.compile_blocks(partial(torch.compile, dynamic=True))
-    return Loaded(directory, device, dtype, tokenizer, model, texts)
+    return Loaded(directory, device, dtype, tokenizer, checkpoint.load_model(directory, device).eval(), texts)
 
 
 def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
@@ -247,7 +233,7 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
     if task == "perplexity":
         return evaluate_domains(model, tokenizer, parse_domains(source), loaded.texts, device, dtype)
     if task in choices.TASKS:
-        shots, block_size = shots_of(task, config), loaded.texts.block_size
+        shots, block_size = config["shots"], loaded.texts.block_size
         return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
         params = SamplingParams(
@@ -266,8 +252,7 @@ def compare(source: str, loaded: Loaded, config: dict) -> dict:
     paths = two_paths(source)
     of_a, of_b = (judging.read_answers(path)[: config["limit"] or None] for path in paths)
     if config["judge"]:
-        key = os.environ[config["api_key_env"]].strip() if config["api_key_env"] else ""
-        endpoint = Endpoint(config["base_url"], config["judge"], key)
+        endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
         how = {"batch_size": config["batch_size"], "dtype": loaded.dtype}
@@ -282,19 +267,16 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     what = (source, out, key, loaded.texts, loaded.device, loaded.dtype, is_main)
     problems, notes = rows.write_losses(loaded.model, loaded.tokenizer, *what)
     if is_main:
-        print("\n".join([f"{out}: {rows.summary(problems)}", *notes]))
+        n, scored = problems.total(), problems[""]
+        left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
+        print("\n".join([f"{out}: {scored:,} of {n:,} rows scored{left}", *notes]))
 
 
 def describe_result(task: str, found: dict) -> str:
     """Return the results as text for people: a table, and notes on how the files were read."""
     if task in choices.TASKS:
         return describe_choices(found)
-    text = f"{task}\n{describe_domains(found) if task == 'perplexity' else describe_figures(found)}"
-    cut = found["unfinished"]["both"] if task == "win_rate" and "unfinished" in found else 0
-    if 2 * cut > found.get("n", 0):
-        text += f"\nwarning: in {cut} of {found['n']} matches both answers are unfinished, which says little; "
-        text += "let sample.py write more with --max_new_tokens"
-    return text
+    return f"{task}\n{describe_domains(found) if task == 'perplexity' else describe_figures(found)}"
 
 
 def describe_domains(found: dict) -> str:
@@ -325,27 +307,23 @@ def percent(fraction: float, error: float | None) -> str:
 
 
 def describe_figures(found: dict) -> str:
-    """Return single figures in lines, then tables of the dicts of figures; lists are for the JSON file only."""
-    plain = [[key, value] for key, value in found.items() if not isinstance(value, dict | list)]
-    parts = [table(["", ""], plain).lstrip()] if plain else []
-    for key, value in found.items():
-        if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
-            columns = [name for name, item in next(iter(value.values())).items() if isinstance(item, int | float)]
-            parts.append(table([key, *columns], [[name, *map(item.get, columns)] for name, item in value.items()]))
-        elif isinstance(value, dict) and value:
-            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in value.items()))
+    """Return single figures in lines, then the dicts of figures; lists are for the JSON file only."""
+    parts = [table(["", ""], [[key, of] for key, of in found.items() if not isinstance(of, dict | list)]).lstrip()]
+    for key, of in found.items():
+        if isinstance(of, dict) and of:
+            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items()))
     return "\n".join(parts)
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
     """Return aligned columns: the first to the left, others to the right. Chinese characters are two places wide."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
-    widths = [max(map(display_width, column)) for column in zip(*lines, strict=True)]
+    width = [[len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row] for row in lines]
+    widest = [max(column) for column in zip(*width, strict=True)]
     padded = []
-    for line in lines:
-        gaps = [" " * (width - display_width(cell)) for cell, width in zip(line, widths, strict=True)]
-        row = [line[0] + gaps[0], *(gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True))]
-        padded.append("  ".join(row).rstrip())
+    for row, own in zip(lines, width, strict=True):
+        gaps = [" " * (most - n) for n, most in zip(own, widest, strict=True)]
+        padded.append("  ".join([row[0] + gaps[0], *map(str.__add__, gaps[1:], row[1:])]).rstrip())
     return "\n".join(padded)
 
 
@@ -360,10 +338,6 @@ def shown(cell: object) -> str:
     return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
 
 
-def display_width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
 def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
     found = {"directory": str(directory.resolve()), "weights": checkpoint.weights_key(directory)}
@@ -373,29 +347,12 @@ def describe_model(directory: Path) -> dict:
     return found | {"architecture": dataclasses.asdict(checkpoint.load_config(directory))}
 
 
-def describe_run(loaded: Loaded, n_ranks: int, begin: float) -> dict:
-    """Return where and with what it ran. begin: time.perf_counter() at its start."""
-    return {
-        "hardware": hardware(loaded.device), "ranks": n_ranks, "versions": versions(),
-        "dtype": str(loaded.dtype).removeprefix("torch."), "seconds": round(time.perf_counter() - begin, 1),
-    }  # fmt: skip
-
-
 def write_results(path: Path, results: dict) -> None:
     """Write JSON, whole or not at all. JSON has no NaN and no infinity: they become null."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, finite(results))
+        write_json(path, json.loads(json.dumps(results), parse_constant=lambda name: None))
     except OSError as error:
         raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
-
-
-def finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -409,19 +366,20 @@ if __name__ == "__main__":
     check_files(config, wanted)
     torch_device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     loaded = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
-    world = ranks.init(torch_device.type, timeout_s)
+    world = ranks.init(torch_device.type, timeout_s=3600)  # a rank may wait for another one's long answers
+    where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
-        where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
         print(f"{loaded.directory or judge}: {where}", flush=True)
     begin, results = time.perf_counter(), {}
     if score:
         score_rows(loaded, config, world.is_main)
     for task, source in wanted.items():
         results[task] = measure(task, source, loaded, config)
-        if world.is_main:
-            print(f"\n{describe_result(task, results[task])}", flush=True)
         if world.is_main and out:  # after each task: an error in a later one does not cost this one
             described = describe_model(loaded.directory) if loaded.directory else {}
-            run = describe_run(loaded, world.world_size, begin)
+            run = {"hardware": hardware(torch_device), "ranks": world.world_size, "versions": versions()}
+            run |= {"dtype": str(loaded.dtype).removeprefix("torch."), "seconds": time.perf_counter() - begin}
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
+        if world.is_main:
+            print(f"\n{describe_result(task, results[task])}", flush=True)
     ranks.close()

@@ -453,7 +453,7 @@ def test_a_scored_file_has_all_rows_in_order_and_is_whole_or_not_there(base, tmp
 
 
 @pytest.mark.parametrize("rows, says", [
-    ([], "there is no answer"),
+    ([], "there is none"),
     ([{"no": "shape"}] * 2 + [talk("Hi", "x " * 200)], "not understood 2, too long 1"),
 ])  # fmt: skip
 def test_nothing_to_score_is_an_error_and_no_file(base, tmp_path, rows, says):

@@ -45,6 +45,14 @@ class Reply(NamedTuple):
     tokens: int  # of prompt and reply as the endpoint counts them; 0 = it does not
 
 
+def read_key(name: str) -> str:
+    """Return the key in the environment variable `name`, "" without a name. Raise UserError if it is not there."""
+    key = os.environ.get(name, "").strip()
+    if name and not key:
+        raise UserError(f"config: there is no environment variable {name!r} with a key, as api_key_env says")
+    return key
+
+
 class Trouble(Exception):
     """A failure that a retry may mend. args: what happened, seconds that the endpoint asks to wait."""
 

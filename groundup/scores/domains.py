@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import torch
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.files import readers
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer
 
-GROUP_TOKENS = 2**20  # scored at a time: enough to batch rows of similar length
+GROUP_TOKENS = 2**20  # at most, that are scored at a time: enough to batch rows of similar length
 SHOWN_PLACES = 5  # of what could not be read, per domain
 
 
@@ -56,18 +56,15 @@ def parse_domains(spec: str) -> list[Domain]:
         elif os.path.isdir(part):
             domains.append(Domain(os.path.basename(os.path.abspath(part)), readers.find_files(part)))
         else:
-            domains += [Domain(stem_of(path), [path]) for path in readers.find_files(part)]
+            for path in readers.find_files(part):
+                name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
+                domains.append(Domain(name, [path]))
     if not domains:
         raise UserError("perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'")
     names = [domain.name for domain in domains]
     for name in {name for name in names if names.count(name) > 1}:
         raise UserError(f"perplexity: two domains are called {name!r}; name them apart: --data='one=FILES,two=FILES'")
     return domains
-
-
-def stem_of(path: str) -> str:
-    """Return 'b' of 'a/b.jsonl.gz'."""
-    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
 
 
 def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> Iterator[str]:
@@ -117,52 +114,34 @@ def document_losses(
     sizes: list[tuple[int, int]] = []  # bytes, characters
     totals: list[list[float]] = []  # nats, tokens
 
-    def rows() -> Iterator[tuple[int, list[int], int]]:
-        for text in texts:
-            number = len(sizes)
+    def numbered_rows() -> Iterator[tuple[int, tuple[list[int], int]]]:
+        for number, text in enumerate(texts):
             sizes.append((len(text.encode()), len(text)))
             totals.append([0.0, 0])
             ids = [first, *tokenizer.encode_array(text).tolist()]
             for row in windows(ids, settings.block_size, settings.stride):
-                yield number, *row
+                yield number, row
 
-    for group in grouped(rows(), GROUP_TOKENS):
-        of_rows = [(ids, begin) for _, ids, begin in group]
-        found = score_tokens(model, of_rows, settings.batch_size, device, dtype)
-        for (number, _, _), scored in zip(group, found, strict=True):
+    numbered = numbered_rows()
+    while group := list(islice(numbered, max(1, GROUP_TOKENS // settings.block_size))):
+        found = score_tokens(model, [row for _, row in group], settings.batch_size, device, dtype)
+        for (number, _), scored in zip(group, found, strict=True):
             totals[number][0] += scored.nats
             totals[number][1] += scored.n_tokens
     return [Loss(*total, *size) for total, size in zip(totals, sizes, strict=True)]
 
 
-def grouped(rows: Iterator[tuple[int, list[int], int]], n_tokens: int) -> Iterator[list[tuple[int, list[int], int]]]:
-    """Yield the rows in lists of about n_tokens."""
-    held, size = [], 0
-    for row in rows:
-        held.append(row)
-        size += len(row[1])
-        if size >= n_tokens:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
-
-
 def summarize(losses: Sequence[Loss]) -> dict[str, float]:
     """Return the figures of a domain: sums over its documents, divided."""
     nats = math.fsum(loss.nats for loss in losses)
-    tokens, n_bytes, chars = (sum(getattr(loss, key) for loss in losses) for key in ("n_tokens", "n_bytes", "n_chars"))
+    tokens, n_bytes, chars = (sum(column) for column in list(zip(*losses, strict=True))[1:])
     per_token = nats / tokens if tokens else math.nan
     return {
         "documents": len(losses), "tokens": tokens, "bytes": n_bytes, "characters": chars,
-        "nats_per_document": nats / len(losses), "nats_per_token": per_token, "perplexity": exponential(per_token),
+        "nats_per_document": nats / len(losses), "nats_per_token": per_token,
+        "perplexity": math.inf if per_token > 709 else math.exp(per_token),  # beyond that exp overflows
         "bits_per_byte": nats / math.log(2) / n_bytes, "bits_per_character": nats / math.log(2) / chars,
     }  # fmt: skip
-
-
-def exponential(x: float) -> float:
-    """Return exp(x), infinity on overflow."""
-    return math.exp(x) if x < 709 else math.inf if x == x else math.nan
 
 
 def evaluate_domains(
@@ -177,10 +156,8 @@ def evaluate_domains(
         texts = islice(read_texts(domain, settings, report), settings.limit or None)
         losses = document_losses(model, tokenizer, texts, settings, device, dtype)
         if not losses:
-            files = ", ".join(domain.files[:3]) + (f" and {len(domain.files) - 3} more" if domain.files[3:] else "")
-            why = "; ".join(notes_of(report, max_places=1))
-            hint = text_key_hint(report)
-            raise UserError(f"perplexity: domain {domain.name!r} has no text in {files}{': ' * bool(why)}{why}{hint}")
+            why = "; ".join([listed(domain.files, 3), *notes_of(report, max_places=1)])
+            raise UserError(f"perplexity: domain {domain.name!r} has no text in {why}")
         found[domain.name] = summarize(losses) | {"notes": notes_of(report)}
         everything += losses
     return {"domains": found, "all": summarize(everything)}
@@ -201,13 +178,3 @@ def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str
 def without_list(problem: str) -> str:
     """Shorten the reason why a row was not understood."""
     return re.sub(r"; \w+ is known by: .*", "", problem)
-
-
-def text_key_hint(report: readers.Report) -> str:
-    """Return '; give --text_key=NAME' with the longest text field of the first row that was not understood."""
-    path = next((path for path, _, _, why in report.places if why.startswith("bad_field")), "")
-    for record in readers.read_records(path) if path else ():
-        row = record.value if isinstance(record.value, dict) else {}
-        if texts := {key: len(value) for key, value in row.items() if isinstance(value, str)}:
-            return f"; give --text_key={max(texts, key=texts.__getitem__)}"
-    return ""

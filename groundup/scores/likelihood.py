@@ -2,7 +2,8 @@
 never held at once, and the ranks share the work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,13 @@ class Scored(NamedTuple):
     nats: float  # negative log-probability of the scored tokens, summed
     n_tokens: int  # scored
     greedy: bool  # whether greedy decoding would give them: each is the likeliest token
+
+
+def shared(n: int, work: Callable[[range], Iterable]) -> list:
+    """Return the results for n items, all of them on all ranks. `work` gets a rank's own items and gives theirs."""
+    own = ranks.own_part(n)
+    found = ranks.merged(dict(zip(own, work(own), strict=True)))
+    return [found[i] for i in range(n)]
 
 
 @torch.no_grad()
@@ -37,38 +45,34 @@ def score_tokens(
         rows_of.setdefault(tuple(ids[:-1]), []).append(i)
     inputs = sorted(rows_of, key=len, reverse=True)  # what needs most memory first
     batches = [inputs[k : k + batch_size] for k in range(0, len(inputs), batch_size)]
-    own = ranks.own_part(len(batches))
-    mine = {}
-    for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None):
-        batch = batches[k]
-        members = [[(i, *rows[i]) for i in rows_of[ids]] for ids in batch]
-        mine |= score_batch(model, batch, members, device, dtype)
-    found = ranks.merged(mine)
+
+    def score(own: range) -> Iterable[list[Scored]]:
+        for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None):
+            yield score_batch(model, [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]], device, dtype)
+
+    found = chain.from_iterable(shared(len(batches), score))
+    by_row = dict(zip(chain.from_iterable(rows_of[ids] for ids in inputs), found, strict=True))
     model.train(training)
-    return [Scored(*found[i]) for i in range(len(rows))]
+    return [by_row[i] for i in range(len(rows))]
 
 
 def score_batch(
-    model: Transformer, inputs: Sequence[tuple[int, ...]], members: Sequence[list[tuple[int, Sequence[int], int]]],
-    device: torch.device, dtype: torch.dtype,
-) -> dict[int, tuple[float, int, bool]]:  # fmt: skip
-    """Return {i: fields of Scored} of the rows (i, ids, first) of each input. Padding follows what counts, where no
-    token sees it, and gets no logits."""
-    T = max(1, *map(len, inputs))
-    x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids in inputs])
-    index, targets, spans = [], [], []
-    for k, of_input in enumerate(members):
-        for i, ids, first in of_input:
-            spans.append((i, len(targets), len(ids) - first))
+    model: Transformer, batch: Sequence[tuple[tuple[int, ...], list]], device: torch.device, dtype: torch.dtype
+) -> list[Scored]:
+    """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch. Padding follows what
+    counts, where no token sees it, and gets no logits."""
+    T = max(1, *(len(ids) for ids, _ in batch))
+    x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch])
+    index, targets, counts = [], [], []
+    for k, (_, rows) in enumerate(batch):
+        for ids, first in rows:
             index += range(k * T + first - 1, k * T + len(ids) - 1)
             targets += ids[first:]
+            counts.append(len(ids) - first)
     with autocast(device, dtype):
         hidden = model(x.to(device), index=torch.tensor(index, dtype=torch.int64, device=device))
-    found = {i: (0.0, 0, True) for i, _, _ in spans}
-    if targets:
-        nats, correct = token_scores(hidden, model.lm_head.weight, torch.tensor(targets, device=device))
-        nats, correct = nats.double().cpu(), correct.cpu()
-        for i, begin, n in spans:
-            part = slice(begin, begin + n)
-            found[i] = (nats[part].sum().item(), n, bool(correct[part].all()))
-    return found
+    if not targets:
+        return [Scored(0.0, 0, True)] * len(counts)
+    nats, correct = token_scores(hidden, model.lm_head.weight, torch.tensor(targets, device=device))
+    parts = zip(nats.double().cpu().split(counts), correct.cpu().split(counts), strict=True)
+    return [Scored(of_row.sum().item(), len(of_row), bool(right.all())) for of_row, right in parts]

@@ -19,12 +19,13 @@ a file of answers (files/answer_files.py); OUT.config.json says how these were m
 "score_problem" or "reward_problem". Older fields of these names are replaced.
 """
 
+import functools
 import hashlib
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -33,19 +34,10 @@ import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams
-from groundup.files.answer_files import (
-    NoPair,
-    conversation_of,
-    is_answers,
-    is_settings_file,
-    need_settings,
-    read_settings,
-    settings_path,
-    write_settings,
-)
+from groundup.files import answer_files, readers, row_formats, streams
+from groundup.files.answer_files import need_settings, read_settings
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
-from groundup.scores.likelihood import Scored, score_tokens
+from groundup.scores.likelihood import score_tokens
 from groundup.train import checkpoint, ranks
 from model import Transformer
 from tokenizer import Tokenizer
@@ -53,16 +45,34 @@ from tokenizer import Tokenizer
 KEYS = ("loss", "bpb", "ifd", "score_problem")  # that a language model adds
 ROWS = 64  # at a time, times batch_size; a kill costs that much
 
-# ---- a file that is resumed -----------------------------------------------------------------------------------------
+# ---- files that are read, and one that is resumed --------------------------------------------------------------------
+
+
+def read_rows(
+    paths: Sequence[str], report: readers.Report, txt_split: str = "file"
+) -> Iterator[tuple[str, object, str]]:
+    """Yield (file, row, "") for each row, ({"line": its number} and why) for one that cannot be read."""
+    for path in paths:
+        for record in readers.read_records(path, txt_split):
+            if record.problem:
+                report.add(path, record.line, record.offset, record.problem, record.detail)
+                yield path, {"line": record.line}, f"{record.problem}: {record.detail}"
+                continue
+            if record.encoding != "utf-8":
+                report.mended[record.encoding] += 1
+            yield path, streams.mended(record.value), ""
 
 
 def add_scores(
-    rows: Iterator, score: Callable[[list], Iterable[dict]], out: Path, part: Path, n_rows: int,
+    rows: Iterator, score: Callable[[list], Iterable[dict]], source: str, out: Path, key: str, n_rows: int,
     problems_in: Callable[[dict], list[str]],
-) -> Counter:  # fmt: skip
-    """Append the scored rows to `part`, n_rows at a time, after those that it has. Return why rows have no score,
-    counted by reason, "" being those with one. All ranks call this; the main one writes."""
-    is_main = ranks.own_part(1) == range(1)
+) -> tuple[Counter, Path]:  # fmt: skip
+    """Append the scored rows, n_rows at a time, to a hidden file beside `out`, after those that it has. Return why rows
+    have no score, counted by reason, "" being those with one, and the file, which the caller renames.
+
+    key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError if no row has a score.
+    """
+    part, is_main = out.with_name(f".{out.name}.{key[:16]}.part"), ranks.own_part(1) == range(1)
     if is_main:
         part.parent.mkdir(parents=True, exist_ok=True)
     n_done = ranks.gather_objects(whole_lines(part) if is_main else 0)[0]
@@ -78,9 +88,11 @@ def add_scores(
     if is_main and part.exists():
         with open(part, encoding="utf-8") as f:
             problems.update(problem for line in f for problem in problems_in(json.loads(line)))
-        if not problems[""]:
-            part.unlink()
-    return ranks.gather_objects(problems)[0]
+    problems = ranks.gather_objects(problems)[0]
+    if not problems[""]:
+        part.unlink(missing_ok=True)
+        raise UserError(f"score: no row of {source} has a score: {reasons(problems) or 'there is none'}")
+    return problems, part
 
 
 def whole_lines(path: Path) -> int:
@@ -93,21 +105,9 @@ def whole_lines(path: Path) -> int:
     return content.count(b"\n")
 
 
-def part_of(out: Path, key: str) -> Path:
-    """Return the hidden file of a scoring that is not complete; `key` is the fingerprint of model and rows."""
-    return out.with_name(f".{out.name}.{key[:16]}.part")
-
-
 def reasons(problems: Counter) -> str:
     """Return 'too long 3, no answer at the end 1'."""
     return ", ".join(f"{reason} {n}" for reason, n in problems.most_common() if reason)
-
-
-def summary(problems: Counter) -> str:
-    """Return how many rows have a score, and why the others have none."""
-    n = problems.total()
-    left = f", {n - problems['']:,} not: {reasons(problems)}" if n > problems[""] else ""
-    return f"{problems['']:,} of {n:,} rows scored{left}"
 
 
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
@@ -128,14 +128,13 @@ def loss_key(directory: Path, tokenizer: Tokenizer, source: str, settings: Setti
 
 
 class Work(NamedTuple):
-    """A row and what to compute for it: (ids, first) for likelihood.score_tokens, by purpose."""
+    """A row and what to compute for it: rows (ids, first) for likelihood.score_tokens."""
 
     fields: dict  # of the row as it was read
     problem: str = ""  # why it has no score
     n_bytes: int = 0
-    text: tuple[tuple[list[int], int], ...] = ()  # for the loss
-    given: tuple[tuple[list[int], int], ...] = ()  # the first answer after its prompt
-    alone: tuple[tuple[list[int], int], ...] = ()  # and without it
+    text: Sequence[tuple[list[int], int]] = ()  # for the loss
+    first: Sequence[tuple[list[int], int]] = ()  # the first answer after its prompt, and without it
 
 
 def write_losses(
@@ -146,41 +145,31 @@ def write_losses(
 
     Return the problems of the rows, counted, and notes on how the files were read. All ranks call this."""
     report = readers.Report(max_places=SHOWN_PLACES)
-    works = islice(read_work(source, tokenizer, settings, report), settings.limit or None)
-    part = part_of(out, key)
+    works = (
+        Work(row, problem) if problem else work_of(row, tokenizer, settings, report)
+        for _, row, problem in read_rows(readers.find_files(source), report, settings.txt_split)
+    )
 
     def score(some: list[Work]) -> list[dict]:
-        return with_losses(model, some, settings, device, dtype)
+        rows = [row for work in some for row in (*work.text, *work.first)]
+        found = iter(score_tokens(model, rows, settings.batch_size, device, dtype))
+        return [work.fields | numbers_of(work, found) for work in some]
 
     def problems_in(row: dict) -> list[str]:
         return [row.get("score_problem", "").partition(":")[0]]
 
-    problems = add_scores(works, score, out, part, ROWS * settings.batch_size, problems_in)
-    if not problems[""]:
-        raise UserError(f"score: no row of {source} has a score: {reasons(problems) or 'there is no row'}")
+    works = islice(works, settings.limit or None)
+    problems, part = add_scores(works, score, source, out, key, ROWS * settings.batch_size, problems_in)
     if is_main:
         os.replace(part, out)
     return problems, notes_of(report)
 
 
-def read_work(source: str, tokenizer: Tokenizer, settings: Settings, report: readers.Report) -> Iterator[Work]:
-    """Yield each row of the files, also those that cannot be read or scored."""
-    for path in readers.find_files(source):
-        for record in readers.read_records(path, settings.txt_split):
-            if record.problem:
-                report.add(path, record.line, record.offset, record.problem, record.detail)
-                yield Work({"line": record.line}, f"{record.problem}: {record.detail}")
-                continue
-            if record.encoding != "utf-8":
-                report.mended[record.encoding] += 1
-            if isinstance(record.value, dict) and not record.value.keys().isdisjoint(KEYS):
-                report.mended["replaced"] += 1
-            yield work_of(streams.mended(record.value), tokenizer, settings)
-
-
-def work_of(row: object, tokenizer: Tokenizer, settings: Settings) -> Work:
+def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: readers.Report) -> Work:
     """With a text_key every row is a document; otherwise a row is a conversation if it can be read as one."""
     fields = row if isinstance(row, dict) else {"text" if isinstance(row, str) else "row": row}
+    if not fields.keys().isdisjoint(KEYS):
+        report.mended["replaced"] += 1
     fields = {key: value for key, value in fields.items() if key not in KEYS}
     messages, not_chat = ([], "") if settings.text_key else row_formats.messages_of(row)
     if messages:
@@ -193,7 +182,7 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings) -> Work:
     if not text.strip():
         return Work(fields, "empty text")
     ids = [begin_id(tokenizer), *tokenizer.encode(text)]
-    return Work(fields, "", len(text.encode()), tuple(windows(ids, settings.block_size, settings.stride)))
+    return Work(fields, "", len(text.encode()), list(windows(ids, settings.block_size, settings.stride)))
 
 
 def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings: Settings) -> Work:
@@ -206,38 +195,25 @@ def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings
     edges = [i for i, (a, b) in enumerate(zip([0, *learnt], [*learnt, 0], strict=True)) if a != b]
     answers = list(zip(edges[::2], edges[1::2], strict=True))  # (begin, end) of each run of 1
     n_bytes = sum(len(m["content"].encode()) for m in messages if m["role"] == "assistant")
-    begin, end = answers[0]
-    given, alone = (), ()
+    (begin, end), first = answers[0], []
     if messages[0]["role"] != "assistant":
-        given = ((ids[: end - 1], begin),)
-        alone = (([begin_id(tokenizer), *ids[begin : end - 1]], 1),)
-    return Work(fields, "", n_bytes, tuple((ids[:end], begin) for begin, end in answers), given, alone)
+        first = [(ids[: end - 1], begin), ([begin_id(tokenizer), *ids[begin : end - 1]], 1)]
+    return Work(fields, "", n_bytes, [(ids[:end], begin) for begin, end in answers], first)
 
 
-def with_losses(
-    model: Transformer, works: list[Work], settings: Settings, device: torch.device, dtype: torch.dtype
-) -> list[dict]:
-    """Return the rows with their numbers. The ranks share the work; all get all rows."""
-    rows = [row for work in works for row in (*work.text, *work.given, *work.alone)]
-    found = iter(score_tokens(model, rows, settings.batch_size, device, dtype))
-    done = []
-    for work in works:
-        parts = [list(islice(found, len(part))) for part in (work.text, work.given, work.alone)]
-        done.append(work.fields | numbers_of(work, *parts))
-    return done
-
-
-def numbers_of(work: Work, text: list[Scored], given: list[Scored], alone: list[Scored]) -> dict:
-    """Return the new fields of a row. A text without tokens has no score."""
+def numbers_of(work: Work, found: Iterator) -> dict:
+    """Return the new fields of a row; `found` yields what score_tokens says of its parts. A text without tokens has no
+    score."""
+    text, first = (list(islice(found, len(part))) for part in (work.text, work.first))
     nats, n_tokens = sum(scored.nats for scored in text), sum(scored.n_tokens for scored in text)
-    if work.problem or not n_tokens:
-        return {"loss": None, "bpb": None, "score_problem": work.problem or "no tokens"}
-    if not math.isfinite(nats):
-        return {"loss": None, "bpb": None, "score_problem": "the loss is not finite"}
-    found = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
-    if given:
-        found["ifd"] = given[0].nats / alone[0].nats if alone[0].nats > 0 else None
-    return found
+    problem = work.problem or ("the loss is not finite" if not math.isfinite(nats) else "" if n_tokens else "no tokens")
+    if problem:
+        return {"loss": None, "bpb": None, "score_problem": problem}
+    numbers = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
+    if first:
+        given, alone = first
+        numbers["ifd"] = given.nats / alone.nats if alone.nats > 0 else None
+    return numbers
 
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
@@ -257,7 +233,11 @@ def write_rewards(
 ) -> Counter:  # fmt: skip
     """Write the rows of `source` with their rewards to `out`, which appears when it is whole, and the `settings` of
     the answers beside it; a killed call goes on. Return the problems of the rows and completions, counted."""
-    part = part_of(out, key)
+    paths, settings_of = files_of(source), functools.cache(need_settings)
+    talks = (
+        Talks(row, [], problem) if problem else talks_of(row, lambda path=path: settings_of(path))
+        for path, row, problem in read_rows(paths, readers.Report())
+    )
 
     def score(some: list[Talks]) -> list[dict]:
         return list(with_rewards(model, tokenizer, some, batch_size, dtype))
@@ -266,22 +246,20 @@ def write_rewards(
         parts = [row] if "reward_problem" in row else row.get("completions", [row])
         return [part.get("reward_problem", "").partition(":")[0] for part in parts]
 
-    problems = add_scores(read_talks(source), score, out, part, ROWS * batch_size, problems_in)
-    if not problems[""]:
-        raise UserError(f"reward: no row of {source} has a score: {reasons(problems) or 'there is no answer'}")
-    if out not in map(Path, files_of(source)):
-        settings_path(out).unlink(missing_ok=True)  # first: they must never describe other answers
+    problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, problems_in)
+    if out not in map(Path, paths):
+        answer_files.settings_path(out).unlink(missing_ok=True)  # first: they must never describe other answers
     os.replace(part, out)
     if settings:
-        write_settings(out, settings)
+        answer_files.write_settings(out, settings)
     return problems
 
 
 def files_of(source: str) -> list[str]:
     """Return the files of rows in `source`: files, directories or globs. Raise UserError if there are none."""
-    if "-" in readers.find_files(source):
+    if "-" in (paths := readers.find_files(source)):
         raise UserError("reward: standard input cannot be scored, for it is read more than once; give a file")
-    found = [path for path in readers.find_files(source) if not is_settings_file(path)]
+    found = [path for path in paths if not answer_files.is_settings_file(path)]
     if not found:
         raise UserError(f"reward: {source} holds the settings of answers only; give the file beside them")
     return found
@@ -290,13 +268,11 @@ def files_of(source: str) -> list[str]:
 def common_settings(source: str) -> dict | None:
     """Return the settings of the answers in `source` without their reward model; None if there are no answers. Raise
     UserError if two files differ, since then their answers are of two models."""
-    paths = files_of(source)
-    found = {path: need_settings(path) if is_answers(path) else read_settings(path) for path in paths}
-    known = [
-        (path, {key: value for key, value in settings.items() if key != "reward_model"})
-        for path, settings in found.items()
-        if settings is not None
-    ]
+    known = []
+    for path in files_of(source):
+        settings = need_settings(path) if answer_files.is_answers(path) else read_settings(path)
+        if settings is not None:
+            known.append((path, {key: value for key, value in settings.items() if key != "reward_model"}))
     for path, settings in known[1:]:
         first, others = known[0]
         differ = [key for key in sorted(others | settings) if settings.get(key) != others.get(key)]
@@ -305,70 +281,48 @@ def common_settings(source: str) -> dict | None:
     return known[0][1] if known else None
 
 
-def read_talks(source: str) -> Iterator[Talks]:
-    """Yield each row of the files, also those that cannot be read. Raise UserError at answers without settings."""
-    for path in files_of(source):
-        settings = read_settings(path)
-        for record in readers.read_records(path):
-            if record.problem:
-                yield Talks({"line": record.line}, [], f"{record.problem}: {record.detail}")
-                continue
-            value = streams.mended(record.value)
-            row = value if isinstance(value, dict) else {"row": value}
-            row.pop("reward_problem", None)  # from an earlier model
-            if "completions" in row:
-                settings = settings or need_settings(path)
-                yield Talks(row, *answered_talks(row, settings))
-            else:
-                yield Talks(row, *own_talk(value))
-
-
-def own_talk(row: object) -> tuple[list[list[dict]], str]:
-    """Return ([the conversation of a row], "") or ([], why it has no score)."""
-    messages, detail = row_formats.messages_of(row)
-    problem = f"not understood: {detail}" if detail else row_formats.chat_problem(messages)
-    if not problem and messages[-1]["role"] != "assistant":
-        problem = "no answer at the end"
-    return ([], problem) if problem else ([messages], "")
-
-
-def answered_talks(row: dict, settings: dict) -> tuple[list[list[dict]], str]:
-    """Return ([a conversation for each of a row's completions, [] for an unfinished one], "") or ([], why there are
-    none). settings: those that sample.py answered with."""
-    found = row["completions"] if isinstance(row["completions"], list) else [None]
+def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
+    """Return the conversations in a row of a file. settings_of raises UserError where answers have no settings."""
+    row = value if isinstance(value, dict) else {"row": value}
+    row.pop("reward_problem", None)  # from an earlier model
+    if "completions" not in row:
+        messages, detail = row_formats.messages_of(value)
+        problem = f"not understood: {detail}" if detail else row_formats.chat_problem(messages)
+        if not problem and messages[-1]["role"] != "assistant":
+            problem = "no answer at the end"
+        return Talks(row, [] if problem else [messages], problem)
+    settings, found = settings_of(), row["completions"] if isinstance(row["completions"], list) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
-        return [], "not understood: completions without a text"
+        return Talks(row, [], "not understood: completions without a text")
     try:
-        prompt, _ = conversation_of(row, settings)
-    except NoPair as problem:
-        return [], f"not understood: {problem}"
+        prompt, _ = answer_files.conversation_of(row, settings)
+    except answer_files.NoPair as problem:
+        return Talks(row, [], f"not understood: {problem}")
     answers = [{"role": "assistant", "content": row_formats.answer_at(one, "text")} for one in found]
     ended = [one.get("finish_reason") == "stop" for one in found]
-    return [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)], ""
+    return Talks(row, [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)])
 
 
 def with_rewards(
     model: RewardModel, tokenizer: Tokenizer, rows: list[Talks], batch_size: int, dtype: torch.dtype
 ) -> Iterator[dict]:
-    """Yield the rows of read_talks with their rewards."""
+    """Yield the rows with their rewards: for each conversation that is finished and fits in the block."""
     most = model.cfg.block_size
     ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in one.talks] for one in rows]
     fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]
     rewards = iter(score_ids(model, fit, tokenizer.pad_id, batch_size, dtype))
+
+    def rewarded(row: dict, ids: list[int]) -> dict:
+        row = {key: value for key, value in row.items() if key != "reward_problem"}
+        if 0 < len(ids) <= most:
+            return row | {"reward": next(rewards)}
+        problem = f"too long: {len(ids)} tokens, block_size={most}" if ids else "unfinished answer"
+        return row | {"reward": None, "reward_problem": problem}
+
     for (row, _, problem), of_row in zip(rows, ids, strict=True):
         if problem:
             yield row | {"reward": None, "reward_problem": problem}
         elif "completions" in row:
-            both = zip(row["completions"], of_row, strict=True)
-            yield row | {"completions": [with_reward(completion, one, most, rewards) for completion, one in both]}
+            yield row | {"completions": list(map(rewarded, row["completions"], of_row))}
         else:
-            yield with_reward(row, of_row[0], most, rewards)
-
-
-def with_reward(row: dict, ids: list[int], most: int, rewards: Iterator[float]) -> dict:
-    """Return a row or completion with the next of the rewards, if it is finished and has at most `most` ids."""
-    row = {key: value for key, value in row.items() if key != "reward_problem"}
-    if 0 < len(ids) <= most:
-        return row | {"reward": next(rewards)}
-    problem = f"too long: {len(ids)} tokens, block_size={most}" if ids else "unfinished answer"
-    return row | {"reward": None, "reward_problem": problem}
+            yield rewarded(row, of_row[0])

@@ -1,9 +1,8 @@
-"""Generated answers compared with references: BLEU, ROUGE-L, exact match, repetition, and whether answers end.
+"""Generated answers compared with references: BLEU, ROUGE-L, exact match, and whether answers end.
 
     evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures, and every answer
 
-The data are conversations: the last answer is the reference, what precedes it the prompt. Units are words, or single
-characters of Chinese.
+The data are conversations: the last answer is the reference, what precedes it the prompt.
 """
 
 import importlib.util
@@ -11,9 +10,8 @@ import itertools
 import math
 import os
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +22,14 @@ from groundup.files import readers
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
+from groundup.scores.likelihood import shared
 from groundup.text import cleaning
 from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.token_files import read_manifest
-from groundup.train import ranks
 from model import Transformer
 from tokenizer import Tokenizer
 
-WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")
-UNITS = re.compile(f"{WORDS.pattern}|[^\\w\\s]|_")  # marks too: loops of them are repetition
+WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")  # words, and single characters of Chinese
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
 
@@ -66,13 +63,12 @@ def evaluate_generation(
         left_out[TOO_LONG] += len(questions) - len(pairs)
     if not pairs:
         raise UserError(f"generated: no prompt of {data} fits in block_size={model.cfg.block_size}")
-    asked, given = zip(*pairs, strict=True)
-    found, of_each = measure_answers([one.text for one in given], [one.reference for one in asked])
+    found, of_each = measure_answers([a.text for _, a in pairs], [q.reference for q, _ in pairs])
     rows = [
         {**question._asdict(), "answer": answer.text, "finish_reason": answer.finish_reason, **scores}
-        for question, answer, scores in zip(asked, given, of_each, strict=True)
+        for (question, answer), scores in zip(pairs, of_each, strict=True)
     ]
-    found = {"n": len(rows)} | found | measure_ends(given)
+    found = {"n": len(rows)} | found | measure_ends([answer for _, answer in pairs])
     return found | {"left_out": dict(left_out), "places": places, "answers": rows}
 
 
@@ -117,45 +113,32 @@ def generate_answers(
     prompts, share the work and get all answers."""
     ids = [prompt_ids(tokenizer, True, system, prompt) for prompt in prompts]
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
-    part = ranks.own_part(len(fitting))
-    own = [fitting[k] for k in part]
-    results = generate_each(model, tokenizer, [ids[i] for i in own], params, batch_size)
-    bar = tqdm(results, "answers", len(own), leave=False, disable=True if part.start else None)
-    mine = {}
-    for number, result in bar:
-        first = result.completions[0]
-        stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
-        ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
-        mine[own[number]] = Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
-    found = ranks.merged(mine)
+
+    def answer(own: range) -> Iterator[Generated]:
+        results = generate_each(model, tokenizer, [ids[fitting[k]] for k in own], params, batch_size)
+        found = dict(tqdm(results, "answers", len(own), leave=False, disable=True if own.start else None))
+        for _, result in sorted(found.items()):
+            first = result.completions[0]
+            stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
+            ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
+            yield Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
+
+    found = dict(zip(fitting, shared(len(fitting), answer), strict=True))
     return [found.get(i) for i in range(len(prompts))]
 
 
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
     """Return (figures of all answers together, those of each); one reference for each answer.
 
-    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1, but for lengths. rouge_l: mean F-measure (Lin,
-    2004). exact_match: equal but for white space around; exact_match_normalised: see `normalised`; *_se: standard
-    errors. distinct_n: different n-grams / all n-grams of all answers (arXiv:1510.03055). repetition: mean fraction of
-    an answer's 4-grams that occurred in it before (arXiv:1908.04319). mean_units, mean_reference_units: lengths."""
-    units, n = [units_of(answer) for answer in answers], len(answers)
-    scorer = RougeL()
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure (Lin, 2004).
+    exact_match: equal but for white space around, with its standard error."""
+    n, scorer = len(answers), RougeL()
     of_each = [
-        {
-            "rouge_l": scorer.score(answer, reference),
-            "exact_match": answer.strip() == reference.strip(),
-            "exact_match_normalised": normalised(answer) == normalised(reference),
-            "repetition": repetition(own),
-        }
-        for answer, reference, own in zip(answers, references, units, strict=True)
+        {"rouge_l": scorer.score(answer, reference), "exact_match": answer.strip() == reference.strip()}
+        for answer, reference in zip(answers, references, strict=True)
     ]
     found = bleu(answers, references) | {name: sum(one[name] for one in of_each) / n for name in of_each[0]}
-    for name in ("exact_match", "exact_match_normalised"):
-        found[f"{name}_se"] = standard_error(found[name], n)
-    found |= {f"distinct_{size}": distinct(units, size) for size in (1, 2, 3)}
-    found["mean_units"] = sum(map(len, units)) / n
-    found["mean_reference_units"] = sum(len(units_of(reference)) for reference in references) / n
-    return found, of_each
+    return found | {"exact_match_se": standard_error(found["exact_match"], n)}, of_each
 
 
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
@@ -203,41 +186,6 @@ def check_libraries() -> None:
     missing = [name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score")
-
-
-def units_of(text: str) -> list[str]:
-    """Words in lower case, single Chinese characters, and every other mark."""
-    return UNITS.findall(text.lower())
-
-
-def normalised(text: str) -> str:
-    """Return the text as exact_match_normalised compares it: NFKC (full-width forms become half-width), no case, single
-    spaces, no punctuation except in numbers (%, and . : / - before a digit)."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    followed = zip(text, text[1:] + " ", strict=True)
-    kept = (c if is_kept(c, after) else " " if c.isspace() else "" for c, after in followed)
-    return " ".join("".join(kept).split())
-
-
-def is_kept(character: str, after: str) -> bool:
-    if character in ".:/-":
-        return after.isdigit()
-    return character == "%" or not (character.isspace() or unicodedata.category(character).startswith("P"))
-
-
-def ngrams(units: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    return [tuple(units[i : i + n]) for i in range(len(units) - n + 1)]
-
-
-def distinct(texts: Sequence[Sequence[str]], n: int) -> float:
-    """Return different n-grams / all n-grams of the texts; 0 if there is none."""
-    found = [gram for units in texts for gram in ngrams(units, n)]
-    return len(set(found)) / len(found) if found else 0.0
-
-
-def repetition(units: Sequence[str], n: int = 4) -> float:
-    """Return the fraction of n-grams that occurred earlier in the same text; 0 if there is none."""
-    return 1 - distinct([units], n) if len(units) >= n else 0.0
 
 
 def standard_error(share: float, n: int) -> float:

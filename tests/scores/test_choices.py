@@ -22,7 +22,7 @@ from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu"), torch.float32
 LETTERS = "ABCD"
-SPLIT = {"mmlu": "test", "cmmlu": "test", "ceval": "val", "hellaswag": "val", "arc": "test"}
+SPLIT = {"mmlu": "test", "cmmlu": "test", "ceval": "val"}
 EXAMS = ("mmlu", "cmmlu", "ceval")
 # What lm-eval 0.4 has in the files of its tasks.
 INTRO = {
@@ -81,25 +81,6 @@ def write_exam(folder: Path, task: str) -> Path:
     return folder
 
 
-def hellaswag_row(i: int) -> dict:
-    endings = [f"goes  on {i} times.", "stops [substeps] and   looks", "is [title] THE end.", f"says {i}"]
-    begun = "the MAN" + " [title]" * (i % 2)  # white space at the context's end
-    row = {"activity_label": "Washing", "ctx_a": f"A man [header] holds {i} cups. [title]", "ctx_b": begun}
-    return row | {"ctx": "not used", "endings": endings, "label": i % 4 if i % 2 else str(i % 4)}
-
-
-def arc_row(i: int) -> dict:
-    labels = ["ABC", "1234", "ABCDE"][i % 3]
-    texts = [f"{word} of {i}" for word in ("none", "all", "the half, or more", "a part", "it")][: len(labels)]
-    return {"question": f"How many of {i}?", "choices": {"text": texts, "label": [*labels]}, "answerKey": labels[i % 3]}
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory) -> Path:
     """A directory for each benchmark, and model/, small and of random weights."""
@@ -109,9 +90,6 @@ def base(tmp_path_factory) -> Path:
     save_model(folder / "model", tokenizer, block_size=1024)
     for task in EXAMS:
         write_exam(folder / task, task)
-    for name, row in (("hellaswag", hellaswag_row), ("arc", arc_row)):
-        write_jsonl(folder / name / f"{name}_train.jsonl", [row(i) for i in range(5)])
-        write_jsonl(folder / name / f"{name}_{SPLIT[name]}.jsonl", [row(i) for i in range(5, 13)])
     return folder
 
 
@@ -142,8 +120,6 @@ def evaluate(base: Path, task: str, shots: int, model: str = "model", **others: 
 
 def prompts_of(task: str, shots: int) -> list[tuple[str, list[str], int]]:
     """(context, answers, right) of every question, in the order of files and rows."""
-    if task in ("hellaswag", "arc"):
-        return [single_prompt(task, i, shots) for i in range(5, 13)]
     exam, english_exam = task.removesuffix("_text"), task.startswith("mmlu")
     titles = TITLE if english_exam else TITLE_ZH[exam]
     colon = "Answer:" if english_exam else "答案："
@@ -164,20 +140,6 @@ def prompts_of(task: str, shots: int) -> list[tuple[str, list[str], int]]:
         for row in exam_rows(exam, subject, SPLIT[exam]):
             found.append((context + ask(row), answers(row), LETTERS.index(row[5])))
     return found
-
-
-def single_prompt(task: str, i: int, shots: int) -> tuple[str, list[str], int]:
-    def of(k: int) -> tuple[str, list[str], int]:
-        if task == "arc":
-            row = arc_row(k)
-            right = row["choices"]["label"].index(row["answerKey"])
-            return f"Question: How many of {k}?\nAnswer:", row["choices"]["text"], right
-        text = f"Washing: A man holds {k} cups.. The man" + ". " * (k % 2)
-        return text, [f"goes on {k} times.", "stops and  looks", "is. THE end.", f"says {k}"], k % 4
-
-    shown = [of(k) for k in range(shots)]
-    text, answers, right = of(i)
-    return "".join(f"{t} {a[r]}\n\n" for t, a, r in shown) + text, answers, right
 
 
 @torch.no_grad()
@@ -257,11 +219,10 @@ def test_too_long_prompts_lose_examples_then_their_beginning(base):
 
 
 def test_an_answer_longer_than_the_block_is_an_error(base, tmp_path):
-    row = arc_row(0) | {"choices": {"text": ["no", "long " * 40], "label": ["A", "B"]}}
-    path = write_jsonl(tmp_path / "x.jsonl", [arc_row(1), row])
+    write_csv(tmp_path / "test" / "x_test.csv", [], [english(0), ["q", "no", "long " * 40, "c", "d", "A"]])
     model, tokenizer = checkpoint.load_model(base / "model"), tok.Tokenizer.load(base / "model")
-    with pytest.raises(UserError, match=r"x.jsonl:2: an answer of \d+ tokens does not fit in block_size=20"):
-        evaluate_choices(model, tokenizer, "arc", str(path), 0, 4, *CPU, block_size=20)
+    with pytest.raises(UserError, match=r"x_test.csv:2: an answer of \d+ tokens does not fit in block_size=20"):
+        evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU, block_size=20)
 
 
 # ---- the same by lm-eval --------------------------------------------------------------------------------------------
@@ -272,36 +233,27 @@ LM_EVAL_TEXT = {
     "mmlu_text": "Question: {{question.strip()}}\nAnswer:",
     "cmmlu": "{{Question.strip()}}\nA. {{A}}\nB. {{B}}\nC. {{C}}\nD. {{D}}\n答案：",
     "ceval": "{{question.strip()}}\nA. {{A}}\nB. {{B}}\nC. {{C}}\nD. {{D}}\n答案：",
-    "hellaswag": "{{query}}",
-    "arc": "Question: {{question}}\nAnswer:",
 }
 
 
 def lm_eval_task(base: Path, folder: Path, task: str, subject: str) -> str:
     """The name of a task for lm-eval, written to folder, on the same files and with the templates of its own tasks."""
     exam = task.removesuffix("_text")
-    split, columns = SPLIT[exam], {}
+    split = SPLIT[exam]
     template = {"task": f"our_{task}_{subject}", "num_fewshot": 2, "output_type": "multiple_choice"}
     template |= {"test_split": split, "fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
-    if exam in EXAMS:
-        suffix = "" if exam == "cmmlu" else "_{}"
-        files = {s: str(base / exam / s / f"{subject}{suffix.format(s)}.csv") for s in ("dev", split)}
-        columns = {"names": ["question", *LETTERS, "answer"], "header": None} if exam == "mmlu" else {}
-        answer = "Answer" if exam == "cmmlu" else "answer"
-        title = (TITLE | TITLE_ZH.get(exam, {}))[subject]
-        template |= {"dataset_path": "csv", "description": INTRO[task].format(title)}
-        template |= {"doc_to_target": f"{{{{['A', 'B', 'C', 'D'].index({answer})}}}}"}
-        template |= {"doc_to_choice": [*LETTERS] if task == exam else "{{[A, B, C, D]}}"}
-    else:
-        files = {"dev": str(base / task / f"{task}_train.jsonl"), split: str(base / task / f"{task}_{split}.jsonl")}
-        arc = {"doc_to_target": "{{choices.label.index(answerKey)}}", "doc_to_choice": "{{choices.text}}"}
-        hellaswag = {"doc_to_target": "{{label}}", "doc_to_choice": "choices"}
-        template |= {"dataset_path": "json"} | (arc if task == "arc" else hellaswag)
+    suffix = "" if exam == "cmmlu" else "_{}"
+    files = {s: str(base / exam / s / f"{subject}{suffix.format(s)}.csv") for s in ("dev", split)}
+    columns = {"names": ["question", *LETTERS, "answer"], "header": None} if exam == "mmlu" else {}
+    answer = "Answer" if exam == "cmmlu" else "answer"
+    title = (TITLE | TITLE_ZH.get(exam, {}))[subject]
+    template |= {"dataset_path": "csv", "description": INTRO[task].format(title)}
+    template |= {"doc_to_target": f"{{{{['A', 'B', 'C', 'D'].index({answer})}}}}"}
+    template |= {"doc_to_choice": [*LETTERS] if task == exam else "{{[A, B, C, D]}}"}
     template |= {"doc_to_text": LM_EVAL_TEXT[task], "dataset_kwargs": {"data_files": files, **columns}}
     measures = ["acc"] if task in EXAMS else ["acc", "acc_norm", "acc_bytes"]
     template |= {"metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in measures]}
     text = yaml.safe_dump(template, allow_unicode=True)
-    text += "process_docs: !function theirs.process_docs\n" if task == "hellaswag" else ""
     (folder / f"{task}_{subject}.yaml").write_text(text, encoding="utf-8")
     return template["task"]
 
@@ -313,8 +265,7 @@ def test_every_question_is_answered_as_by_lm_eval(base, tmp_path, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "theirs.py").write_text("from lm_eval.tasks.hellaswag.utils import process_docs  # noqa: F401\n")
-    subjects = {task: list(TITLE if task.startswith("mmlu") else TITLE_ZH.get(task, [task])) for task in LM_EVAL_TEXT}
+    subjects = {task: list(TITLE if task.startswith("mmlu") else TITLE_ZH[task]) for task in LM_EVAL_TEXT}
     names = {(task, s): lm_eval_task(base, tmp_path, task, s) for task in subjects for s in subjects[task]}
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     lm = HFLM(pretrained=str(base / "model"), device="cpu", dtype="float32", batch_size=4)
@@ -457,35 +408,10 @@ def test_what_is_wrong_in_a_csv_file_is_said_with_file_and_line(tmp_path, conten
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "task, row, message",
-    [
-        ("hellaswag", {"ctx": "a", "endings": ["b", "c"]}, "x.jsonl:2: no field 'label'; there are 'ctx', 'endings'"),
-        ("hellaswag", {"ctx": "a", "endings": ["b", "c"], "label": ""}, "x.jsonl:2: label is '', not one of 0, 1"),
-        ("hellaswag", {"ctx": "a", "endings": ["b", 3], "label": 0}, "endings is ['b', 3], not texts"),
-        ("hellaswag", {"ctx": " [x] ", "endings": ["b", "c"], "label": 0}, "the context is empty"),
-        ("hellaswag", ["a"], "a list is no row of named fields"),
-        ("arc", {"question": "q", "choices": ["a"], "answerKey": "A"}, "choices is ['a'], a list"),
-        ("arc", arc_row(0) | {"answerKey": ""}, "x.jsonl:2: answerKey is '', not one of A, B, C"),
-        ("arc", arc_row(0) | {"question": None}, "question is None, a NoneType"),
-    ],
-)
-def test_what_is_wrong_in_a_row_is_said_with_file_and_line(tmp_path, task, row, message):
-    good = hellaswag_row(1) if task == "hellaswag" else arc_row(1)
-    path = write_jsonl(tmp_path / "x.jsonl", [good, row])
-    with pytest.raises(UserError) as caught:
-        read_task(task, str(path), 0)
-    assert message in str(caught.value) and f"{path}:2" in str(caught.value)
-
-
 def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
     for task, path, shots, message in [
-        ("mmlu_pro", base, 0, "no task 'mmlu_pro'; there are mmlu, cmmlu, ceval"),
-        ("mmlu", base / "nothing", 0, "no such file or directory"),
         ("mmlu", base / "ceval", 0, r"no test/\*.csv in .*; give the directory that holds dev and test"),
         ("mmlu", base / "mmlu", 6, "anatomy_dev.csv holds 5 examples, fewer than shots=6; give --shots=5 or less"),
-        ("arc", base / "hellaswag", 0, "0 files in .* have 'test' in their name"),
-        ("arc", base / "arc", 9, "arc_train.jsonl holds 5 examples, fewer than shots=9"),
     ]:
         with pytest.raises(UserError, match=message):
             read_task(task, str(path), shots)
@@ -496,34 +422,12 @@ def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
         assert len(read_task("mmlu", str(base / "mmlu"), 0)[0]) == 2
     finally:
         (tmp_path / "dev").rename(base / "mmlu" / "dev")
-    with pytest.raises(UserError, match="limit must be 0 or more, got -1"):
-        evaluate(base, "mmlu", 0, limit=-1)
-
-
-def test_arc_as_it_was_first_published_is_the_same(tmp_path):
-    old = []
-    for row in map(arc_row, range(6)):
-        pairs = zip(row["choices"]["text"], row["choices"]["label"], strict=True)
-        answers = [{"text": text, "label": label} for text, label in pairs]
-        old.append({"question": {"stem": row["question"], "choices": answers}, "answerKey": row["answerKey"]})
-    new = write_jsonl(tmp_path / "a" / "q.jsonl", [arc_row(i) for i in range(6)])
-    old = write_jsonl(tmp_path / "b" / "q.jsonl", old)
-    ((a,), _), ((b,), _) = read_task("arc", str(new), 0), read_task("arc", str(old), 0)
-    assert [q[:3] for q in a.questions] == [q[:3] for q in b.questions]
-    assert [len(q.answers) for q in a.questions] == [3, 4, 5, 3, 4, 5]
 
 
 def test_texts_that_are_letters_have_every_measure(base, tmp_path):
-    rows = [arc_row(2) | {"choices": {"text": [*"ABCD"], "label": [*"1234"]}, "answerKey": "2"}, arc_row(1)]
-    path = write_jsonl(tmp_path / "q.jsonl", rows)
+    write_csv(tmp_path / "test" / "x_test.csv", [], [["Which?", *"ABCD", "B"], english(1)])
     model, tokenizer = checkpoint.load_model(base / "model"), tok.Tokenizer.load(base / "model")
-    found = evaluate_choices(model, tokenizer, "arc", str(path), 0, 4, *CPU)
+    found = evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU)
     first = found["records"][0]["chosen"]
     assert set(first) == {"acc", "acc_norm", "acc_bytes"} and len(set(first.values())) == 1
     assert found["overall"]["n"] == 2
-
-
-def test_hellaswag_without_parts_of_the_context(tmp_path):
-    rows = [{"ctx": "He opens [x] it.", "endings": ["And  goes", "b"], "label": "1"}]
-    (subject,), _ = read_task("hellaswag", str(write_jsonl(tmp_path / "v.jsonl", rows)), 0)
-    assert subject.questions[0][:3] == ("He opens it.", ("And goes", "b"), 1)

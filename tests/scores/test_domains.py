@@ -241,7 +241,7 @@ def test_what_is_left_out_is_said(model, tokenizer, tmp_path):
 )
 def test_a_domain_without_text_is_an_error(model, tokenizer, tmp_path, content, why):
     (tmp_path / "x.txt").write_bytes(content)
-    with pytest.raises(UserError, match=f"domain 'x' has no text in {tmp_path}/x.txt: .*{why}"):
+    with pytest.raises(UserError, match=f"domain 'x' has no text in {tmp_path}/x.txt; .*{why}"):
         evaluate_domains(model, tokenizer, [Domain("x", [str(tmp_path / "x.txt")])], settings(), *CPU)
 
 
@@ -258,13 +258,12 @@ def test_a_tokenizer_without_a_beginning_is_refused(model, tokenizer, monkeypatc
         losses_of(model, tokenizer, ["x"], settings())
 
 
-def test_a_wrong_column_is_named_once_with_the_likely_one(model, tokenizer, tmp_path):
+def test_a_wrong_column_is_named_once(model, tokenizer, tmp_path):
     rows = [{"id": "x", "body": f"a text, number {i}"} for i in range(9)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     with pytest.raises(UserError) as caught:
         evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(), *CPU)
     error = str(caught.value)
-    assert error.endswith("; give --text_key=body")
-    assert error.count("x.jsonl:") == 2 and len(error) < 400  # the domain's file, and the first place in it
+    assert error.count("x.jsonl:") == 1 and len(error) < 400
     found = evaluate_domains(model, tokenizer, parse_domains(f"{tmp_path}/x.jsonl"), settings(text_key="body"), *CPU)
     assert found["all"]["documents"] == 9

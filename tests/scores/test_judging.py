@@ -18,7 +18,6 @@ import torch
 from test_model import tiny_config
 from test_self_instruct import Endpoint as Service
 
-import evaluate
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
@@ -405,17 +404,6 @@ def test_requests_that_wait_together_say_so_in_one_line(service, tmp_path, capsy
     endpoint_judge(matches, Endpoint(service.url, "m", retry_wait=2.0), str(tmp_path / "j"))
     assert capsys.readouterr().err.count("again in") == 1
     assert len(service.requests) == 12 + 8
-
-
-@pytest.mark.parametrize("n_cut, warned", [(3, True), (2, False)])
-def test_many_unfinished_pairs_are_warned_of(n_cut, warned):
-    """Three of four matches, and two of four, which is not more than half."""
-    answers = [rows(*((f"Q{k}", f"{name} {k}") for k in range(4))) for name in ("one", "two")]
-    for row in (*answers[0][:n_cut], *answers[1][:n_cut]):
-        row["finish_reason"] = "length"
-    found = win_rate(*answers, lambda matches: [Verdict("a")] * len(matches))
-    text = evaluate.describe_result("win_rate", found)
-    assert ("warning: in 3 of 4 matches both answers are unfinished" in text) is ("warning" in text) is warned
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
