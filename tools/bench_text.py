@@ -57,7 +57,7 @@ def corpora(spec: str) -> dict[str, Iterator[str]]:
     if not files:
         return {"docs": python_docs(), "zh": iter(chinese_sample())}
     return {
-        name: (document.text for path in paths for document in readers.read_documents(path, "text"))
+        name: (document.value for path in paths for document in readers.read_documents(path, "text"))
         for name, paths in files.items()
     }
 

@@ -11,7 +11,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -46,12 +46,11 @@ def find_files(input: str) -> list[str]:
 def list_directory(top: str) -> list[str]:
     files, seen = [], {os.path.realpath(top)}  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
-        folders[:] = [name for name in folders if real[name] not in seen]
+        real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
+        folders[:] = [name for name in real if real[name] not in seen]
         seen |= set(real.values())
-        names = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
-        files += [os.path.join(folder, name) for name in names]
+        shown = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
+        files += [os.path.join(folder, name) for name in shown]
     return sorted(files, key=lambda file: os.fsencode(os.path.relpath(file, top)))
 
 
@@ -99,9 +98,11 @@ def container(path: str, head: bytes, txt_split: str) -> str:
 
 
 def read_records(
-    path: str, txt_split: str = "file", begin: int = 0, end: int | None = None, columns: list[str] | None = None
+    path: str, txt_split: str = "file", begin: int = 0, end: int | None = None, columns: list[str] | None = None,
+    names: Sequence[str] = (),
 ) -> Iterator[Record]:
     """Yield all records of a part of a file (see `work_units`), in order, with problems. columns: to read, of parquet.
+    names: of the columns of a CSV file whose first row is not their names.
 
     A line belongs to the part that holds its first byte, a paragraph to the part that holds the blank line before it:
     wherever the cuts are, every record is read once.
@@ -114,18 +115,16 @@ def read_records(
         stream.close()
         stream = streams.open_stream(path, begin - 1)
     with stream:
+        decoded = partial(records.text_record, encoding=streams.guess_encoding(head))
         if kind == "parquet":
             yield from records.parquet_records(path, begin, end, columns)
-            return
-        if kind in ("array", "values"):
+        elif kind in ("array", "values"):
             yield from records.json_records(stream)
-            return
-        if kind == "file":
+        elif kind == "file":
             yield from records.file_record(stream)
-            return
-        decoded = partial(records.text_record, encoding=streams.guess_encoding(head))
-        if kind in ("csv", "tsv"):
-            yield from records.csv_records(map(decoded, records.read_lines(stream)), "," if kind == "csv" else "\t")
+        elif kind in ("csv", "tsv"):
+            lines = map(decoded, records.read_lines(stream))
+            yield from records.csv_records(lines, "," if kind == "csv" else "\t", names)
         elif kind == "blank":
             yield from map(decoded, records.paragraphs(stream, begin, end))
         else:
@@ -139,12 +138,6 @@ class Row(NamedTuple):
     offset: int  # of its record, see Record
 
 
-class Document(NamedTuple):
-    text: str
-    path: str
-    offset: int
-
-
 class Report:
     """What was not read, or only after mending. Made in each worker, merged in the parent.
 
@@ -155,8 +148,7 @@ class Report:
 
     def __init__(self, strict: bool = False, max_places: int = 10_000) -> None:
         self.strict, self.max_places = strict, max_places
-        self.problems: Counter[str] = Counter()
-        self.mended: Counter[str] = Counter()
+        self.problems, self.mended = Counter(), Counter()
         self.places: list[tuple[str, int, int, str]] = []
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
@@ -177,14 +169,13 @@ class Report:
 def read_documents(
     path: str, text_key: str = "", txt_split: str = "file", begin: int = 0, end: int | None = None,
     report: Report | None = None,
-) -> Iterator[Document]:
+) -> Iterator[Row]:
     """Yield the documents of a file, or of a part of it from `work_units`, holding one record at a time.
 
     text_key: where the text is in a JSON object or a row, see `row_formats.document_of`; "" = found by the keys.
     txt_split: what a document is in plain text: 'file', 'blank' (between blank lines) or 'line'.
     """
-    rows = read_rows(path, partial(document_of, text_key=text_key), txt_split, begin, end, report, columns_of(text_key))
-    return (Document(*row) for row in rows)
+    return read_rows(path, partial(document_of, text_key=text_key), txt_split, begin, end, report, columns_of(text_key))
 
 
 def read_rows(
@@ -197,7 +188,6 @@ def read_rows(
     report and is left out. Raise UserError if the report is strict, or if the file cannot be opened.
     """
     report = report if report is not None else Report()
-    lines_before = partial(count_lines, path, begin)
     for record in read_records(path, txt_split, begin, end, columns):
         reason, detail, value = record.problem, record.detail, None
         if not reason:
@@ -205,7 +195,7 @@ def read_rows(
             value, detail = understand(row)
             reason = "bad_field" if detail else ""
         if reason:
-            report.add(path, lines_before() + record.line, record.offset, reason, detail)
+            report.add(path, lines_before(path, begin) + record.line, record.offset, reason, detail)
             continue
         if record.encoding != "utf-8":
             report.mended[record.encoding] += 1
@@ -215,13 +205,14 @@ def read_rows(
 
 
 @lru_cache(maxsize=16)
-def count_lines(path: str, begin: int) -> int:
-    """Return the lines before the first one that starts at `begin` or later. Called only to name a line."""
+def lines_before(path: str, begin: int) -> int:
+    """Return the lines before the first one that starts at `begin` or later, to name a line. Rows of parquet, whose
+    begin is a row group, are counted from the file's start."""
     if begin == 0:
         return 0
     with open(path, "rb") as f:
         if f.read(4) == b"PAR1":
-            return 0  # begin is a row group, and rows are counted from the file's start
+            return 0
         f.seek(0)
         blocks = iter(lambda: f.read(min(streams.READ_BYTES, begin - 1 - f.tell())), b"")
         return 1 + sum(block.count(b"\n") for block in blocks)

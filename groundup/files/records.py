@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from groundup.errors import UserError
@@ -51,33 +51,29 @@ def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None
 def damage(stream: io.BufferedReader, line: int, offset: int) -> Iterator[Record]:
     """Yield a record of the stream's damage, if it has any."""
     if stream.raw.damage:
-        reason, detail = stream.raw.damage
-        yield Record(None, line, offset, problem=reason, detail=detail)
+        yield Record(None, line, offset, problem=stream.raw.damage[0], detail=stream.raw.damage[1])
 
 
 def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
     """Yield the runs of lines after the blank lines that start in [begin, end), as `read_lines` would read them; the
     start of the file counts as a blank line."""
     held, first, mine = [], Record(b"", 0, 0), begin == 0
-    last = Record(b"", 0, 0)
-    for last in read_lines(stream, begin):
-        if last.problem:
-            break
-        blank, past = not last.value.strip(), end is not None and last.offset >= end
+    for line in read_lines(stream, begin):
+        blank = bool(line.problem) or not line.value.strip()
         if blank and held:
             yield first._replace(value=b"".join(held))
             held = []
-        if past and (blank or not mine):
+        if line.problem:
+            yield line
             return
-        if blank:
-            mine = True
-        elif mine:
-            first = first if held else last
-            held.append(last.value)
+        if end is not None and line.offset >= end and (blank or not mine):
+            return
+        mine = mine or blank
+        if mine and not blank:
+            first = first if held else line
+            held.append(line.value)
     if held:
         yield first._replace(value=b"".join(held))
-    if last.problem:
-        yield last
 
 
 def text_record(record: Record, encoding: str) -> Record:
@@ -116,12 +112,12 @@ def file_record(stream: io.BufferedReader) -> Iterator[Record]:
 # ---- CSV -----------------------------------------------------------------------------------------------------
 
 
-def csv_records(lines: Iterable[Record], delimiter: str) -> Iterator[Record]:
-    """Yield the rows as {column: text}; the first row names the columns. A quoted field may hold line ends."""
+def csv_records(lines: Iterable[Record], delimiter: str, names: Sequence[str] = ()) -> Iterator[Record]:
+    """Yield the rows as {column: text}; the first row names the columns if `names` does not. A quoted field may hold
+    line ends."""
     csv.field_size_limit(2**30)  # characters; 128 Ki otherwise, less than a long article
     held: list[Record] = []  # the lines of the row at hand
     lost: list[Record] = []
-    names: list[str] = []
 
     def texts() -> Iterator[str]:
         for record in lines:
@@ -140,12 +136,13 @@ def csv_records(lines: Iterable[Record], delimiter: str) -> Iterator[Record]:
             break
         except csv.Error as error:
             row, detail = [], str(error)
+        if names and row and len(row) != len(names):
+            detail = f"{len(row)} fields, but {len(names)} columns"
         where = held[0].line, held[0].offset
         undecodable = next((line for line in held if line.problem), None)
         if undecodable:
             yield undecodable
-        elif detail or (names and row and len(row) != len(names)):
-            detail = detail or f"{len(row)} fields, but {len(names)} columns"
+        elif detail:
             yield Record(None, *where, problem="bad_csv", detail=detail)
         elif not names:
             names = row
@@ -202,24 +199,26 @@ class JsonStream:
         self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
 
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
-        if self._next_character() != "[":
-            while self._next_character():
+        if self._next() != "[":
+            while self._next():
                 yield self._element()
             return
-        separator = self._step()
-        if self._next_character() == "]":
-            separator = self._step()
-        while separator != "]":
+        self._use(self.pos + 1)
+        closed = self._next() == "]"
+        while not closed:
             yield self._element()
-            separator = self._next_character()
+            separator = self._next()
             if separator not in (",", "]"):
                 raise ValueError(f"expected , or ] but found {separator or 'the end'!r}")
-            self._step()
-        if self._next_character():
+            closed = separator == "]"
+            if not closed:
+                self._use(self.pos + 1)
+        self._use(self.pos + 1)
+        if self._next():
             raise ValueError("text after the end of the array")
 
     def _element(self) -> tuple[object, int, int]:
-        self._next_character()
+        self._next()
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.pos)
@@ -236,16 +235,12 @@ class JsonStream:
             self._use(end)
             return found
 
-    def _next_character(self) -> str:
+    def _next(self) -> str:
         """Return the next character that is no white space, "" at the end."""
         while True:
             self._use(self.WHITE_SPACE.match(self.text, self.pos).end())
             if self.pos < len(self.text) or not self._read():
                 return self.text[self.pos : self.pos + 1]
-
-    def _step(self) -> str:
-        self._use(self.pos + 1)
-        return self.text[self.pos - 1]
 
     def _use(self, end: int) -> None:
         used = self.text[self.pos : end]
@@ -291,12 +286,10 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
         wanted = columns and [name for name in columns if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
-            for record in batch_records(batch, row):
-                row += 1
-                yield record
+            yield from batch_records(batch, row)
+            row += batch.num_rows
     except Damage as error:
-        reason, detail = error.args
-        yield Record(None, 1, 0, problem=reason, detail=detail)
+        yield Record(None, 1, 0, problem=error.args[0], detail=error.args[1])
     except UserError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's, for damaged pages
@@ -308,11 +301,9 @@ def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
     try:
         values = batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows
         yield from (Record(value, row + k + 1, row + k) for k, value in enumerate(values))
-        return
-    except UnicodeDecodeError:
-        singles = (batch.slice(k, 1) for k in range(batch.num_rows))
-    for k, single in enumerate(singles):
-        try:
-            yield Record(single.to_pylist()[0], row + k + 1, row + k)
-        except UnicodeDecodeError as error:
-            yield Record(None, row + k + 1, row + k, problem="bad_encoding", detail=str(error))
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            yield Record(None, row + 1, row, problem="bad_encoding", detail=str(error))
+            return
+        for k in range(batch.num_rows):
+            yield from batch_records(batch.slice(k, 1), row + k)

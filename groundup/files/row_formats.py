@@ -45,14 +45,27 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
 def messages_of(row: object) -> tuple[list[dict], str]:
     """Return ([{"role": ..., "content": ...}, ...], "") or ([], what is wrong).
 
-    Roles are system, user, assistant and tool. Turns are kept as they are, also empty answers and a last turn that is
-    not the assistant's. What is more than text becomes text as in Qwen's models: tool_calls as <tool_call> lines, tools
-    in the system message, reasoning_content within <think>.
+    Roles are system, user, assistant and tool. Empty answers and a last turn that is not the assistant's are kept. What
+    is more than text becomes text as in Qwen's models: tool_calls as <tool_call> lines, tools in the system message,
+    reasoning_content within <think>.
     """
     try:
         return read(row, "chat"), ""
     except BadRow as problem:
         return [], str(problem)
+
+
+def pair_of(row: object) -> tuple[Pair | None, str]:
+    """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
+    try:
+        pair = read(row, "preference")
+        if not pair.chosen.strip() or not pair.rejected.strip():
+            raise BadRow("empty answer")
+        if pair.chosen == pair.rejected:
+            raise BadRow("chosen and rejected are the same")
+        return pair, ""
+    except BadRow as problem:
+        return None, str(problem)
 
 
 def chat_problem(messages: list[dict]) -> str:
@@ -93,27 +106,14 @@ def trim_chat(messages: list[dict]) -> list[dict]:
     return messages[: last + 1]
 
 
-def pair_of(row: object) -> tuple[Pair | None, str]:
-    """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
-    try:
-        pair = read(row, "preference")
-        if not pair.chosen.strip() or not pair.rejected.strip():
-            raise BadRow("empty answer")
-        if pair.chosen == pair.rejected:
-            raise BadRow("chosen and rejected are the same")
-        return pair, ""
-    except BadRow as problem:
-        return None, str(problem)
-
-
 def is_unfinished(row: dict, pair: Pair) -> bool:
     """Return whether a row says that an answer of its pair was cut off: under finish_reason, under that of a side, or
     under that of the answer among its completions."""
     names = ("finish_reason", "chosen_finish_reason", "rejected_finish_reason")
-    listed = row.get("completions")
-    cut = [one for one in (listed if isinstance(listed, list) else []) if isinstance(one, dict)]
-    texts = [one.get("text") for one in cut if one.get("finish_reason") == "length"]
-    return any(row.get(name) == "length" for name in names) or pair.chosen in texts or pair.rejected in texts
+    answers = row.get("completions")
+    answers = [one for one in answers if isinstance(one, dict)] if isinstance(answers, list) else []
+    cut = [one.get("text") for one in answers if one.get("finish_reason") == "length"]
+    return any(row.get(name) == "length" for name in names) or pair.chosen in cut or pair.rejected in cut
 
 
 def format_name(row: object, kind: str) -> str:
@@ -131,12 +131,13 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
     if not isinstance(row, dict):
         raise BadRow(f"{type(row).__name__}, not an object")
-    found = recognise(row, kind)
-    lone = missing_side(row) if kind == "preference" else ""
-    if lone and not (found and has_all(row, found)):
-        raise BadRow(f"{lone} ({keys_of(row)})")
+    found, row = recognise(row, kind), rename(row)
+    sides = [side for side in ("chosen", "rejected") if row.get(side)]
+    if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
+        missing = "rejected" if sides == ["chosen"] else "chosen"
+        raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
-        return found.read(rename(row))
+        return found.read(row)
     other = next((k for k in FORMATS if k != kind and recognise(row, k)), "")
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
     if kind == "preference" and "completions" in row:
@@ -154,38 +155,29 @@ def recognise(row: dict, kind: str) -> RowFormat | None:
     row = rename(row)
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
-    for known in FORMATS[kind]:
-        if has_all(row, known):
-            return known
-    return next((known for known in FORMATS[kind] if all(key in row for key in known.keys.split(","))), None)
+    known = [known for known in FORMATS[kind] if all(key in row for key in known.keys.split(","))]
+    return next((one for one in known if has_all(row, one)), known[0] if known else None)
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
-    """Return whether a row has something under each key of a format."""
-    return all(rename(row).get(key) is not None for key in known.keys.split(","))
-
-
-def missing_side(row: dict) -> str:
-    """Return, as text, which answer a row lacks that has the other one; "" if that is not the problem."""
-    row = rename(row)
-    there = [side for side in ("chosen", "rejected") if row.get(side)]
-    other = {"chosen": "rejected", "rejected": "chosen"}
-    return f"a {there[0]} answer but none under {other[there[0]]!r}" if len(there) == 1 else ""
+    return all(row.get(key) is not None for key in known.keys.split(","))
 
 
 def rename(row: dict) -> dict:
     """Return a preference row under the most common names of its keys."""
-    if not any(name in row for name in OTHER_NAMES):
-        return row
     return {OTHER_NAMES.get(key, key): value for key, value in row.items()}
 
 
-OTHER_NAMES = {
-    "reject": "rejected",
-    "rejected_response": "rejected",
-    "response_chosen": "chosen",
-    "response_rejected": "rejected",
-}
+OTHER_NAMES = {"reject": "rejected", "rejected_response": "rejected"}
+OTHER_NAMES |= {"response_chosen": "chosen", "response_rejected": "rejected"}
+
+
+def list_at(key: str, row: dict, item: type, what: str) -> list:
+    """Return the list under a key, which may be stored as JSON. Raise BadRow if its items are of another type."""
+    found = unpacked(row[key])
+    if not isinstance(found, list) or not all(isinstance(one, item) for one in found):
+        raise BadRow(f"{key} is not a list of {what}")
+    return found
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------
@@ -193,32 +185,25 @@ OTHER_NAMES = {
 
 def encyclopedia(row: dict) -> str:
     """Return title, summary, then every section with its heading."""
-    if not isinstance(row["sections"], list) or not all(isinstance(section, dict) for section in row["sections"]):
-        raise BadRow("sections is not a list of objects")
-    sections = [text("title?,content?", section) for section in row["sections"]]
+    sections = [text("title?,content?", section) for section in list_at("sections", row, dict, "objects")]
     return "\n".join(filter(None, [text("title?,summary?", row), *sections]))
 
 
 def poem(row: dict) -> str:
-    if not isinstance(row["paragraphs"], list) or not all(isinstance(line, str) for line in row["paragraphs"]):
-        raise BadRow("paragraphs is not a list of texts")
-    return "\n".join([text("title?,author?", row), *row["paragraphs"]]).strip("\n")
+    return "\n".join([text("title?,author?", row), *list_at("paragraphs", row, str, "texts")]).strip("\n")
 
 
 # ---- conversations ----------------------------------------------------------------------------------------
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool",
-}  # fmt: skip
+ROLES = dict.fromkeys(("system", "developer"), "system") | dict.fromkeys(("user", "human"), "user")
+ROLES |= dict.fromkeys(("assistant", "gpt", "function_call"), "assistant")
+ROLES |= dict.fromkeys(("tool", "observation", "function"), "tool")
 
 
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, after the turns in history: [[question, answer], ...]."""
-    history = unpacked(row.get("history")) or []
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+    history = list_at("history", row, list, "[question, answer]") if row.get("history") else []
+    if any(len(turn) != 2 for turn in history):
         raise BadRow("history is not a list of [question, answer]")
     turns = [message(role, said) for turn in history for role, said in zip(("user", "assistant"), turn, strict=True)]
     turns += [message("user", text(question, row)), message("assistant", text(answer, row))]
@@ -227,9 +212,9 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
 
 def seed_task(row: dict) -> list[dict]:
     """Return the instruction with its first instance."""
-    instances = row["instances"]
-    if not isinstance(instances, list) or not instances or not isinstance(instances[0], dict):
-        raise BadRow("instances is not a list of objects")
+    instances = list_at("instances", row, dict, "objects")
+    if not instances:
+        raise BadRow("instances is not a list of objects, it is empty")
     return one_turn("instruction,input?", "output", {**row, **instances[0]})
 
 
@@ -242,22 +227,35 @@ def read_turns(value: object) -> list[dict]:
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow(f"{type(turns).__name__}, not a list of turns" if turns else "no turns")
-    tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
-    return with_tools([read_turn(turn) for turn in turns], tools)
+    return with_tools(list(map(read_turn, turns)), next((turn["tools"] for turn in turns if turn.get("tools")), None))
 
 
 def question_answer_turns(row: dict) -> list[dict]:
     """Return messages from [{"human": ..., "assistant": ...}, ...]; the last question may lack its answer."""
-    turns = unpacked(row["conversation"])
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) and "human" in t for t in turns):
-        raise BadRow("conversation is not a list of {human, assistant}")
+    turns = list_at("conversation", row, dict, "{human, assistant}")
     said = [(role, turn.get(key)) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
+    if not said:
+        raise BadRow("no turns")
     open_end = said[-1][1] is None
     return with_system([message(role, text) for role, text in said[: len(said) - open_end]], row)
 
 
 def dialogue_at(key: str, row: dict) -> list[dict]:
-    return with_system(dialogue(row[key]), row)
+    """Return messages from one of Anthropic's dialogues, or from turns."""
+    if not isinstance(row[key], str):
+        return turns_at(key, row)
+    before, *rest = HH_TURN.split(row[key])
+    if before or not rest:
+        raise BadRow("a dialogue does not start with a blank line and Human:")
+    return with_system([message(HH_ROLES[name], said) for name, said in zip(rest[::2], rest[1::2], strict=True)], row)
+
+
+def is_dialogue(value: object) -> bool:
+    return isinstance(value, str) and HH_TURN.match(value) is not None
+
+
+HH_TURN = re.compile(r"\n\n(Human|Assistant):(?: |\Z)")
+HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def read_turn(turn: dict) -> dict:
@@ -358,22 +356,15 @@ def with_tools(turns: list[dict], tools: object) -> list[dict]:
 
 # ---- preference pairs -------------------------------------------------------------------------------------
 
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-HH_TURN = re.compile(r"\n\n(Human|Assistant):(?: |\Z)")
-HH_ROLES = {"Human": "user", "Assistant": "assistant"}
-
 
 def two_answers(prompt: str, row: dict) -> Pair:
-    """Return two answers to the text_key `prompt` (text, ChatML or turns), or to the turns before each answer."""
+    """Return two answers to the text_key `prompt` (text or turns), or to the turns before each answer."""
     if isinstance(row["chosen"], list) and len(row["chosen"]) > 1:
         return two_dialogues(row)  # UltraFeedback repeats the prompt
     key = prompt.split(",")[0]
-    if isinstance(row[key], list):
-        turns = with_system(read_turns(row[key]), row)
-    elif isinstance(row[key], str) and row[key].startswith(IM_START):
-        turns = parse_chatml(row[key])
-    else:
-        turns = one_turn(prompt, "nothing?", row)[:-1]
+    if isinstance(row[key], str) and row[key].startswith("<|im_start|>"):
+        raise BadRow("the prompt is in ChatML; give its turns as messages")
+    turns = turns_at(key, row) if isinstance(row[key], list) else one_turn(prompt, "nothing?", row)[:-1]
     return Pair(turns, answer_at(row, "chosen"), answer_at(row, "rejected"))
 
 
@@ -398,26 +389,13 @@ def two_outputs(row: dict) -> Pair:
 
 def two_dialogues(row: dict) -> Pair:
     """Return the pair of two conversations (messages or Anthropic's dialogues) that differ in the last answer only."""
-    *prompt, chosen = with_system(dialogue(row["chosen"]), row)
-    *other, rejected = with_system(dialogue(row["rejected"]), row)
+    *prompt, chosen = dialogue_at("chosen", row)
+    *other, rejected = dialogue_at("rejected", row)
     if chosen["role"] != "assistant" or rejected["role"] != "assistant" or not prompt:
         raise BadRow("chosen or rejected does not end with a question and its answer")
     if prompt != other:
         raise BadRow("chosen and rejected answer different prompts")
     return Pair(prompt, chosen["content"], rejected["content"])
-
-
-def is_dialogue(value: object) -> bool:
-    return isinstance(value, str) and HH_TURN.match(value) is not None
-
-
-def dialogue(value: object) -> list[dict]:
-    if not isinstance(value, str):
-        return read_turns(value)
-    before, *rest = HH_TURN.split(value)
-    if before or not rest:
-        raise BadRow("a dialogue does not start with a blank line and Human:")
-    return [message(HH_ROLES[rest[i]], rest[i + 1]) for i in range(0, len(rest), 2)]
 
 
 def answer_at(row: dict, key: str) -> str:
@@ -429,22 +407,7 @@ def answer_at(row: dict, key: str) -> str:
         value = read_turn(value)["content"]
     if not isinstance(value, str):
         raise BadRow(f"{'no' if value is None else type(value).__name__ + ', not an'} answer under {key!r}")
-    return value.rstrip("\n").removesuffix(IM_END) if value.rstrip("\n").endswith(IM_END) else value
-
-
-def parse_chatml(prompt: str) -> list[dict]:
-    """Return the messages of a prompt in ChatML, without the assistant's opened turn."""
-    *turns, opened = prompt.split(IM_START)[1:]
-    messages = []
-    for turn in turns:
-        role, newline, content = turn.partition("\n")
-        content, end, rest = content.partition(IM_END)
-        if role not in ROLES or not newline or not end or rest.strip():
-            raise BadRow(f"the prompt is not ChatML at {turn[:20]!r}")
-        messages.append(message(ROLES[role], content))
-    if opened.strip() != "assistant" or not messages:
-        raise BadRow("the prompt does not end with the assistant's turn")
-    return messages
+    return re.sub(r"<\|im_end\|>\n*\Z", "", value)
 
 
 # ---- the formats: the first that fits is taken ---------------------------------------------------------------

@@ -9,7 +9,7 @@ import lzma
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -17,6 +17,8 @@ from groundup.errors import UserError
 
 READ_BYTES = 2**20
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # first: UTF-32's little-endian mark begins
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # with UTF-16's
 
 
 class Damage(Exception):
@@ -65,41 +67,26 @@ def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
         first = file.read(READ_BYTES)
     except OSError as error:
         raise UserError(f"data: cannot read {path}: {error.strerror}") from None
-    chunks = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b""))
-    named = os.path.splitext(path.lower())[1][1:]
-    compressed = next((suffix for magic, suffix in MAGIC.items() if first.startswith(magic) and not begin), "")
-    if named in MAGIC.values() and not begin and named != compressed:
-        chunks = damaged_chunks(f"these are no {named} data, as the name says")
-    if compressed:
-        chunks = decompress(chunks, path, compressed)
-    plain = not compressed and not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE))
-    chunks = chunks if begin else transcode(chunks)
+    chunks, plain = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b"")), True
+    if not begin:
+        named = os.path.splitext(path.lower())[1][1:]
+        compression = next((name for magic, name in MAGIC.items() if first.startswith(magic)), named)
+        plain = compression not in MAGIC.values() and not first.startswith(tuple(MARKS))
+        chunks = transcode(decompress(chunks, path, compression) if compression in MAGIC.values() else chunks)
     return io.BufferedReader(Chunks(chunks, plain, None if path == "-" else file), READ_BYTES)
 
 
-def damaged_chunks(detail: str) -> Iterator[bytes]:
-    raise Damage("truncated_file", detail)
-    yield b""
-
-
-def new_decompressor(path: str, suffix: str) -> tuple[Callable, tuple[type[Exception], ...]]:
-    """Return a function that makes a decompressor, and what that raises for damaged data."""
-    if suffix == "gz":
-        return partial(zlib.decompressobj, wbits=31), (zlib.error,)
-    if suffix == "bz2":
-        return bz2.BZ2Decompressor, (OSError,)
-    if suffix == "xz":
-        return lzma.LZMADecompressor, (lzma.LZMAError,)
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"data: {path} needs zstandard; run: pip install zstandard") from None
-    return zstandard.ZstdDecompressor().decompressobj, (zstandard.ZstdError,)
-
-
-def decompress(chunks: Iterator[bytes], path: str, suffix: str) -> Iterator[bytes]:
+def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[bytes]:
     """Decompress any number of streams, one after the other, as gzip, bzip2, xz and zstd files may hold."""
-    new, errors = new_decompressor(path, suffix)
+    if compression == "zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"data: {path} needs zstandard; run: pip install zstandard") from None
+        new, errors = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+    else:
+        makers = {"gz": partial(zlib.decompressobj, 31), "bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
+        new, errors = makers[compression], (zlib.error, lzma.LZMAError, OSError)
     decompressor = new()
     for chunk in chunks:
         for begin in range(0, len(chunk), 2**11):  # small pieces, since each may become a thousand times larger
@@ -110,10 +97,10 @@ def decompress(chunks: Iterator[bytes], path: str, suffix: str) -> Iterator[byte
                 try:
                     yield decompressor.decompress(piece)
                 except errors as error:
-                    raise Damage("truncated_file", f"damaged {suffix} data: {error}") from None
+                    raise Damage("truncated_file", f"damaged {compression} data: {error}") from None
                 piece = decompressor.unused_data
     if not decompressor.eof:
-        raise Damage("truncated_file", f"the {suffix} data end too early")
+        raise Damage("truncated_file", f"the {compression} data end too early")
 
 
 def transcode(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -122,19 +109,13 @@ def transcode(chunks: Iterator[bytes]) -> Iterator[bytes]:
     head = b""
     while len(head) < 4 and (chunk := next(chunks, None)) is not None:
         head += chunk
-    chunks = itertools.chain([head], chunks)
-    # UTF-32 first: its little-endian mark begins with UTF-16's
-    marks = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
-    marks |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-    encoding = next((encoding for mark, encoding in marks.items() if head.startswith(mark)), None)
-    if encoding is None:
-        yield from chunks
-        return
-    decoder = codecs.getincrementaldecoder(encoding)()
+    encoding = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
+    decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
     try:
-        for chunk in chunks:
-            yield decoder.decode(chunk).encode()
-        decoder.decode(b"", final=True)
+        for chunk in itertools.chain([head], chunks):
+            yield decoder.decode(chunk).encode() if decoder else chunk
+        if decoder:
+            decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise Damage("bad_encoding", str(error)) from None
 

@@ -26,12 +26,11 @@ def parts_of(spec: str) -> list[Part]:
     """Return the parts of `input`; a file that several of them name belongs to the first. Raise UserError."""
     parts, taken = [], set()
     for piece in filter(None, (piece.strip() for piece in spec.split(","))):
-        match = re.fullmatch(r"(.+)=(\d+\.?\d*|\.\d+)", piece)
-        name, weight = (match[1], float(match[2])) if match else (piece, 0.0)
+        name, weight = re.fullmatch(r"(.+?)(?:=(\d+\.?\d*|\.\d+))?", piece).groups()
         files = [file for file in find_files(name) if file not in taken]
         taken.update(files)
-        parts.append((Part(name, files, weight), bool(match)))
-    if any(weighted for _, weighted in parts) and not all(part.weight > 0 for part, _ in parts):
+        parts.append((Part(name, files, float(weight or 0)), weight))
+    if any(weight for _, weight in parts) and not all(part.weight for part, _ in parts):
         raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
     return [part for part, _ in parts]
 
@@ -40,8 +39,8 @@ def read_texts(part: Part, text_key: str, report: Report) -> Iterator[str]:
     with tqdm(desc="reading", unit="B", unit_scale=True, disable=None) as progress:
         for path in part.files:
             for document in read_documents(path, text_key, report=report):
-                yield document.text
-                progress.update(len(document.text.encode()))
+                yield document.value
+                progress.update(len(document.value.encode()))
 
 
 def first_texts(part: Part, text_key: str, max_mb: int) -> Iterator[str]:
@@ -61,10 +60,9 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
     streams = [read_texts(part, text_key, report) for part in parts]
     try:
         if all(part.weight for part in parts):
-            weights = [part.weight for part in parts]
-            yield from mix_texts(list(zip(streams, weights, strict=True)), max_mb * 1_000_000)
+            yield from mix_texts([*zip(streams, [part.weight for part in parts], strict=True)], max_mb * 1_000_000)
             return
-        for text in itertools.chain.from_iterable(streams):
+        for text in itertools.chain(*streams):
             if n_bytes >= max_mb * 1_000_000:
                 print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
                 return
@@ -73,8 +71,8 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
     finally:  # also where a limit ends it
         for path, line, _, why in report.places[:10]:
             print(f"tokenizer: {path}:{line}: {why}")
-        if lost := sum(report.problems.values()):
-            print(f"tokenizer: {lost} documents could not be read")
+        if report.problems:
+            print(f"tokenizer: {report.problems.total()} documents could not be read")
 
 
 def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Iterator[str]:
@@ -84,11 +82,10 @@ def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Ite
     Of each text the first MAX_DOC_CHARS are taken. Print what every source gave. Deterministic.
     """
     iterators = [iter(texts) for texts, _ in sources]
-    weights = [weight for _, weight in sources]
     n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
     going = list(range(len(sources)))
     while going and sum(n_bytes) < max_bytes:
-        k = min(going, key=lambda k: n_bytes[k] / weights[k])
+        k = min(going, key=lambda k: n_bytes[k] / sources[k][1])
         text = next(iterators[k], None)
         if text is None:
             going.remove(k)
@@ -98,9 +95,7 @@ def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Ite
         text = scrub(text[:MAX_DOC_CHARS])
         n_bytes[k] += len(text.encode())
         yield text
-    for k, weight in enumerate(weights):
-        print(
-            f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB "
-            f"({n_bytes[k] / max(sum(n_bytes), 1):.1%}), {n_texts[k]:,} texts, {n_cut[k]:,} of them cut to "
-            f"{MAX_DOC_CHARS:,} characters{'' if k in going else '; read to its end'}"
-        )
+    for k, (_, weight) in enumerate(sources):
+        fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
+        print(f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
+              f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}")  # fmt: skip

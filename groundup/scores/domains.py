@@ -71,8 +71,8 @@ def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> It
     """Yield the texts of a domain; empty ones are counted in report.mended."""
     for path in domain.files:
         for document in readers.read_documents(path, settings.text_key, settings.txt_split, report=report):
-            if document.text.strip():
-                yield document.text
+            if document.value.strip():
+                yield document.value
             else:
                 report.mended["empty"] += 1
 

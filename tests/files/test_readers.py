@@ -38,7 +38,7 @@ def zstd(raw: bytes) -> bytes:
 
 def read(path: Path | str, report: Report | None = None, **options: str | int) -> list[str]:
     """The texts; an unexpected problem fails the test."""
-    texts = [document.text for document in readers.read_documents(str(path), report=report or Report(True), **options)]
+    texts = [document.value for document in readers.read_documents(str(path), report=report or Report(True), **options)]
     return texts
 
 
@@ -112,7 +112,7 @@ def test_parquet_columns_and_row_groups(tmp_path: Path) -> None:
     assert units == [(0, 1), (1, 2), (2, 3)]
     report = Report()
     parts = [list(readers.read_documents(path, begin=a, end=b, report=report)) for a, b in units]
-    assert [d.text for part in parts for d in part] == TEXTS and [len(part) for part in parts] == [3, 3, 2]
+    assert [d.value for part in parts for d in part] == TEXTS and [len(part) for part in parts] == [3, 3, 2]
     assert report.places == [(path, 9, 8, "bad_field: no text under 'text' (keys text, meta, n)")]
     assert [d.offset for part in parts for d in part] == list(range(8))
     assert read(path, Report(), text_key="meta.title,text")[1] == "题1\n" + TEXTS[1]
@@ -256,7 +256,7 @@ def test_parts_of_one_long_paragraph_do_not_read_to_the_end(tmp_path: Path, monk
         assert list(records.paragraphs(stream, 100, 200)) == []
         assert stream.raw.file.tell() < 400
     parts = [list(readers.read_documents(str(path), "text", "blank", a, a + 100)) for a in range(0, 5000, 100)]
-    assert [len(part) for part in parts] == [1] + [0] * 49 and len(parts[0][0].text) == 4999
+    assert [len(part) for part in parts] == [1] + [0] * 49 and len(parts[0][0].value) == 4999
 
 
 def test_what_cannot_be_cut_is_one_part(tmp_path: Path) -> None:

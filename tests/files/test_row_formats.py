@@ -393,9 +393,9 @@ PAIRS = {
         {"system": "", "history": [["甲", "乙"]], "question": "问", "response_chosen": "好", "response_rejected": "坏"},
         Pair([user("甲"), assistant("乙"), user("问")], "好", "坏"),
     ),
-    "templated": (
-        {"prompt": CHATML, "response": "答", "chosen": "好<|im_end|>", "rejected": "坏<|im_end|>\n"},
-        Pair([system("你是喵喵小助手"), user("第一行\n第二行")], "好", "坏"),
+    "ended": (
+        {"prompt": "问", "response": "答", "chosen": "好<|im_end|>", "rejected": "坏<|im_end|>\n"},
+        Pair([user("问")], "好", "坏"),
     ),
     "conversations, strings": (
         {
@@ -481,8 +481,7 @@ def test_pairs(name: str) -> None:
         ({"prompt": "问", "chosen": "好"}, "a chosen answer but none under 'rejected' (keys prompt, chosen)"),
         ({"prompt": "问", "response_chosen": "好", "a": 1}, "a chosen answer but none under 'rejected'"),
         ({"prompt": "问", "chosen": 4, "rejected": "坏"}, "int, not an answer under 'chosen'"),
-        ({"prompt": CHATML[:-10], "chosen": "好", "rejected": "坏"}, "does not end with the assistant's turn"),
-        ({"prompt": CHATML.replace("<|im_end|>", "", 1), "chosen": "好", "rejected": "坏"}, "is not ChatML"),
+        ({"prompt": CHATML, "chosen": "好", "rejected": "坏"}, "the prompt is in ChatML"),  # nobody forges turns
         ({"messages": [{"role": "user", "content": "问"}], "rejected_response": "坏"}, "does not end with a question"),
         ({"instruction": "问", "output": ["甲"]}, "not a list of a chosen and a rejected"),
         ({"instruction": "问", "output": "答"}, "not a list of a chosen and a rejected"),
@@ -568,20 +567,7 @@ def test_every_format_has_a_golden_row() -> None:
 
 
 KEYS = sorted({key for table in row_formats.FORMATS.values() for shape in table for key in shape.keys.split(",")})
-KEYS += [
-    "summary",
-    "desc",
-    "history",
-    "system",
-    "tools",
-    "reject",
-    "role",
-    "from",
-    "value",
-    "content",
-    "tool_calls",
-    "x",
-]
+KEYS += "summary desc history system tools reject role from value content tool_calls x".split()
 JSON = st.recursive(
     st.one_of(
         st.none(),

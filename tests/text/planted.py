@@ -112,7 +112,7 @@ def gather(spec: str, n: int) -> list[str]:
     found: dict[str, str] = {}
     for name in spec.split(","):
         texts = python_docs() if name == "python-docs" else (
-            d.text for path in readers.find_files(name) for d in readers.read_documents(path))
+            d.value for path in readers.find_files(name) for d in readers.read_documents(path))
         for text in texts:
             for begin in range(0, len(text), 900):
                 piece = text[begin : begin + 900]

@@ -173,7 +173,7 @@ def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
     "name, content, message",
     [
         ("a.csv", "id,label\n1,2\n", "no question"),
-        ("a.csv", "question,A\nwhat,1,2\n", "a.csv:2: 3 fields"),
+        ("a.csv", "question,A\nwhat,1,2\n", "a.csv:2: bad_csv: 3 fields"),
         ("a.csv", b"question,A\n\xff\xff,1\n", "decode"),
         ("a.csv", 'question,A\n"what,1\n', "mend"),
         ("a.jsonl", '{"question": "x"}\n{"question"', "a.jsonl:2: bad_json"),
