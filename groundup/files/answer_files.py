@@ -35,8 +35,7 @@ def settings_path(path: str | Path) -> Path:
 
 def is_settings_file(path: str | Path) -> bool:
     """Return whether a file holds the settings of the answers beside it, and is no data itself."""
-    name = str(path)
-    return name.endswith(SUFFIX) and os.path.exists(name.removesuffix(SUFFIX))
+    return str(path).endswith(SUFFIX) and os.path.exists(str(path).removesuffix(SUFFIX))
 
 
 def read_settings(path: str | Path) -> dict | None:
@@ -57,9 +56,7 @@ def need_settings(path: str | Path) -> dict:
     """Return the settings beside the answers in `path`. Raise UserError if there are none."""
     settings = read_settings(path)
     if settings is None:
-        raise UserError(
-            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}"
-        )
+        raise UserError(f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}")
     return settings
 
 
@@ -78,16 +75,14 @@ def write_settings(path: str | Path, settings: dict) -> None:
 def check_settings(path: str | Path, settings: dict) -> None:
     """Write the settings of a new file of answers. Raise UserError if an existing one was begun with others."""
     old = read_settings(path)
-    if old is not None:
-        for key in old | settings:
-            if old.get(key) != settings.get(key):
-                change = f"{key}={old.get(key)!r}, not {settings.get(key)!r}"
-                raise UserError(f"answers: {path} was begun with {change}; use another out")
-        return
-    if os.path.exists(path) and os.path.getsize(path):
+    if old is None and os.path.exists(path) and os.path.getsize(path):
         missing = settings_path(path).name
         raise UserError(f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out")
-    write_settings(path, settings)
+    if old is None:
+        write_settings(path, settings)
+    elif differ := [key for key in old | settings if old.get(key) != settings.get(key)]:
+        change = f"{differ[0]}={old.get(differ[0])!r}, not {settings.get(differ[0])!r}"
+        raise UserError(f"answers: {path} was begun with {change}; use another out")
 
 
 # ---- its lines ----------------------------------------------------------------------------------------------------
@@ -118,7 +113,8 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
         raise NoPair("a text that was continued, not a question that was answered")
     if isinstance(row[key], str):
-        prompt, own = [{"role": "user", "content": row[key]}], own_answer(row)
+        messages, _ = row_formats.messages_of(row)  # of prompt and response, or of prompt and answer
+        prompt, own = [{"role": "user", "content": row[key]}], messages[-1]["content"] if messages else ""
     else:
         prompt, problem = row_formats.messages_of({"messages": row[key]})
         if problem:
@@ -130,12 +126,6 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     if system and prompt[0]["role"] != "system":  # which sample.py put in front
         prompt = [{"role": "system", "content": system}, *prompt]
     return prompt, own
-
-
-def own_answer(row: dict) -> str:
-    """Return the answer of a row of prompt and response, or of prompt and answer, "" if it has none."""
-    messages, problem = row_formats.messages_of(row)
-    return "" if problem else messages[-1]["content"]
 
 
 def reward_of(answer: dict) -> float | None:

@@ -65,13 +65,14 @@ def write_pairs(
     is no answer, or if FILE.config.json is missing or damaged.
     """
     settings = answer_files.need_settings(path)
-    keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, _, _ in parse_score(score)]
+    keys = [key for key in PAIR_NUMBERS if key != "margin"] + [key for key, *_ in parse_score(score)]
     lines, answers = Counter(), Counter()  # left out, by reason
     n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
         problems = Problems(path, problems_file, strict)
         for record in readers.read_records(path):
             n_lines += 1
+            finished = []
             try:
                 row = row_of(record)
                 prompt, own = conversation_of(row, settings)
@@ -89,37 +90,34 @@ def write_pairs(
                 continue
             except NoPair as problem:
                 lines[str(problem)] += 1
+                answers += Counter({"in a line that gives no pair": len(finished)})
                 continue
-            about = numbers_of(row, keys) | {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
+            if not pairs:
+                lines["no answer to set against the data set's"] += 1
+            numbers = {key: number for key in keys if math.isfinite(number := as_score(row, key))}
+            about = numbers | {"prompt": prompt, ANSWER_PLACE: [record.line, record.offset]}
             for pair in pairs:
                 f.write(json.dumps(about | pair | {"made_by": settings["model"]}) + "\n")
             n_pairs += len(pairs)
     if pair_by == "reward" and n_answers and not n_scored:
         hint = "give sample.py --best_of_by=reward --reward_from=DIR, or score them: reward.py --score=FILE"
         raise UserError(f"prepare: no answer in {path} has a reward, which pair_by=reward needs; {hint}")
-    info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
-    info |= {"lines_bad": problems.problems.total(), "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
-    return info, counts_of(path, n_lines, problems)
-
-
-def counts_of(path: str, n_lines: int, problems: Problems) -> Counts:
-    """Return the lines that are no answers, counted like unreadable records of pipeline.py."""
     n_bad = problems.problems.total()
+    info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
+    info |= {"lines_bad": n_bad, "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
     torn = [path] if problems.problems["truncated_file"] else []
-    bad, passed = Counter({path: n_bad} if n_bad else {}), Counter({path: n_lines - n_bad})
-    return Counts(n_bad, Counter(problems.problems), torn=torn, bad=bad, passed=passed, shown=problems.shown)
+    bad, passed = +Counter({path: n_bad}), Counter({path: n_lines - n_bad})
+    return info, Counts(n_bad, +problems.problems, torn=torn, bad=bad, passed=passed, shown=problems.shown)
 
 
 def describe(infos: list[dict]) -> list[str]:
     """Return lines for people on each file: its pairs, and lines and answers left out. infos: of write_pairs."""
     found = []
     for info in infos:
-        found.append(
-            f"{info['path']}: {info['lines']:,} lines with {info['answers']:,} answers give {info['pairs']:,} pairs"
-        )
-        for what in ("lines", "answers"):
-            left_out = info[f"{what}_left_out"].items()
-            found += [f"{info['path']}: {n:,} {what} left out: {reason}" for reason, n in left_out]
+        made = f"{info['lines']:,} lines with {info['answers']:,} answers give {info['pairs']:,} pairs"
+        left_out = [(what, *one) for what in ("lines", "answers") for one in info[f"{what}_left_out"].items()]
+        lines = [made, *(f"{n:,} {what} left out: {reason}" for what, reason, n in left_out)]
+        found += [f"{info['path']}: {line}" for line in lines]
     return found
 
 
@@ -139,18 +137,7 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
     return found
 
 
-def numbers_of(row: dict, keys: list[str]) -> dict:
-    """Return the row's numbers under these keys."""
-    numbers = ((key, as_score(row, key)) for key in keys)
-    return {key: value for key, value in numbers if math.isfinite(value)}
-
-
 # ---- the pairs of one line -------------------------------------------------------------------
-
-
-def alike(first: str, second: str) -> bool:
-    """Return whether two answers are the same apart from white space around them."""
-    return first.strip() == second.strip()
 
 
 def lengths_fit(first: str, second: str, within: float) -> bool:
@@ -162,10 +149,10 @@ def lengths_fit(first: str, second: str, within: float) -> bool:
 def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Counter) -> list[dict]:
     """Return pairs of the data set's own answer with each different one of the model. Raise NoPair."""
     if not own.strip():
-        raise no_pair("no answer of the data set", answers, left_out)
+        raise NoPair("no answer of the data set")
     pairs, seen = [], set()
     for text in (answer["text"] for answer in answers):
-        if alike(own, text):
+        if text.strip() == own.strip():
             left_out["equal to the data set's"] += 1
         elif text.strip() in seen:
             left_out["equal to an earlier one"] += 1
@@ -174,8 +161,6 @@ def pairs_by_dataset(answers: list[dict], own: str, within: float, left_out: Cou
         else:
             pairs.append({"chosen": own, "rejected": text})
         seen.add(text.strip())
-    if not pairs:
-        raise NoPair("no answer to set against the data set's")
     return pairs
 
 
@@ -185,23 +170,15 @@ def pairs_by_reward(answers: list[dict], margin: float, within: float, left_out:
     pairs = [
         {"chosen": better["text"], "rejected": worse["text"], "margin": reward_of(better) - reward_of(worse)}
         for better, worse in itertools.combinations(ranked, 2)
-        if not alike(better["text"], worse["text"])
+        if better["text"].strip() != worse["text"].strip()
     ]
     if not pairs:
-        raise no_pair("fewer than two different answers", answers, left_out)
+        raise NoPair("fewer than two different answers")
     pairs = [pair for pair in pairs if pair["margin"] > 0 and pair["margin"] >= margin]
     if not pairs:
-        raise no_pair("the rewards differ too little", answers, left_out)
+        raise NoPair("the rewards differ too little")
     pairs = [pair for pair in pairs if lengths_fit(pair["chosen"], pair["rejected"], within)]
     if not pairs:
-        raise no_pair("the lengths differ too much", answers, left_out)
-    if len(answers) > 2:
-        left_out["neither best nor worst"] += len(answers) - 2
+        raise NoPair("the lengths differ too much")
+    left_out += Counter({"neither best nor worst": len(answers) - 2})
     return [max(pairs, key=lambda pair: pair["margin"])]
-
-
-def no_pair(reason: str, answers: list[dict], left_out: Counter) -> NoPair:
-    """Return the error for a line whose usable answers give no pair, and count these."""
-    if answers:
-        left_out["in a line that gives no pair"] += len(answers)
-    return NoPair(reason)
