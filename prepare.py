@@ -85,11 +85,10 @@ punctuation = False  # Chinese text: make punctuation full-width and remove repe
 # which documents are dropped
 quality = "curated"  # curated = drop only empty, tiny and garbled texts; web = all rules of groundup/text/quality.py
 rules_off = ""  # rules to switch off, comma-separated
-rules_on = ""  # rules to switch on that are off by default: c4
+rules_on = ""  # rules to switch on, such as those of quality=web one by one
 min_chars = 0  # shortest document to keep, characters; 0 = the rule's own
 max_chars = 0  # longest document to keep, characters; 0 = the rule's own
 keep = ""  # 'file.py:function' of your own: takes a text, returns whether to keep it
-words = ""  # file of words, one per line: drop texts that are full of them
 question_min_chars = 0  # chat, preference: shortest first question
 question_max_chars = 0  # chat, preference: longest first question; 0 = any
 score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
@@ -315,7 +314,7 @@ def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
 
 def aids(config: dict) -> str:
     """Return one sha256 of the files that settings name, as their content decides the result. Raise UserError."""
-    files = [config["keep"].rpartition(":")[0] if config["keep"] else "", config["words"]]
+    files = [config["keep"].rpartition(":")[0]] if config["keep"] else []
     for key in ("decontaminate", "prompts_from"):
         files += readers.find_files(config[key]) if config[key] else []
     try:

@@ -100,11 +100,11 @@ def pair_notes(row: dict) -> str:
 
 
 @lru_cache(maxsize=8)
-def load_rules(source: Source, keep: str, words: str, aids: str) -> quality.Rules:
+def load_rules(source: Source, keep: str, aids: str) -> quality.Rules:
     """Return the rules of a source, from the cache if `aids` (sha256 of the files that settings name) is the same."""
     return quality.Rules(
         source.quality, off=source.rules_off, on=source.rules_on, min_chars=source.min_chars,
-        max_chars=source.max_chars, keep=keep, words=words,
+        max_chars=source.max_chars, keep=keep,
     )  # fmt: skip
 
 
@@ -137,8 +137,7 @@ class Judge:
         self.recipe, self.source = recipe, source
         steps = cleaning.WEB if source.quality == "web" else cleaning.CURATED
         self.cleaning = replace(steps, punctuation=recipe.punctuation)
-        self.drops_lines = "c4" in source.rules_on.replace(" ", "").split(",")
-        self.rules = load_rules(source, recipe.keep, recipe.words, recipe.aids)
+        self.rules = load_rules(source, recipe.keep, recipe.aids)
         self.ranges = parse_score(recipe.score)
         self.evals = evals_of(work / "evals.npz", recipe.aids) if recipe.decontaminate else None
         listed = recipe.prompts_from
@@ -154,10 +153,7 @@ class Judge:
         return columns and columns + [key for key, _, _ in self.ranges]
 
     def clean(self, text: str) -> str:
-        text = cleaning.clean(text, self.cleaning)
-        if self.drops_lines and cleaning.language(text) == "en":  # it counts words, by the spaces between them
-            return quality.c4_lines(text)
-        return text
+        return cleaning.clean(text, self.cleaning)
 
     def judge(self, item: Item) -> tuple[str, str]:
         """Return (reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""

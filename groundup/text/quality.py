@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     sign: str  # < or >
     en: float | None  # None = no such rule for this language
     zh: float | None
-    group: str = "web"  # all (web and curated), web, c4 (off unless named), listed (on if a file of words is given)
+    group: str = "web"  # all (web and curated) or web
     measure: str = ""  # a key of MEASURES, or a field of Grams if n is set; "" = the name of the rule
     n: int = 0  # of n-grams
 
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 # Gopher: Rae et al. 2021, appendix A1, table A1, as in datatrove's gopher_quality_filter and gopher_repetition_filter.
 # FineWeb: Penedo et al. 2024, as in datatrove's fineweb_quality_filter.
 # FineWeb-2: Penedo et al. 2025, its settings for Chinese (cmn_Hani.yml); counts of words there come from a segmenter.
-# CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.  C4: Raffel et al. 2020, section 2.2.
+# CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.
 # A word is what white space separates. In Chinese two characters count as one word (own), so n-grams of words become
 # 2n-grams of characters.
 RULES = (
@@ -69,14 +69,10 @@ RULES = (
     Rule("duplicate_9_grams", ">", 0.11, 0.14, measure="covered", n=9),
     Rule("duplicate_10_grams", ">", 0.10, 0.127, measure="covered", n=10),
     Rule("repeated_13_characters", ">", None, 0.5, measure="repeats", n=13),  # CWT
-    Rule("c4_lorem_ipsum", ">", 0, None, "c4", measure="lorem_ipsum"),
-    Rule("c4_curly_brackets", ">", 0, None, "c4", measure="curly_brackets"),  # drops nearly all code
-    Rule("c4_sentences", "<", 5, None, "c4", measure="sentences"),  # of the lines that c4_lines keeps
-    Rule("listed_words", ">", 0.5, 0.5, "listed"),  # per line, CWT
 )
 ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the lowest limit of the n-gram rules
 RULE_NAMES = (*(rule.name for rule in RULES), "keep")
-GRAMS = {"en": (2, 3, 4, 5, 6, 7, 8, 9, 10), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
+GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
 CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (own); a book is one text
 
 STOP_WORDS = {"en": ("the", "be", "to", "of", "and", "that", "have", "with")}  # Gopher
@@ -88,30 +84,25 @@ STOP_WORD_FORMS = {form: word for word in STOP_WORDS["en"] for form in (word, wo
 BULLETS = tuple("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\u25ab\u00b7")
 ELLIPSES = ("...", "\u2026")
 TERMINAL = tuple(".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f\uff1b\u300d\u300f")  # C4's, with those of Chinese
-LATIN_PAIR = re.compile("[a-z0-9]{2}")
 LETTER = re.compile(r"[^\W\d_]")
-SENTENCE_END = re.compile(r"[.!?]+(?=[\s\"')]|$)", re.MULTILINE)
-POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")  # C4
 
 
 class Rules:
     """Which texts to keep.
 
-    quality: "web" = all rules except C4's; "curated" (books, encyclopedias, code) = length and replacement characters.
-    off, on: rules by name, separated by commas; on="c4" is the three of C4. min_chars, max_chars: lengths that replace
-    those of the table, if not 0. words: a file of unwanted words, one per line. keep: your own function text -> bool,
-    as "file.py:function". Raises UserError if a setting is wrong.
+    quality: "web" = all rules; "curated" (books, encyclopedias, code) = length and replacement characters. off, on:
+    rules by name, separated by commas. min_chars, max_chars: lengths that replace those of the table, if not 0. keep:
+    your own function text -> bool, as "file.py:function". Raise UserError if a setting is wrong.
     """
 
     def __init__(
         self, quality: str = "curated", off: str = "", on: str = "", min_chars: int = 0, max_chars: int = 0,
-        keep: str = "", words: str = "",
+        keep: str = "",
     ) -> None:  # fmt: skip
-        self.settings = quality, off, on, min_chars, max_chars, keep, words
+        self.settings = quality, off, on, min_chars, max_chars, keep
         if quality not in ("curated", "web"):
             raise UserError(f"filters: quality must be curated or web, got {quality!r}")
-        groups = {"all"} | ({"web"} if quality == "web" else set()) | ({"listed"} if words else set())
-        names = {rule.name for rule in RULES if rule.group in groups} | ({"keep"} if keep else set())
+        names = {rule.name for rule in RULES if rule.group in ("all", quality)} | {"keep"}
         names = (names | named_rules(on, "on")) - named_rules(off, "off")
         lengths = CURATED_LENGTHS if quality == "curated" else {}
         lengths = lengths | {k: n for k, n in (("min_length", min_chars), ("max_length", max_chars)) if n}
@@ -120,10 +111,9 @@ class Rules:
             for rule in RULES if rule.name in names
         ]  # fmt: skip
         self.limits = {  # by language: (rule, limit) in order
-            "en": [(rule, rule.en) for rule in rules if rule.en is not None],
-            "zh": [(rule, rule.zh) for rule in rules if rule.zh is not None],
+            language: [(rule, getattr(rule, language)) for rule in rules if getattr(rule, language) is not None]
+            for language in ("en", "zh")
         }
-        self.words = load_words(words) if words else {}
         self.keep = load_function(keep, "keep") if keep and "keep" in names else None
         self.keep_name = keep
 
@@ -132,7 +122,7 @@ class Rules:
 
     def check(self, text: str) -> tuple[str, str]:
         """Return (name of the first rule that the text breaks, what was measured and the limit), or ("", "")."""
-        features = Features(text, self.words)
+        features = Features(text)
         for rule, limit in self.limits[features.language]:
             value = features.measure(rule)
             if value < limit if rule.sign == "<" else value > limit:
@@ -146,46 +136,10 @@ class Rules:
 
 
 def named_rules(names: str, setting: str) -> set[str]:
-    """Return the names in a comma-separated setting. Raises UserError for an unknown one."""
-    found = set()
-    for name in filter(None, (name.strip() for name in names.split(","))):
-        matches = {rule for rule in RULE_NAMES if rule == name or (name == "c4" and rule.startswith("c4_"))}
-        if not matches:
-            raise UserError(f"filters: no rule {name!r} in {setting}={names!r}; there are: {', '.join(RULE_NAMES)}")
-        found |= matches
-    return found
-
-
-def c4_lines(text: str) -> str:
-    """Return the lines that C4 keeps: at least three words, no word of over 1000 characters, no "javascript", nothing
-    about cookies or terms of use. C4 also wants a terminal mark; as in FineWeb, this is left out."""
-    kept = []
-    for line in text.split("\n"):
-        words, low = line.split(), line.lower()
-        bad = "javascript" in low or any(phrase in low for phrase in POLICY)
-        if not bad and len(words) >= 3 and max(map(len, words)) <= 1000:
-            kept.append(line)
-    return "\n".join(kept)
-
-
-def load_words(path: str) -> dict[int, set[str]]:
-    """Return the words of a file, one per line, in lower case and by length."""
-    try:
-        with open(path, encoding="utf-8-sig") as f:
-            words = {word.strip().lower() for word in f} - {""}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"filters: cannot read words={path!r}: {error}; give a text file, one word a line") from None
-    return {length: {word for word in words if len(word) == length} for length in set(map(len, words))}
-
-
-def count_words(text: str, words: dict[int, set[str]]) -> int:
-    """Count all occurrences of words, from `load_words`, in lower case; they may overlap. A word that begins or ends
-    with a Latin letter or digit does not count next to another one."""
-    text, found = text.lower(), 0
-    for length, known in words.items():
-        for i in range(len(text) - length + 1):
-            if text[i : i + length] in known:
-                found += not (i and LATIN_PAIR.match(text, i - 1)) and not LATIN_PAIR.match(text, i + length - 1)
+    """Return the names in a comma-separated setting. Raise UserError for an unknown one."""
+    found = {name.strip() for name in names.split(",")} - {""}
+    if unknown := sorted(found - set(RULE_NAMES)):
+        raise UserError(f"filters: no rule {unknown[0]!r} in {setting}={names!r}; there are: {', '.join(RULE_NAMES)}")
     return found
 
 
@@ -209,8 +163,8 @@ NO_GRAMS = Grams(0.0, 0.0, 0.0, 0)
 class Features:
     """What the rules look at in a text; each part is made when it is first needed."""
 
-    def __init__(self, text: str, unwanted: dict[int, set[str]] | None = None) -> None:
-        self.text, self.unwanted = text, unwanted or {}
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     @cached_property
     def language(self) -> str:
@@ -248,7 +202,7 @@ class Features:
     def words(self) -> list[str]:
         return self.text.split()
 
-    @cached_property
+    @property
     def n_words(self) -> float:
         return self.n_visible / 2 if self.language == "zh" else len(self.words)
 
@@ -261,11 +215,12 @@ class Features:
     @cached_property
     def grams(self) -> dict[int, Grams]:
         if self.language == "zh":
-            codes = code_points(self.text)[self.classes != SPACE].astype(np.uint64)
-            return repeated(codes, np.ones(len(codes), np.int64), GRAMS["zh"], ENOUGH)
-        ids, _ = self.numbered
-        lengths = np.fromiter(map(len, self.words), np.int64, len(ids))
-        return repeated(ids.astype(np.uint64), lengths, GRAMS["en"], ENOUGH)
+            ids = code_points(self.text)[self.classes != SPACE]
+            lengths = np.ones(len(ids), np.int64)
+        else:
+            ids = self.numbered[0]
+            lengths = np.fromiter(map(len, self.words), np.int64, len(ids))
+        return repeated(ids.astype(np.uint64), lengths, GRAMS[self.language], ENOUGH)
 
     def letters(self) -> float:
         """Return the ratio of characters that are letters (zh), or of words with a letter (en)."""
@@ -313,10 +268,6 @@ MEASURES: dict[str, Callable[[Features], float]] = {
     "duplicate_line_characters": lambda f: duplicate_characters(f.lines),
     "duplicate_paragraphs": lambda f: duplicates(f.paragraphs),
     "duplicate_paragraph_characters": lambda f: duplicate_characters(f.paragraphs),
-    "lorem_ipsum": lambda f: f.text.lower().count("lorem ipsum"),
-    "curly_brackets": lambda f: f.text.count("{"),
-    "sentences": lambda f: len(SENTENCE_END.findall(c4_lines(f.text))),
-    "listed_words": lambda f: ratio(count_words(f.text, f.unwanted), max(1, len(f.lines))),
 }
 
 
@@ -404,8 +355,7 @@ class NgramModel:
         """Count the n-grams of a text. ids: integers (n,), none negative."""
         for n in range(1, self.order + 1):
             slots, times = np.unique(self._slots(ids, n), return_counts=True)
-            if n == 1:
-                self.n_different += int((self.counts[0, slots] == 0).sum())
+            self.n_different += int((self.counts[0, slots] == 0).sum()) if n == 1 else 0
             self.counts[n - 1, slots] += times
         self.n_tokens += len(ids)
 
@@ -414,7 +364,10 @@ class NgramModel:
         its own counts away; otherwise the strangest text of all would be the easiest."""
         if len(ids) == 0:
             return 0.0
-        counts = [self._counts(ids, n, added) for n in range(1, self.order + 1)]
+        counts = []  # how often each n-gram was seen, by n: int64 (len(ids) - n + 1,)
+        for n in range(1, self.order + 1):
+            different, which, own = np.unique(self._slots(ids, n), return_inverse=True, return_counts=True)
+            counts.append((self.counts[n - 1, different] - own * added)[which])
         p = (counts[0] + 1) / (self.n_tokens - added * len(ids) + self.n_different + 1)
         for n in range(2, self.order + 1):
             together, context = counts[n - 1], counts[n - 2][: len(counts[n - 1])]
@@ -422,14 +375,6 @@ class NgramModel:
             lower = p[n - 1 :]
             p[n - 1 :] = np.where(context > 0, self.WEIGHT * higher + (1 - self.WEIGHT) * lower, lower)
         return float(-np.log2(p).mean())
-
-    def _counts(self, ids: np.ndarray, n: int, added: bool) -> np.ndarray:
-        """Return how often each n-gram was seen, in other texts if `added`: int64 (len(ids) - n + 1,)."""
-        slots = self._slots(ids, n)
-        if not added:
-            return self.counts[n - 1, slots]
-        different, which, own = np.unique(slots, return_inverse=True, return_counts=True)
-        return (self.counts[n - 1, different] - own)[which]
 
     def _slots(self, ids: np.ndarray, n: int) -> np.ndarray:
         """Return the slot of each n-gram, int64 (max(0, len(ids) - n + 1),)."""

@@ -29,7 +29,6 @@ class Recipe:
     sources: tuple[Source, ...] = (Source(),)
     punctuation: bool = False
     keep: str = ""
-    words: str = ""
     question_min_chars: int = 0
     question_max_chars: int = 0
     score: str = ""
@@ -47,7 +46,7 @@ class Recipe:
     order: str = "input"
     strict: bool = False
     shard_tokens: int = 2**27
-    aids: str = ""  # sha256 of the files that keep, words, decontaminate and prompts_from name
+    aids: str = ""  # sha256 of the files that keep, decontaminate and prompts_from name
 
     def settings(self) -> dict:
         """Return the settings as plain values, without the paths of the inputs: only their content matters."""

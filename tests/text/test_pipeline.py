@@ -221,20 +221,18 @@ def test_malformed_sources_are_one_line(spec, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_rules_hook_and_word_list_drop_and_are_counted(tmp_path, tok):
+def test_rules_and_hook_drop_and_are_counted(tmp_path, tok):
     (tmp_path / "rules.py").write_text("def keep(text):\n    return 'parachute' not in text\n", "utf-8")
-    (tmp_path / "words.txt").write_text("坏词\nnasty\n", "utf-8")
     documents = [*pieces(30), "A parachute opens, and the one below it is glad of that."]
-    documents += ["坏词坏词坏词，说了三遍，一行之内。真的。"]
     path = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in documents] + [{"text": "short"}])
-    settings = {"keep": f"{tmp_path}/rules.py:keep", "words": f"{tmp_path}/words.txt", "tokenizer_dir": tok}
+    settings = {"keep": f"{tmp_path}/rules.py:keep", "tokenizer_dir": tok}
     run(tmp_path / "out", input=path, **settings)
-    dropped = {"min_length": 1, "listed_words": 1, "keep": 1}
+    dropped = {"min_length": 1, "keep": 1}
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == dropped
     (tmp_path / "rules.py").write_text("def keep(text):\n    return True\n", "utf-8")
     run(tmp_path / "out", input=path, **settings)  # what a setting's file holds counts, too
-    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"min_length": 1, "listed_words": 1}
-    run(tmp_path / "out", input=path, rules_off="min_length,listed_words", **settings)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"min_length": 1}
+    run(tmp_path / "out", input=path, rules_off="min_length", **settings)
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {}
 
 
@@ -770,16 +768,3 @@ def test_settings_that_cannot_work_are_one_line(settings, said):
     with pytest.raises(ValueError) as caught:
         prepare.check_config(KEYS | {"input": "x", "out_dir": "x"} | settings)
     assert said in str(caught.value) and "\n" not in str(caught.value) and isinstance(caught.value, UserError)
-
-
-def test_c4_drops_lines_and_pages_on_request(tmp_path, tok):
-    body = " ".join(f"This is sentence number {i} of a page about gardens and the people in them." for i in range(8))
-    page = f"Please enable javascript to go on reading.\n{body}\nWe use a cookie policy that you accept."
-    chinese = corpora.chinese_sample()[3]
-    rows = [{"text": page}, {"text": pieces(1)[0] + " lorem ipsum"}, {"text": chinese}]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    common = {"input": path, "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
-    run(tmp_path / "out", rules_on="c4", **common)
-    info = manifest_of(tmp_path / "out")["info"]
-    assert info["documents"]["dropped"] == {"c4_lorem_ipsum": 1}
-    assert texts_of(tmp_path / "out") == [body, chinese] and info["bytes"]["cleaned"] >= len(page) - len(body)
