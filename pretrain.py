@@ -62,8 +62,6 @@ lora_dropout = 0.0  # on the input of the adapters
 # data
 pack = False  # rows that begin with a document, packed by prepare.py --pack=block_size, instead of windows
 max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
-competence = 1.0  # share of the windows seen at first, the easiest; needs prepare.py --order
-competence_steps = 0  # steps until all windows are seen
 # batch
 batch_size = 16  # sequences per rank and micro-step
 total_batch_tokens = 0  # tokens per step, all ranks and micro-steps; 0 = one micro-step on each rank
@@ -85,8 +83,7 @@ ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in glo
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
 DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
-ORDER_KEYS = ("max_epochs", "competence", "competence_steps")
-DATA_DEFAULTS = {key: globals()[key] for key in ORDER_KEYS}
+DATA_DEFAULTS = {"max_epochs": max_epochs}
 
 
 def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
@@ -111,8 +108,6 @@ def check_config(config: dict, world_size: int) -> int:
     """Return the tokens per step over all ranks. Raise UserError; nothing exists yet when it does."""
     run.check_config(config)
     run.check_least(config, "max_steps", 1)
-    run.check_least(config, "competence_steps", int(config["competence"] < 1))
-    run.check_share(config, "competence")
     run.check_least(config, "stop_after", 0)
     return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
 
@@ -208,12 +203,12 @@ if __name__ == "__main__":
     run.refuse(unknown, f"stop_on={stop_on!r} is no loss of its own in the log; it has {', '.join(corpus.val)}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
-    mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs, competence, competence_steps)
+    mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     n_known = count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
     check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    order |= {key: config[key] for key in ORDER_KEYS if config[key] != DATA_DEFAULTS[key]}
+    order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * rows_per_step)
         print("\n".join([describe(cfg, epochs=epochs), *warnings]), flush=True)

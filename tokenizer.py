@@ -53,13 +53,9 @@ SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant", "tool")
 # Tokenizer.render in Jinja, for tokenizer_config.json; "generation" marks what the model is trained on.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CONFIG = {  # of tokenizer_config.json, the part that both backends share
@@ -78,11 +74,7 @@ SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
 
 def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: str = "gpt4") -> "Tokenizer":
     """Return a tokenizer trained on `texts` with `vocab_size` ids in all, rounded up to a multiple of SIZE_STEP.
-
-    Ids of bpe: 256 bytes, merges, SPECIALS, <|reserved_i|>; fewer than asked for if no pair is left to merge.
-    pattern, for bpe: a name of PATTERNS. Raise UserError if there is no text, a name is unknown, or
-    vocab_size is too small (with sentencepiece also if it is too large for the text).
-    """
+    Ids of bpe: 256 bytes, merges, SPECIALS, <|reserved_i|>; fewer than asked for if no pair is left to merge."""
     if backend not in ("bpe", "sentencepiece"):
         raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
     if backend == "sentencepiece" and pattern != "gpt4":
@@ -165,19 +157,10 @@ class ByteLevelBPE:
             "bpe", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens | words
         )
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: word.encode() for word, i in words.items()}
-        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != ALL_KINDS.encode():
+        if self.encoding.decode_bytes(self.encode(ALL_KINDS).tolist()) != ALL_KINDS.encode():
             raise UserError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
-    def encode(self, text: str) -> list[int]:
-        if len(text) > bpe.MAX_CHARS:
-            return self.encode_array(text).tolist()
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
-        if self.words:
-            return self.encoding.encode(text, allowed_special=self.words, disallowed_special=())
-        return self.encoding.encode_ordinary(text)  # replaces surrogates itself
-
-    def encode_array(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
         encode = self.encoding.encode_to_numpy
         parts = [encode(block, allowed_special=self.words, disallowed_special=()) for block in bpe.blocks(text)]
@@ -264,11 +247,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text: never a special one. Works for any str; lone surrogates become U+FFFD."""
-        return self.engine.encode(text)
+        return self.engine.encode(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return `encode` as uint32 (n,), without a Python integer for each id where the backend allows it."""
-        return self.engine.encode_array(text)
+        """Return `encode` as uint32 (n,)."""
+        return self.engine.encode(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what an id adds to the text, possibly part of a character; b"" for special ones. Raise UserError."""
@@ -276,25 +259,21 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int], skip_special_tokens: bool = False) -> bytes:
         """Return the bytes of `ids`, with the names of special ones or without them. Raise UserError: unknown id."""
-        if skip_special_tokens:
-            return b"".join([self.token_bytes(i) for i in ids])
-        return b"".join([self.pieces[i] for i in ids])
+        return b"".join([self.token_bytes(i) if skip_special_tokens else self.pieces[i] for i in ids])
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `ids`; bytes that make no character become U+FFFD. For ids as they come: StreamDecoder."""
         return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors="replace")
 
     def token_byte_lengths(self) -> np.ndarray:
-        """Return bytes of text per id, int32 (vocab_size,), 0 for special ones: to turn nats per token into bits per
-        byte."""
+        """Return bytes of text per id, int32 (vocab_size,), 0 for special ones: for bits per byte."""
         lengths = np.zeros(self.vocab_size, np.int32)
         for i, token in self.engine.token_bytes.items():
             lengths[i] = len(token)
         return lengths
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of all that decides the ids. Token files and checkpoints store it, so that they are not
-        mixed up."""
+        """Return a SHA-256 of all that decides the ids; token files and checkpoints store it."""
         identity = [self.backend, sorted(self.special_tokens.items()), self.engine.identity()]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
@@ -302,9 +281,8 @@ class Tokenizer:
         """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...] in ChatML. Raise UserError.
 
         Each message is <|im_start|> role newline content <|im_end|> newline; the prompt for an answer ends after
-        "assistant" newline. The markers are written as ids and the rest is ordinary text, so no content can open or
-        close a turn. mask is 1 where the model is trained: an assistant's content and its <|im_end|>, at which
-        generation stops, so that the model never has to write the newline.
+        "assistant" newline. The markers are ids and the rest is ordinary text, so no content can open or close a turn.
+        mask is 1 where the model is trained: an assistant's content and its <|im_end|>, at which generation stops.
         """
         if self.im_start_id < 0 or self.im_end_id < 0:
             raise UserError("tokenizer: this tokenizer has no <|im_start|> and <|im_end|>, so no conversations")
@@ -338,13 +316,10 @@ def find_special(
 ) -> int:
     """Return the id of the special token `name`; else of the one that tokenizer_config.json has under `key`, as a text
     or {"content": text}; else what generation_config.json has under `key`_id, a number or a list; else `default`."""
-    token = config.get(key)
+    token, ids = config.get(key), generation_config.get(key + "_id")
     token = token["content"] if isinstance(token, dict) else token
-    ids = generation_config.get(key + "_id")
-    for i in (special_tokens.get(name), special_tokens.get(token), *(ids if isinstance(ids, list) else [ids])):
-        if i in special_tokens.values():
-            return i
-    return default
+    candidates = special_tokens.get(name), special_tokens.get(token), *(ids if isinstance(ids, list) else [ids])
+    return next((i for i in candidates if i in special_tokens.values()), default)
 
 
 class StreamDecoder:

@@ -372,17 +372,6 @@ def test_a_limit_of_epochs_begins_a_new_stage(run, tmp_path, mixed, taken, capsy
 
 
 @pytest.mark.slow
-def test_a_curriculum_goes_on_after_a_resumption(run, tmp_path, mixed, taken, capsys):
-    flags = [f"--data_dir={mixed}/even", "--competence=0.1", "--competence_steps=6", "--dropout=0.1", "--eval_every=3"]
-    for out, stops in {"straight": (8,), "broken": (3, 8)}.items():
-        for steps in stops:
-            assert run(*flags, f"--max_steps={steps}", "--decay_steps=8", f"--out_dir={tmp_path / out}") == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "broken")
-    message = refused(run, capsys, flags[0], "--max_steps=9", f"--out_dir={tmp_path / 'broken'}")
-    assert "competence=0.1 (asked 1.0), competence_steps=6 (asked 0)" in message
-
-
-@pytest.mark.slow
 def test_sources_that_changed_are_refused(run, tmp_path, mixed, capsys):
     assert run(f"--data_dir={mixed}/even=3,{mixed}/odd=1", "--max_steps=2") == 0
     assert "stages=[[0, [768, 256]]] (asked [[0, [614, 410]]])" in refused(
@@ -591,8 +580,6 @@ def refused(run, capsys, *flags: str) -> str:
         ("--data_dir=0: a; 5: b=0", "'b=0' in data_dir="),
         ("--max_epochs=many", "'many' in max_epochs='many' is wrong"),
         ("--max_epochs=0.001", "with max_epochs='0.001' the data end after step"),
-        ("--competence=0.5", "competence_steps must be at least 1"),
-        ("--competence=1.5", "competence must be from 0 to 1"),
         ("--pack=True", "is not packed for block_size=32; run: python prepare.py "),
         ("--out_dir=", "out_dir='' is not a directory"),
         ("--out_dir=pretrain.py", "is not a directory"),

@@ -15,9 +15,9 @@ import torch
 
 from groundup.errors import UserError
 from groundup.tokens.corpus import Corpus, names_of, spread
-from groundup.tokens.mixture import Curriculum, Mixture, parse_data_dir, parse_weights
+from groundup.tokens.mixture import Mixture, parse_data_dir, parse_weights
 from groundup.tokens.packing import PackedData
-from groundup.tokens.token_files import SORTED, NoSplit, TokenData, locate, read_manifest
+from groundup.tokens.token_files import NoSplit, TokenData, locate, read_manifest
 from model import IGNORE
 
 # ---- the sources of pretrain.py --------------------------------------------------------------------------------------
@@ -110,24 +110,6 @@ class TextCorpus(Corpus):
                 found[key] = share * (1.0 if weight is None else weight)
         return list(found.values())
 
-    def order(
-        self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = "", competence: float = 1.0,
-        competence_steps: int = 0,
-    ) -> Mixture:  # fmt: skip
-        """See Corpus.order; with competence < 1 easy windows come first, see mixture.Curriculum."""
-        order = super().order(seed, samples_per_step, max_steps, max_epochs)
-        if competence == 1:
-            return order
-        for data in self.train:
-            if data.packed or data.manifest["info"].get("recipe", {}).get("order") not in SORTED:
-                raise UserError(
-                    f"data: competence needs unpacked documents from easy to hard; rerun prepare.py for {data.dir} "
-                    f"with --order={SORTED[0]} (or {', '.join(SORTED[1:])})"
-                )
-        lengths = order.counts(competence_steps * samples_per_step).tolist()
-        order.samplers = [Curriculum(*pair, competence) for pair in zip(order.samplers, lengths, strict=True)]
-        return order
-
     def by_source(self, values: dict[str, float], key: str) -> dict[int, float]:
         """See Corpus.by_source."""
         found = {}
@@ -171,14 +153,11 @@ class TextCorpus(Corpus):
 
 class Windows(NamedTuple):
     x: torch.Tensor  # (B, T) int64
-    y: torch.Tensor  # (B, T) int64, IGNORE where nothing is learned
+    y: torch.Tensor  # (B, T) int64: the inputs one token later, IGNORE where nothing is learned
 
 
 def load_windows(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> Windows:
-    """Return inputs and targets, each (len(starts), block_size): targets are the inputs one token later, or IGNORE.
-
-    Window i begins at starts[i] of data[sources[i]].
-    """
+    """Return the windows at starts[i] of data[sources[i]]."""
     rows = np.stack([data[s].window(int(at), block_size + 1) for s, at in zip(sources, starts, strict=True)])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
     y[np.arange(block_size) >= valid_targets(data, sources, starts, block_size)[:, None]] = IGNORE
@@ -196,10 +175,7 @@ def valid_targets(data: Sequence[TokenData], sources: np.ndarray, starts: np.nda
 def val_batches(
     data: TokenData, block_size: int, batch_size: int, eval_steps: int = 0, rank: int = 0, world_size: int = 1
 ) -> Iterator[Windows]:
-    """Yield this rank's share of the evaluation batches, on the CPU; the union over ranks is the same for any number.
-
-    eval_steps batches of windows spread evenly over the split; 0, or more than there are: every window once, in order.
-    """
+    """Yield this rank's share of eval_steps batches of windows (0 = all), spread evenly over the split, on the CPU."""
     n_windows = val_window_count(data, block_size)
     for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
         yield load_windows([data], np.zeros_like(windows), windows * block_size, block_size)
@@ -218,9 +194,6 @@ def val_window_count(data: TokenData, block_size: int) -> int:
 
 # ---- the loader ------------------------------------------------------------------------------------------------------
 
-Load = Callable[[np.ndarray, np.ndarray], tuple]  # (sources, starts of windows in them) -> a NamedTuple of tensors
-Valid = Callable[[np.ndarray, np.ndarray], np.ndarray]  # likewise -> (n,) number or weight of targets in each window
-
 
 def in_each(batch: tuple, do: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
     """Return a NamedTuple of tensors with `do` applied to each; None stays."""
@@ -231,24 +204,22 @@ class Batches:
     """This rank's micro-batches from start_step on, without end, loaded ahead by a thread.
 
     load(sources, starts) makes a micro-batch, a NamedTuple of tensors; valid(sources, starts) returns the number of
-    targets, or their weight, of each window. Default: windows (x, y) of `data`.
-
-    A step of B = batch_size * accum_steps * world_size samples takes the samples step * B ... step * B + B - 1; rank r
-    has the r-th part of them, cut into micro-batches in order. So the samples of a step and their order depend neither
-    on the number of ranks nor on that of micro-steps.
+    targets, or their weight, of each window. Default: windows (x, y) of `data`. A step of B = batch_size * accum_steps
+    * world_size samples takes the samples step * B ... step * B + B - 1; rank r has the r-th part of them, cut into
+    micro-batches in order: the same samples in the same order for any number of ranks and micro-steps.
     """
 
     def __init__(
         self, data: Sequence[TokenData], order: Mixture, block_size: int, batch_size: int, accum_steps: int,
         rank: int = 0, world_size: int = 1, device: str | torch.device = "cpu", start_step: int = 0, ahead: int = 4,
-        load: Load | None = None, valid: Valid | None = None,
+        load: Callable[[np.ndarray, np.ndarray], tuple] | None = None,
+        valid: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
     ) -> None:  # fmt: skip
         assert 0 <= rank < world_size, f"{rank=} {world_size=}"
         assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
-        self.order, self.block_size = order, block_size
+        self.order = order
         self.load = load or partial(load_windows, data, block_size=block_size)
         self.valid = valid or partial(valid_targets, data, block_size=block_size)
-        self.all_valid = valid is None and not any(split.packed for split in data)
         self.batch_size, self.accum_steps = batch_size, accum_steps
         self.rank, self.start_step, self.device = rank, start_step, torch.device(device)
         if self.device == torch.device("cuda"):
@@ -265,8 +236,6 @@ class Batches:
 
     def valid_tokens(self, step: int) -> int | float:
         """Return the number of targets of a step (from 0), or their weight, over all ranks, from the order alone."""
-        if self.all_valid:
-            return self.samples_per_step * self.block_size
         samples = np.arange(self.position(step), self.position(step + 1))
         return self.valid(*self.order.start(samples)).sum().item()
 
@@ -277,11 +246,10 @@ class Batches:
 
     def next(self) -> tuple:
         """Return the next micro-batch, on the device. Raise what the thread raised."""
-        if self.error is None:
-            item = self.queue.get()
-            self.error = item if isinstance(item, BaseException) else None
-        if self.error is not None:
-            raise self.error
+        item = self.error or self.queue.get()
+        if isinstance(item, Exception):
+            self.error = item
+            raise item
         pinned = self.device.type == "cuda"
         return in_each(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
 
@@ -297,20 +265,19 @@ class Batches:
 
     def _work(self) -> None:
         try:
-            for batch in self._load():
-                self.queue.put(batch)
-                if self.stop.is_set():
-                    return
+            self._load()
         except Exception as error:
             self.queue.put(error)  # next() raises it in the main thread
 
-    def _load(self) -> Iterator[tuple]:
-        if self.device.type == "cuda":
+    def _load(self) -> None:
+        pinned = self.device.type == "cuda"  # from page-locked memory the copy to the device runs in the background
+        if pinned:
             torch.cuda.set_device(self.device)  # a thread begins on device 0; pinning there would open a context on it
         first = self.start_step * self.accum_steps
         for block in itertools.count(first, 32):  # samples of many micro-batches at once: numpy is slow on few numbers
             samples = [self.samples(*divmod(k, self.accum_steps)) for k in range(block, block + 32)]
             for sources, starts in zip(*self.order.start(np.stack(samples)), strict=True):
                 batch = self.load(sources, starts)
-                # from page-locked memory the copy to the device runs in the background
-                yield in_each(batch, lambda tensor: tensor.pin_memory()) if self.device.type == "cuda" else batch
+                self.queue.put(in_each(batch, lambda tensor: tensor.pin_memory()) if pinned else batch)
+                if self.stop.is_set():
+                    return

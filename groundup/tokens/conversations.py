@@ -51,8 +51,8 @@ class Rows:
     """Conversations laid out in rows of block_size inputs. Row r is the window at r * (block_size + 1), which is how
     mixture.Sampler(packed=True) addresses it.
 
-    n_labels: (n_rows,) int64, labels in each row. n_used: likewise, inputs that are not padding. n_cut: conversations
-    that were cut to fit. dropped: {reason: conversations left out}.
+    n_labels: (n_rows,) int64, labels in each row. n_used: likewise, inputs that are not padding. counts: {what happened
+    to conversations: how many}, cut to fit or left out.
     """
 
     packed = True  # its windows are rows, see mixture.Sampler
@@ -78,15 +78,15 @@ class Rows:
     def _measure(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (n,) int64 each: used ids and labels of each conversation; 0 labels if it is dropped."""
         of, limit = self.of, self.block_size + 1
-        lengths, self.n_cut, self.dropped = np.diff(of.offsets), 0, Counter()
+        lengths, counts = np.diff(of.offsets), Counter()
         labels = np.add.reduceat(of.mask, of.offsets[:-1], dtype=np.int64) if len(of) else lengths
-        self.dropped["no answer"] = int((labels == 0).sum())
+        counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
             ids, mask, _ = fit(*of.ids(i), of.end_id, limit)
             lengths[i], labels[i] = len(ids), mask.sum()
-            self.n_cut += len(ids) > 0
-            self.dropped[f"no answer fits in block_size={self.block_size}"] += len(ids) == 0
-        self.dropped = {reason: n for reason, n in self.dropped.items() if n}
+            what = "cut after an answer that fits" if len(ids) else "left out: no answer fits"
+            counts[f"{what} in block_size={self.block_size}"] += 1
+        self.counts = +counts
         return lengths, labels
 
     @property
@@ -217,20 +217,3 @@ class ChatCorpus(RowCorpus):
         of_each = map(of_one, self.val.values())
         talks = [talk for turn in itertools.zip_longest(*of_each) for talk in turn if talk][:n]
         return [(talk[:-1], talk[-1]["content"]) for talk in talks]
-
-    def report_source(self, data: Rows, rows: SourceRows) -> Iterator[str]:
-        padding = f", {data.n_padding / (data.n_rows * self.block_size):.1%} padding" if data.pack else ""
-        n_used = len(data.of) - sum(data.dropped.values())
-        yield (
-            f"{data.name}: {n_used:,} conversations for training, {len(rows.val):,} held out; {data.n_rows:,} rows of "
-            f"{self.block_size}{padding}, {data.n_used.sum():,} tokens, {data.n_labels.sum():,} of them labels"
-        )
-        if data.n_cut:
-            yield f"{data.name}: {data.n_cut:,} longer than block_size={self.block_size}, cut after an answer"
-        if rows.reader.trimmed:
-            yield f"{data.name}: {rows.reader.trimmed:,} lost turns after the last answer"
-        for reason, count in data.dropped.items():
-            yield f"{data.name}: {count:,} left out: {reason}"
-        held_out = self.val.get(data.name)
-        for reason, count in (held_out.dropped if held_out and held_out.of is rows.val else {}).items():
-            yield f"{data.name}: {count:,} left out of those held out: {reason}"

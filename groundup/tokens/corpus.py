@@ -14,24 +14,19 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_max_epochs, parse_weights, quotas
-from groundup.tokens.row_reader import RowReader, SourceRows, read_source
+from groundup.tokens.row_reader import SourceRows, read_source
 
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
 
 
 class Corpus:
-    """The sources that a data setting names (mixture.py has the syntax), opened. A subclass sets these attributes:
+    """The sources that a data setting names (mixture.py has the syntax), opened.
 
-    names: of the sources, for the log. train: the data of each, with n_tokens, packed and fingerprint. stages: (first
-    step, weight of each source). val: {name: validation data}. val_weights: {name: weight} if the user chose them.
+    A subclass sets block_size; names: of the sources, for the log; train: the data of each, with n_tokens, packed and
+    fingerprint; stages: (first step, weight of each source); val: {name: validation data}; val_weights: {name: weight}
+    if the user chose them. It has by_source(values, key) -> {number of the source: value} from values by path or name,
+    and val_batches_of(data, batch_size, eval_steps, rank, world_size), which yields batches of validation data.
     """
-
-    block_size: int
-    names: list[str]
-    train: list
-    stages: list[tuple[int, list[float]]]
-    val: dict
-    val_weights: dict[str, float]
 
     def order(self, seed: int, samples_per_step: int, max_steps: int, max_epochs: str = "") -> Mixture:
         """Return which window every sample is. Raise UserError if max_epochs lets the data end before max_steps."""
@@ -49,10 +44,6 @@ class Corpus:
             lower = f"lower max_steps={max_steps} to that or " if last else ""
             raise UserError(f"data: with {max_epochs=} the data end after step {last}; {lower}raise max_epochs")
         return order
-
-    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
-        """Return {number of the source: value} from values by path or name; `key` is the setting that has them."""
-        raise NotImplementedError
 
     def record(self) -> dict[str, list]:
         """Return what decides the order of samples besides the settings; `same_order` compares two of these."""
@@ -94,14 +85,11 @@ class Corpus:
             found[name] = self.val_batches_of(data, batch_size, steps, first, world_size)
         return found
 
-    def val_batches_of(self, data: object, batch_size: int, eval_steps: int, rank: int, world_size: int) -> Iterator:
-        """Yield this rank's share of eval_steps batches (0 = all) of validation data, spread evenly, on the CPU."""
-        raise NotImplementedError
-
 
 class RowCorpus(Corpus):
-    """A Corpus of files and directories of rows. A subclass has `lay_out(name, items)`, which returns data with the
-    attributes name, n_rows, n_labels (n_rows,), n_tokens = n_rows * (block_size + 1), packed, fingerprint, dropped."""
+    """A Corpus of files and directories of rows. A subclass has `reader()`, a new RowReader, and lay_out(name, items),
+    which returns data with name, n_rows, n_tokens = n_rows * (block_size + 1), packed, fingerprint; n_used and n_labels
+    (n_rows,): ids, and those that are learnt; counts: {what happened to conversations: how many}."""
 
     def open(self, spec: str, val_data: str, val_fraction: float) -> None:
         """Read and lay out all sources. Raise UserError."""
@@ -114,21 +102,15 @@ class RowCorpus(Corpus):
         self.train = [self.lay_out(name, rows.train) for name, rows in zip(self.names, self.found, strict=True)]
         for data in self.train:
             if not data.n_rows:
-                reasons = ", ".join(f"{n} {reason}" for reason, n in data.dropped.items())
-                reasons = reasons or "its training split is empty"
+                reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items()) or "no row for training"
                 raise UserError(f"data: nothing to train on in {data.name}: {reasons}; give more, or raise block_size")
         held_out = {name: rows.val if len(rows.val) else rows.train for name, rows in self.val_found.items()}
         held_out = held_out or {name: rows.val for name, rows in zip(self.names, self.found, strict=True)}
-        val = [self.lay_out(name, items) for name, items in held_out.items()]
-        self.val = {data.name: data for data in val if data.n_rows}
-        self.no_val = [data.name for data in val if not data.n_rows]
+        self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
+        self.val = {data.name: data for data in self.all_val if data.n_rows}
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
         given = dict(zip(self.val_found, weights.values(), strict=True))
         self.val_weights = {name: given[name] or float(self.val[name].n_labels.sum()) for name in self.val if given}
-
-    def reader(self) -> RowReader:
-        """Return a new reader of this kind of rows."""
-        raise NotImplementedError
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_source(path, self.reader(), val_fraction)
@@ -141,7 +123,6 @@ class RowCorpus(Corpus):
         return list(weights.values())
 
     def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
-        """See Corpus.by_source."""
         found = {}
         for name, value in values.items():
             known = self.names if name in self.names else self.paths
@@ -153,14 +134,13 @@ class RowCorpus(Corpus):
     def report(self) -> list[str]:
         """Return lines for people: the content of each source, and what was left out."""
         lines = []
-        for data, rows in zip(self.train, self.found, strict=True):
-            lines += [*self.report_source(data, rows), *rows.reader.report(data.name)]
-        lines += [f"warning     nothing is held out of {name}" for name in self.no_val]
-        return lines + [line for name, rows in self.val_found.items() for line in rows.reader.report(name)]
-
-    def report_source(self, data: object, rows: SourceRows) -> Iterator[str]:
-        """Yield lines for people about one source."""
-        raise NotImplementedError
+        for split, parts in (("training", self.train), ("validation", self.all_val)):
+            for data in parts:
+                lines.append(f"{data.name}: {data.n_rows:,} rows for {split}, {data.n_used.sum():,} tokens")
+                lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
+        for name, rows in [*zip(self.names, self.found, strict=True), *self.val_found.items()]:
+            lines += rows.reader.report(name)
+        return lines
 
 
 def names_of(paths: Sequence[str], names: Sequence[str] | None = None) -> list[str]:

@@ -199,17 +199,12 @@ class SentencePieceBPE:
         self.has_prefix = self.processor.encode("a", out_type=str)[0].startswith(SPACE)
         self.space_in_bytes = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
-    def encode(self, text: str) -> list[int]:
-        if self.has_prefix:
-            return self.processor.encode(scrub(text))
-        first, *rest = scrub(text).split(SPACE)
+    def encode(self, text: str) -> np.ndarray:
+        first, *rest = [scrub(text)] if self.has_prefix else scrub(text).split(SPACE)
         ids = self.processor.encode(first)
         for part in rest:
             ids += self.space_in_bytes + self.processor.encode(part)
-        return ids
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.uint32)
+        return np.array(ids, dtype=np.uint32)
 
     def identity(self) -> list:
         return [self.sha256]

@@ -5,9 +5,8 @@
     data_dir='0: data/a=1; 8000: data/a=0.5,data/b=0.5'              # stages: the second begins after 8000 steps
 
 A *sample* is one training sequence of block_size tokens and their targets. Sample i is the same on any number of
-processes and takes the same time to find for any i, so a run resumes anywhere without stored state. Two or three
-maps follow each other. `Mixture`: sample -> (source, number within the source), with exact proportions. `Curriculum`
-(optional): easy windows first. `Sampler`: number -> window, each once per epoch, by a permutation without a table.
+processes and takes the same time to find for any i, so a run resumes anywhere without stored state. `Mixture`: sample
+-> (source, number within the source), in exact proportions. `Sampler`: number -> window, each once per epoch.
 """
 
 import hashlib
@@ -21,7 +20,6 @@ import numpy as np
 from groundup.errors import UserError
 
 BLOCK = 1024  # samples within which the sources have their exact proportions
-PHASES = 64  # steps in which a curriculum widens
 
 
 # ---- the settings data_dir and max_epochs ----------------------------------------------------------------------------
@@ -119,24 +117,18 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
 # ---- one source ------------------------------------------------------------------------------------------------------
 
 
-def window_count(n_tokens: int, block_size: int) -> int:
-    """Return the training windows per epoch: one less than fit, so that an offset can move their borders each epoch."""
-    return (n_tokens - 1) // block_size - 1
-
-
 class Sampler:
-    """Number of a sample within its source -> where its window of block_size + 1 tokens starts.
-
-    Every window comes once per epoch; the order and the windows' borders differ between epochs. `source`: the source's
-    index in its mixture. With `packed`, a window is one of the rows of block_size + 1 tokens that the data consist of.
-    """
+    """Number of a sample within its source -> where its window of block_size + 1 tokens starts. Every window comes once
+    per epoch; order and borders differ between epochs. source: its index in the mixture. packed: a window is one of the
+    rows of block_size + 1 tokens that the data consist of."""
 
     def __init__(
         self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False, name: str = ""
     ) -> None:
         self.block_size, self.seed, self.packed = block_size, seed, packed
         self.source = (source,) if source else ()  # a single source and the first of several have the same order
-        self.n_windows = n_tokens // (block_size + 1) if packed else window_count(n_tokens, block_size)
+        # one less than fit, so that an offset can move their borders each epoch
+        self.n_windows = n_tokens // (block_size + 1) if packed else (n_tokens - 1) // block_size - 1
         if self.n_windows < 1:
             of = f" of {name}" if name else ""
             raise UserError(
@@ -150,48 +142,10 @@ class Sampler:
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
             now = epochs == epoch
-            starts[now] = self.shuffled(positions[now], self.n_windows, "windows", int(epoch))
-        return starts
-
-    def shuffled(self, positions: np.ndarray, n: int, what: str, *round_: int) -> np.ndarray:
-        """Map positions in [0, n) to starts of the first n windows, in the order and with the borders of a round."""
-        words = hash_words(9, what, self.seed, *round_, *self.source)
-        index = permute(positions, n, words[:8])
-        if self.packed:
-            return index * (self.block_size + 1)
-        return int(words[8] % np.uint64(self.block_size)) + self.block_size * index
-
-
-class Curriculum:
-    """A Sampler whose first n_samples come from the easiest windows of data prepared from easy to hard.
-
-    Competence-based curriculum (Platanios et al. 2019, arXiv:1903.09848): the square of the share of the windows in use
-    grows linearly from first**2 to 1, in 64 phases. A phase draws without replacement from the share at its beginning,
-    again from the start if the phase is longer. Ordinary epochs follow.
-    """
-
-    def __init__(self, sampler: Sampler, n_samples: int, first: float) -> None:
-        self.sampler, self.n_windows, self.n_samples, self.first = sampler, sampler.n_windows, n_samples, first
-        self.borders = n_samples * np.arange(PHASES + 1) // PHASES  # of the phases, in numbers
-
-    def start(self, number: np.ndarray) -> np.ndarray:
-        """See Sampler.start."""
-        number = np.asarray(number, dtype=np.int64)
-        starts = np.empty_like(number)
-        phases = np.searchsorted(self.borders, number, side="right") - 1
-        for phase in np.unique(phases):
-            now = phases == phase
-            if phase == PHASES:
-                starts[now] = self.sampler.start(number[now] - self.n_samples)
-                continue
-            competence = math.sqrt(phase / PHASES * (1 - self.first**2) + self.first**2)
-            n = max(1, int(competence * self.n_windows))
-            rounds, positions = np.divmod(number[now] - self.borders[phase], n)
-            found = np.empty_like(positions)
-            for round_ in np.unique(rounds):
-                same = rounds == round_
-                found[same] = self.sampler.shuffled(positions[same], n, "competence", int(phase), int(round_))
-            starts[now] = found
+            words = hash_words(9, "windows", self.seed, int(epoch), *self.source)
+            index = permute(positions[now], self.n_windows, words[:8])
+            offset = 0 if self.packed else int(words[8] % np.uint64(self.block_size))
+            starts[now] = offset + index * (self.block_size + self.packed)
         return starts
 
 
@@ -230,16 +184,16 @@ class Segment(NamedTuple):
 class Mixture:
     """Sample -> (source, number within the source), with exact proportions in every block of 1024 samples.
 
-    samplers: one Sampler per source. stages: (first sample, weight of each source), ascending from 0. limits: most
-    samples of each source. A source that has reached its limit is left out from then on, and the others take its
-    samples in proportion to their weights; `end`: the sample at which all sources are used up, or None.
+    samplers: one per source. stages: (first sample, weight of each source), ascending from 0. limits: most samples of
+    each source; the others then take its samples in proportion to their weights. end: the sample at which all sources
+    are used up, or None.
     """
 
     def __init__(
         self, samplers: Sequence[Sampler], seed: int, stages: Sequence[tuple[int, Sequence[float]]] = (),
         names: Sequence[str] = (), limits: Sequence[float] = (),
     ) -> None:  # fmt: skip
-        self.samplers: list[Sampler | Curriculum] = list(samplers)
+        self.samplers = list(samplers)
         self.names = list(names) or [str(source) for source in range(len(samplers))]
         self.seed, self.end = seed, None
         self.limits = np.array(limits or [math.inf] * len(samplers))
@@ -264,8 +218,7 @@ class Mixture:
             self.segments.append(segment)
             room = self.limits - before
             limited = [s for s in np.flatnonzero(now) if room[s] < math.inf]
-            used_up = min((segment.reaches(s, int(room[s])) for s in limited), default=math.inf)
-            n = min(used_up, stop - first)
+            n = min([segment.reaches(s, int(room[s])) for s in limited] + [stop - first])
             if n == math.inf:
                 return before
             first, before = first + n, before + segment.counts(n)

@@ -107,7 +107,8 @@ def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_
     write_npy(data.dir / entry["lengths"], np.minimum(used + 1, block_size + 1).astype(np.int32))
     per_shard = max(1, shard_tokens // (block_size + 1))
     for k, first in enumerate(range(0, packing.n_rows, per_shard)):
-        rows = packed_rows(data, starts, packing, first, min(first + per_shard, packing.n_rows), block_size + 1)
+        span = range(first, min(first + per_shard, packing.n_rows))
+        rows = packed_rows(data, starts, packing, span, block_size + 1)
         entry["shards"].append({"file": f"{name}_{k:05d}.npy", "tokens": rows.size})
         write_npy(data.dir / f"{name}_{k:05d}.npy", rows.ravel())
     files = [entry["lengths"], *(shard["file"] for shard in entry["shards"])]
@@ -115,17 +116,15 @@ def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_
     return entry
 
 
-def packed_rows(
-    data: TokenData, starts: np.ndarray, packing: Packing, first: int, end: int, row_tokens: int
-) -> np.ndarray:
-    """Return the rows first to end - 1, (end - first, row_tokens), of documents that start at `starts`."""
-    rows = np.full((end - first, row_tokens), data.eot_id, dtype=token_files.token_dtype(data.vocab_size))
+def packed_rows(data: TokenData, starts: np.ndarray, packing: Packing, span: range, row_tokens: int) -> np.ndarray:
+    """Return the rows in `span`, (len(span), row_tokens), of documents that start at `starts`."""
+    rows = np.full((len(span), row_tokens), data.eot_id, dtype=token_files.token_dtype(data.vocab_size))
     row, place = -1, 0
-    for piece in range(*np.searchsorted(packing.row, [first, end])):
+    for piece in range(*np.searchsorted(packing.row, [span.start, span.stop])):
         place = place if packing.row[piece] == row else 0
         row, n = int(packing.row[piece]), int(packing.length[piece])
         start = int(starts[packing.document[piece]] + 1 + packing.begin[piece])
-        rows[row - first, place + 1 : place + n] = data.window(start, n - 1)
+        rows[row - span.start, place + 1 : place + n] = data.window(start, n - 1)
         place += n
     return rows
 
@@ -142,16 +141,16 @@ class PackedData(TokenData):
         if not path.exists():
             raise UserError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
         record = token_files.read_packing(path)
-        self.packed = record["sources"].get(source)
-        if not self.packed or self.packed["fingerprint"] != super().fingerprint:
+        self.rows = record["sources"].get(source)
+        if not self.rows or self.rows["fingerprint"] != super().fingerprint:
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
-        self.lengths = token_files.map_array(self.dir / self.packed["lengths"], "int32", self.packed["rows"])
-        self._map_tokens(self.packed["shards"])
+        self.lengths = token_files.map_array(self.dir / self.rows["lengths"], "int32", self.rows["rows"])
+        self._map_tokens(self.rows["shards"])
 
     @property
     def fingerprint(self) -> str:
         """The sha256 of everything that decides the rows."""
-        return hashlib.sha256(json.dumps([FORMAT, self.block_size, self.packed["sha256"]]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([FORMAT, self.block_size, self.rows["sha256"]]).encode()).hexdigest()
 
     def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n,) int64: how many tokens of these rows belong to documents, with the delimiter after the last."""

@@ -24,7 +24,7 @@ from groundup.tokens.chat_files import fingerprint_of, sha256_of
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.corpus import RowCorpus, spread
 from groundup.tokens.mixture import Mixture, Sampler, hash_words, permute
-from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable
+from groundup.tokens.row_reader import STRANGE, RowReader, Unusable
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ class Pairs:
     conversations.Rows; a row is a pair.
     """
 
-    packed, dropped = True, {}
+    packed, counts = True, {}
 
     def __init__(
         self, found: Sequence[Tokenized], tokenizer: Tokenizer, block_size: int, name: str, first: int = 0
@@ -264,12 +264,6 @@ class PairCorpus(RowCorpus):
     def all_batches(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[PairBatch]:
         """Yield this rank's share of batches, by length, of every pair of train and val once."""
         return batches_by_length([*self.train, *self.val.values()], batch_size, 0, rank, world_size)
-
-    def report_source(self, data: Pairs, rows: SourceRows) -> Iterator[str]:
-        yield (
-            f"{data.name}: {data.n_rows:,} pairs for training, {len(rows.val):,} held out; {data.n_used.sum():,} "
-            f"tokens, {data.n_labels.sum():,} of them in answers"
-        )
 
 
 def batches_by_length(

@@ -11,7 +11,6 @@ left out, and counted: no answer is cut by the block.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.tokens.corpus import RowCorpus
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.row_reader import RowReader, SourceRows, Unusable
+from groundup.tokens.row_reader import RowReader, Unusable
 from tokenizer import Tokenizer
 
 REDRAW = 1_000_003  # between the seeds of two orders
@@ -72,11 +71,12 @@ class PromptReader(RowReader):
 class Prompts:
     """The prompts of one split of one source. For mixture.Sampler a prompt is a row of two tokens."""
 
-    packed, dropped = True, {}
+    packed, counts = True, {}
 
     def __init__(self, name: str, prompts: list[Prompt]) -> None:
         self.name, self.prompts, self.n_rows, self.n_tokens = name, prompts, len(prompts), 2 * len(prompts)
         self.n_labels = np.ones(len(prompts), np.int64)
+        self.n_used = np.array([len(prompt.ids) for prompt in prompts], np.int64)
         digest = hashlib.sha256()
         for prompt in prompts:
             digest.update(json.dumps([prompt.ids, prompt.row], default=str).encode())
@@ -111,13 +111,3 @@ class PromptCorpus(RowCorpus):
         """Return the prompts of these samples (n,)."""
         sources, starts = order.start(np.asarray(samples, dtype=np.int64))
         return [self.train[k].prompts[start // 2] for k, start in zip(sources.tolist(), starts.tolist(), strict=True)]
-
-    def report(self) -> list[str]:
-        trained = {tuple(prompt.ids) for source in self.train for prompt in source.prompts}
-        n_twice = sum(tuple(prompt.ids) in trained for prompt in self.held_out)
-        lines = [*super().report(), f"held out: {len(self.held_out):,} prompts"]
-        return lines + ([f"warning     {n_twice:,} of these are trained on, too"] if n_twice else [])
-
-    def report_source(self, data: Prompts, rows: SourceRows) -> Iterator[str]:
-        mean = sum(len(prompt.ids) for prompt in data.prompts) / data.n_rows
-        yield f"{data.name}: {data.n_rows:,} prompts for training, on average {mean:.1f} tokens"

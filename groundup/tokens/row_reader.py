@@ -72,7 +72,8 @@ class RowReader:
 
     def report(self, name: str) -> list[str]:
         """Return lines for people: how many rows cannot be used, why, and where the first of them are."""
-        return [*(f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()), *self.places]
+        lines = [f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()] + self.places
+        return lines + ([f"{name}: {self.trimmed:,} lost turns after the last answer"] if self.trimmed else [])
 
 
 class SourceRows(NamedTuple):

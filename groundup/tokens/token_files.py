@@ -25,7 +25,6 @@ from groundup.errors import UserError
 FORMAT = "groundup tokens 1"
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
 SHARD_TOKENS = 2**27  # 256 MiB as uint16
-SORTED = ("length", "unigram", "bigram", "trigram", "score")  # orders of prepare.py that go from easy to hard
 
 
 class NoSplit(UserError):

@@ -201,7 +201,7 @@ def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: i
     if "reference_weights" in now:  # earlier versions did not record it
         saved = {"reference_weights": now["reference_weights"]} | saved
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
-    if set(differ) <= {"data", "stages"} and "competence" not in now:  # a curriculum looks ahead
+    if set(differ) <= {"data", "stages"}:
         differ = list(filter(None, [same_order(saved, now, step)]))
     if differ:
         was, asked = defaults | saved, defaults | now

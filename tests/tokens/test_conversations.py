@@ -155,13 +155,14 @@ def test_what_is_too_long_ends_after_its_last_complete_answer():
     rows = rows_of([C1], Toy(), 13, pack=False)
     x, y, _ = everything(rows)
     assert x[0, :13].tolist() == X1[:13] and y[0, :13].tolist() == [IGNORE] * 9 + [15, 16, 2, IGNORE]
-    assert rows.n_cut == 1 and rows.n_labels.tolist() == [3]
+    assert rows.counts == {"cut after an answer that fits in block_size=13": 1} and rows.n_labels.tolist() == [3]
 
 
 def test_an_answer_that_does_not_fit_is_neither_cut_nor_replaced():
     long = [user("Hi"), assistant("你" * 60)]
     rows = rows_of([long, C2, long], Toy(), 40, pack=True)
-    assert rows.dropped == {"no answer fits in block_size=40": 2} and segments(rows) == [(tuple(X2), tuple(Y2))]
+    assert rows.counts == {"left out: no answer fits in block_size=40": 2}
+    assert segments(rows) == [(tuple(X2), tuple(Y2))]
 
 
 def test_fit_keeps_whole_messages_of_random_conversations(tok):
@@ -202,7 +203,8 @@ def test_packed_rows_hold_every_conversation_once_and_labels_are_shifted_within(
         cut = min(257, max((end for end in ends if end - 1 <= 257), default=0))
         expected += [pairs_by_hand(ids[:cut], mask[:cut])] if cut else []
     assert sorted(segments(rows)) == sorted(expected)
-    assert rows.n_cut > 3 and len(expected) + sum(rows.dropped.values()) == 120
+    cut = rows.counts["cut after an answer that fits in block_size=256"]
+    assert cut > 3 and len(expected) + sum(rows.counts.values()) - cut == 120
     assert rows.n_used.sum() == sum(len(x) for x, _ in expected) <= rows.n_rows * 256
     assert rows.n_padding == rows.n_rows * 256 - rows.n_used.sum() and rows.n_tokens == rows.n_rows * 257
     _, y, _ = everything(rows)
@@ -376,7 +378,7 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     assert "no file matches" in message(str(tmp_path / "nope.jsonl"))
     assert "is empty" in message(write(tmp_path / "e.jsonl", []))
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
-    assert "nothing to train on in f.jsonl: 1 no answer fits in block_size=64" in long
+    assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))
     with pytest.raises(UserError, match="loss_weights has 'h.jsonl'"):
         ChatCorpus(good, tok, 256, True, 1, loss_weights="h.jsonl=2")

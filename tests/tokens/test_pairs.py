@@ -347,7 +347,7 @@ def test_no_prompt_is_in_both_splits(tok, tmp_path):
     more = corpus_of(tmp_path / "p.jsonl", [*rows_of(50, 3), *rows], tok, val_fraction=0.2).val["p.jsonl"]
     assert prompts[1] <= {tuple(more.ids(i)[0].tolist()) for i in range(more.n_rows)}  # others move nothing
     one = corpus_of(tmp_path / "p.jsonl", [row | {"prompt": "Q"} for row in rows_of(9)], tok, val_fraction=0.2)
-    assert one.train[0].n_rows == 9 and not one.val and "nothing is held out of p.jsonl" in "\n".join(one.report())
+    assert one.train[0].n_rows == 9 and not one.val and "p.jsonl: 0 rows for validation" in "\n".join(one.report())
 
 
 def test_validation_data_of_its_own(tok, tmp_path):

@@ -22,7 +22,6 @@ from groundup.tokens.token_files import (
     ShardWriter,
     TokenData,
     npy_header,
-    read_manifest,
     verify,
     write_manifest,
 )
@@ -538,7 +537,7 @@ def test_a_mixture_does_not_depend_on_ranks_or_accumulation(tmp_path: Path, worl
         assert torch.equal(torch.cat(ranks, dim=1), expected), accum_steps
 
 
-@pytest.mark.parametrize("options", [{}, {"max_epochs": "1.6"}, {"competence": 0.2, "competence_steps": 15}])
+@pytest.mark.parametrize("options", [{}, {"max_epochs": "1.6"}])
 def test_a_mixture_resumes_at_every_step(tmp_path: Path, options: dict) -> None:
     write_sources(tmp_path, {"wiki": 60, "code": 15}, recipe={"order": "length"})
     whole = mixed_run(tmp_path, 30, **options)
@@ -566,21 +565,6 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
     with pytest.raises(UserError, match="max_epochs names .*code, which data_dir does not"):
         TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
-
-
-def test_competence_needs_sorted_documents(tmp_path: Path) -> None:
-    """Of documents that grow, the first steps see the first ones only."""
-    write_sources(tmp_path / "x", {"wiki": 40, "code": 15}, recipe={"order": ""})
-    with pytest.raises(UserError, match=r"rerun prepare.py for .*/x with --order=length \(or uni"):
-        TextCorpus(str(tmp_path / "x"), 16).order(1, 8, 10, competence=0.5, competence_steps=5)
-    write(tmp_path, [np.arange(4, 4 + 900)])
-    edit(tmp_path, info={"recipe": {"order": "length"}}, splits=read_manifest(tmp_path)["splits"])
-    corpus = TextCorpus.__new__(TextCorpus)  # of one split, without validation
-    corpus.block_size, corpus.names, corpus.keys = 16, ["a"], [(tmp_path, "")]
-    corpus.train, corpus.stages = [TokenData(tmp_path, "train")], [(0, [1.0])]
-    order = corpus.order(1, 4, 100, competence=0.1, competence_steps=64)
-    order.start(np.arange(4 * 64))
-    assert order.start(np.arange(16))[1].max() < 0.25 * 900 < order.start(np.arange(4 * 64))[1].max()
 
 
 @pytest.mark.parametrize("eval_steps", [0, 1, 5, 1000])
@@ -723,8 +707,6 @@ def test_mistakes_with_packing(tmp_path: Path) -> None:
     packed_directory(tmp_path)
     with pytest.raises(UserError, match=r"not packed for block_size=32; run: python prepare.py .*/config.py --pack=32"):
         TextCorpus(str(tmp_path), 32, pack=True)
-    with pytest.raises(UserError, match="competence needs unpacked documents"):
-        TextCorpus(str(tmp_path), 64, pack=True).order(1, 6, 10, competence=0.5, competence_steps=3)
     write_sources(tmp_path, {"wiki": 121, "code": 45})
     with pytest.raises(UserError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):
         TextCorpus(str(tmp_path), 64, pack=True)
