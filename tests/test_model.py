@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -865,6 +864,11 @@ def kept_bytes(n_layer: int, trainable: str, dtype: torch.dtype) -> int:
     return sum(kept.values())
 
 
+def settings(block_size: int, optimizer: str) -> dict:
+    shape = {"batch_size": 8, "block_size": block_size}
+    return shape | {"optimizer": optimizer, "activation_checkpointing": False, "compile": False}
+
+
 @pytest.mark.parametrize("trainable", ["all", "lora", "embed,lm_head,lora", "embed,lm_head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_of_the_memory_table_are_what_autograd_keeps(trainable, dtype):
@@ -873,9 +877,7 @@ def test_activations_of_the_memory_table_are_what_autograd_keeps(trainable, dtyp
     for n_layer in (2, 5):
         cfg = tiny_config(n_layer=n_layer, n_embd=128, block_size=128)
         trained = trainable_table(cfg, trainable, LoRAConfig(rank=1))
-        table = memory_table(
-            cfg, 8, 128, dtype, "adamw", False, False, "cpu", False, trained["trainable"], trained["adapters"]
-        )
+        table = memory_table(cfg, settings(128, "adamw"), trained, False, "cpu", dtype)
         estimated[n_layer] = table["activations"]
         assert table["weights"] == 4 * trained["total"] and table["optimizer"] == 2 * table["gradients"]
         assert table["gradients"] == 4 * trained["trainable"]
@@ -885,13 +887,16 @@ def test_activations_of_the_memory_table_are_what_autograd_keeps(trainable, dtyp
 
 def test_memory_of_frozen_parts():
     cfg = tiny_config(n_layer=3, vocab_size=4096)
-    table, total = partial(memory_table, cfg, 8, 64, torch.float32, "muon", False, False, "cuda"), parameter_table(cfg)
-    assert table() == table(trainable=total["total"])
-    matrices = total["attention"] + total["mlp"]
-    head = table()["head"] - table(trainable=5000, adapters=5000)["head"]
-    assert head == 4 * 4096 * 64  # its gradient
-    assert table()["optimizer"] == 8 * total["total"] - 4 * matrices
-    assert table(trainable=5000, adapters=5000)["optimizer"] == 8 * 5000  # optim.py gives adapters AdamW
+    total = parameter_table(cfg)
+    matrices, config = total["attention"] + total["mlp"], settings(64, "muon")
+    every = {"trainable": total["total"], "adapters": 0}
+    all_trained, frozen = (
+        memory_table(cfg, config, trained, False, "cuda", torch.float32)
+        for trained in (every, {"trainable": 5000, "adapters": 5000})
+    )
+    assert all_trained["head"] - frozen["head"] == 4 * 4096 * 64  # its gradient
+    assert all_trained["optimizer"] == 8 * total["total"] - 4 * matrices
+    assert frozen["optimizer"] == 8 * 5000  # optim.py gives adapters AdamW
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2, "head_dim": 24, "tie_embeddings": True}])

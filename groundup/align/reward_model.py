@@ -206,7 +206,7 @@ def load_start(model: RewardModel, source: Path, n_known: int) -> None:
         return
     body = checkpoint.load_model(source, block_size=model.cfg.block_size)
     lora.resize_vocab(body, model.cfg.vocab_size, n_known)
-    checkpoint.copy_parameters(body, model, leave=(HEAD,))
+    model.load_state_dict({name: t for name, t in body.state_dict().items() if name != HEAD}, strict=False)
 
 
 def trained_weights(model: RewardModel, base: str) -> dict:
@@ -228,7 +228,7 @@ def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: 
         raise UserError(f"reward: the weights in {trained['base']} are not those that {resume_from} was trained on")
     start = RewardModel(model.cfg)
     load_start(start, Path(trained["base"]), n_known)
-    checkpoint.copy_parameters(start, model, leave=())
+    model.load_state_dict(start.state_dict(), strict=False)  # all but the adapters
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():
         params[name].copy_(weight)

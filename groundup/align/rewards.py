@@ -30,6 +30,7 @@ from groundup.align.reward_model import find_model, load, score_ids
 from groundup.errors import UserError
 from groundup.tokens.corpus import names_of
 from groundup.tokens.prompts import Prompt
+from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 
@@ -137,7 +138,7 @@ class FunctionReward:
 
     def __init__(self, name: str) -> None:
         self.name, self.function = name, load_function(name, "reward")
-        self.fingerprint = checkpoint.sha256(Path(name.rpartition(":")[0]))
+        self.fingerprint = file_sha256(Path(name.rpartition(":")[0]))
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
         return list(map(self.reward, rollouts))

@@ -38,6 +38,7 @@ from groundup.files import answer_files, readers, row_formats, streams
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from groundup.scores.likelihood import score_tokens
+from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, ranks
 from model import Transformer
 from tokenizer import Tokenizer
@@ -113,7 +114,7 @@ def reasons(problems: Counter) -> str:
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Return a fingerprint of all that decides the rewards of the files in `source`."""
     paths = readers.find_files(source)
-    known = [checkpoint.weights_key(directory), str(dtype), *(checkpoint.sha256(Path(path)) for path in paths)]
+    known = [checkpoint.weights_key(directory), str(dtype), *(file_sha256(Path(path)) for path in paths)]
     known += [json.dumps(read_settings(path)) for path in paths]
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError
 from groundup.train import huggingface, lora, ranks
 from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json, write_json
 from model import ModelConfig, Transformer
@@ -40,8 +40,7 @@ from tokenizer import Tokenizer
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 KEEP = "keep"  # a step that holds a file of this name is never removed: adapters need it
-CONFIG_FILES = ("config.json", "model_config.json")  # beside an adapter transformers takes the first for a whole model
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # parameters with a row for each token
+ADAPTED_CONFIG = "model_config.json"  # of a model with adapters: a config.json would be a whole model to transformers
 SAMPLED_BLOCKS = 64  # of 4 KiB from each file of frozen weights: training moves every weight, so a few show it
 
 
@@ -65,19 +64,18 @@ def save(
         raise UserError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
     final = Path(out_dir) / f"step_{step:06d}"
     temp = final.with_name(f".{final.name}.tmp")
-    failure = f"cannot save {final}, earlier checkpoints are intact"
-    with agreed(failure, world, temp, group):
+    part = partial(agreed, f"cannot save {final}, earlier checkpoints are intact", world, temp, group)
+    with part():
         if world.is_main:
             clean(final.parent)
             temp.mkdir()
-    with agreed(failure, world, temp, group):
+    with part():
         write_state(temp / rank_file(world.rank), rank_state)
         if world.is_main:
             (write or partial(write_model, base=base))(temp, model, tokenizer)
             write_state(temp / "train_state.pt", state)
-            ranked = val_loss is not None and math.isfinite(val_loss)
-            write_json(temp / "score.json", {"step": step, "val_loss": float(val_loss) if ranked else None})
-    with agreed(failure, world, temp, group):
+            write_score(temp / "score.json", step, val_loss)
+    with part():
         if world.is_main:
             commit(temp, final)
     with agreed(f"{final} is saved, but the links and the older checkpoints are not in order", world, temp, group):
@@ -125,23 +123,17 @@ def write_model(
     For a model with adapters write what is trained, and where the rest is: `base`."""
     plain = lora.lora_config_of(model) is None
     tokenizer.save(directory)
-    write_json(directory / CONFIG_FILES[0 if plain else 1], huggingface.to_hf_config(model.cfg, tokenizer, dtype))
+    config = huggingface.to_hf_config(model.cfg, tokenizer, dtype)
+    write_json(directory / ("config.json" if plain else ADAPTED_CONFIG), config)
     if plain:
         weights = {huggingface.hf_name(name): p.detach().to("cpu", dtype) for name, p in model.named_parameters()}
         huggingface.save_weights(directory / "model.safetensors", weights)
+    elif base:
+        huggingface.save_adapter(directory, model, str(Path(base).resolve()), base_weights=weights_key(Path(base)))
     else:
-        write_adapter(directory, model, base)
+        raise UserError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
     ends = [i for i in (tokenizer.eot_id, tokenizer.im_end_id) if i >= 0]  # of a text, of a turn
     write_json(directory / "generation_config.json", huggingface.special_ids(tokenizer) | {"eos_token_id": ends})
-
-
-def write_adapter(directory: Path, model: Transformer, base: str | Path) -> None:
-    """Write adapters and what else is trained; all rows of a changed vocabulary, since the base has others."""
-    if not base:
-        raise UserError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
-    resized = load_config(base).vocab_size != model.cfg.vocab_size
-    note = {"base_weights": weights_key(Path(base))}
-    huggingface.save_adapter(directory, model, str(Path(base).resolve()), VOCABULARY if resized else (), note)
 
 
 def write_state(path: Path, state: dict) -> None:
@@ -153,16 +145,20 @@ def write_state(path: Path, state: dict) -> None:
         raise UserError(f"{path.name} holds {', '.join(unsafe)}; what is not plain data cannot be resumed")
 
 
+def write_score(path: Path, step: int, val_loss: float | None) -> None:
+    """Write the validation loss of a step; one that is not finite as null."""
+    ranked = val_loss is not None and math.isfinite(val_loss)
+    write_json(path, {"step": step, "val_loss": float(val_loss) if ranked else None})
+
+
 def commit(temp: Path, final: Path) -> None:
     """Put the contents on the disk, then give them their name. A step that exists is renamed until then."""
-    files = list(temp.iterdir())
-    for path in files:
-        sync(path)
+    files = sorted(temp.iterdir())
     # rank() rewrites the score; an adapter's config names its base, which the user may move.
-    summed = [path for path in files if path.name not in ("score.json", ADAPTER_CONFIG)]
-    write_json(temp / "checksums.json", {path.name: checksum(path) for path in sorted(summed)})
-    sync(temp / "checksums.json")
-    sync(temp)
+    sums = {path.name: checksum(path) for path in files if path.name not in ("score.json", ADAPTER_CONFIG)}
+    write_json(temp / "checksums.json", sums)
+    for path in (*files, temp / "checksums.json", temp):
+        sync(path)
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         final.rename(old)
@@ -195,7 +191,7 @@ def rank(out_dir: str | Path, step: int, val_loss: float, keep_last: int, keep_b
         return
     try:
         temp = path / ".score.json.tmp"
-        write_json(temp, {"step": step, "val_loss": float(val_loss)})
+        write_score(temp, step, val_loss)
         sync(temp)
         temp.replace(path / "score.json")
         sync(path)
@@ -207,8 +203,7 @@ def rank(out_dir: str | Path, step: int, val_loss: float, keep_last: int, keep_b
 def point(link: Path, target: Path | None) -> None:
     """Replace a symbolic link at one stroke; None removes it. Relative, so that a run directory can be moved."""
     if target is None:
-        link.unlink(missing_ok=True)
-        return
+        return link.unlink(missing_ok=True)
     temp = link.with_name(f".{link.name}.tmp")
     temp.unlink(missing_ok=True)
     temp.symlink_to(target.name, target_is_directory=True)
@@ -239,11 +234,6 @@ def checksum(path: Path) -> str:
         while block := f.read(2**20):
             crc = zlib.crc32(block, crc)
     return f"crc32 {crc:08x}"
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def reason_of(error: BaseException) -> str:
@@ -283,7 +273,7 @@ def check_bytes(step_dir: Path) -> None:
     for name, want in read_json(step_dir / "checksums.json").items():
         path = step_dir / name
         try:
-            found = checksum(path) if str(want).startswith("crc32") else sha256(path)  # earlier versions wrote SHA-256
+            found = checksum(path)
         except OSError as error:
             raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
         if found != want:
@@ -316,7 +306,7 @@ def resolve(init_from: str | Path) -> Path:
         check_bytes(path)
     if is_adapter(path):
         resolve(base_of(path))  # an adapter without its base should show now
-    if is_model(path):
+    if is_adapter(path) or (path / "config.json").exists():
         return path
     latest = find_latest(path)
     if latest is None:
@@ -336,12 +326,8 @@ def is_adapter(directory: str | Path) -> bool:
     return (Path(directory) / ADAPTER_CONFIG).exists()
 
 
-def is_model(directory: str | Path) -> bool:
-    return is_adapter(directory) or (Path(directory) / "config.json").exists()
-
-
 def base_of(directory: str | Path) -> Path:
-    """Return the directory of an adapter's frozen weights; it may hold an adapter itself. Raise UserError."""
+    """Return the directory of an adapter's frozen weights. Raise UserError."""
     name = huggingface.read_peft_config(directory).get("base_model_name_or_path") or ""
     path = Path(name)
     if not name or not path.is_dir():
@@ -349,46 +335,42 @@ def base_of(directory: str | Path) -> Path:
             f"checkpoint: {Path(directory) / ADAPTER_CONFIG} names base_model_name_or_path={name!r}, "
             "which is no directory; if the base was moved, write there where it is now"
         )
-    return path if is_model(path) else resolve(path)
+    if is_adapter(path):
+        raise UserError(f"checkpoint: {directory} is an adapter on the adapter {path}; merge that with tools/merge.py")
+    return path if (path / "config.json").exists() else resolve(path)
 
 
 def tokenizer_dir(directory: str | Path) -> Path:
     """Return where the tokenizer of a model is: in its directory or, for an adapter without one, in its base's."""
     path = Path(directory)
-    while is_adapter(path) and not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        path = base_of(path)
-    return path
+    has_one = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    return path if has_one or not is_adapter(path) else base_of(path)
 
 
 def model_name(directory: Path) -> str:
-    """Return the directory's name and a fingerprint of its weights and settings, wherever it lies: from the checksums
-    of a checkpoint, else from the sizes of its files and its configurations."""
-    sums = directory / "checksums.json"
-    sizes = [(path.name, path.stat().st_size) for path in sorted(directory.glob("*.safetensors"))]
-    content = sums.read_bytes() if sums.exists() else repr(sizes).encode()
-    content += b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
-    return f"{directory.name} {hashlib.sha256(content).hexdigest()[:16]}"
+    """Return the directory's name and a fingerprint of its weights and settings, wherever it lies."""
+    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
+    return f"{directory.name} {hashlib.sha256(weights_key(directory).encode() + settings).hexdigest()[:16]}"
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
-def load_train_state(step_dir: str | Path, rank: int, map_location: str = "cpu") -> tuple[dict, dict]:
+def load_train_state(step_dir: str | Path, rank: int) -> tuple[dict, dict]:
     """Return (state, rank_state) as saved; rank_state is {} for a rank that did not exist then. Runs no code."""
     path = Path(step_dir) / rank_file(rank)
-    state = read_state(Path(step_dir) / "train_state.pt", map_location)
-    return state, read_state(path, map_location) if path.exists() else {}
+    return read_state(Path(step_dir) / "train_state.pt"), read_state(path) if path.exists() else {}
 
 
 def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[dict]:
     """Return [rank_state] of this rank if the saved run had as many ranks; otherwise those of all its ranks."""
     paths = sorted(Path(step_dir).glob("rank_*.pt"))
-    return [read_state(path, "cpu") for path in ([paths[rank]] if len(paths) == world_size else paths)]
+    return [read_state(path) for path in ([paths[rank]] if len(paths) == world_size else paths)]
 
 
-def read_state(path: Path, map_location: str) -> dict:
+def read_state(path: Path) -> dict:
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
     except Exception:  # of many kinds; and torch's text recommends weights_only=False, which would run the code
@@ -402,14 +384,11 @@ def load_config(directory: str | Path) -> ModelConfig:
     """Return the architecture of a model directory. Raise UserError if model.py does not build it.
 
     peft's adapters have none of their own: take the base's, with as many tokens as a stored embedding has."""
-    directory = Path(directory)
-    if not is_adapter(directory):
-        return huggingface.from_hf_config(directory / CONFIG_FILES[0])
-    path = next((directory / name for name in reversed(CONFIG_FILES) if (directory / name).exists()), None)
-    if path is not None:
+    path = Path(directory) / (ADAPTED_CONFIG if is_adapter(directory) else "config.json")
+    if path.exists() or not is_adapter(directory):
         return huggingface.from_hf_config(path)
     cfg, shapes = load_config(base_of(directory)), huggingface.stored_shapes(directory)
-    return replace(cfg, vocab_size=shapes.get(VOCABULARY[0], (cfg.vocab_size,))[0])
+    return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
 
 
 def load_model(directory: str | Path, device: str = "cpu", dropout: float = 0.0, block_size: int = 0) -> Transformer:
@@ -420,6 +399,7 @@ def load_model(directory: str | Path, device: str = "cpu", dropout: float = 0.0,
     return model.to(device)
 
 
+@torch.no_grad()
 def load_weights(model: Transformer, directory: str | Path) -> None:
     """Copy the weights of a directory into `model`, in place; half precision is widened.
 
@@ -427,14 +407,22 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
     adapter, a model with adapters gets the base's weights and the adapter's to the bit (for a resume), a plain model
     their sum. From a directory without one, the model's adapters stay as they are.
     """
-    if is_adapter(directory):
-        load_adapted(model, Path(directory))
-    else:
-        copy_weights(model, directory)
+    directory = Path(directory)
+    if not is_adapter(directory):
+        return copy_weights(model, directory)
+    base, plain = base_of(directory), lora.lora_config_of(model) is None
+    with huggingface.open_safetensors(directory / ADAPTER_WEIGHTS) as file:
+        key = (file.metadata() or {}).get("base_weights")  # peft does not write it
+    if key and key != weights_key(base):
+        raise UserError(f"checkpoint: the weights in {base} are not those that {directory} was trained on")
+    copy_weights(model, base, leave=huggingface.stored_shapes(directory))
+    huggingface.load_adapter(model, directory)
+    if plain:
+        lora.merge_(model)
 
 
 @torch.no_grad()
-def copy_weights(model: Transformer, directory: str | Path, leave: tuple[str, ...] = ()) -> None:
+def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
     """Copy stored weights into `model`, except for adapters and the parameters in `leave`. Raise UserError."""
     params = {name: p for name, p in model.named_parameters() if ".lora_" not in name and name not in leave}
     with ExitStack() as files:
@@ -442,51 +430,9 @@ def copy_weights(model: Transformer, directory: str | Path, leave: tuple[str, ..
         if model.cfg.tie_embeddings:
             huggingface.drop_tied_head(tensors, directory)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
-        problems = list(huggingface.misfits(params, tensors))
-        if problems:
-            raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems, 4)}")
+        huggingface.check_fit(params, tensors, directory)
         for name, p in params.items():
             p.copy_(tensors[name][:])
-
-
-@torch.no_grad()
-def copy_parameters(source: Transformer, model: Transformer, leave: tuple[str, ...]) -> None:
-    """Copy the parameters of `source`, except those in `leave`, into those of the same names in `model`."""
-    params = dict(model.named_parameters())
-    for name, p in source.named_parameters():
-        if name not in leave:
-            params[name].copy_(p)
-
-
-def load_adapted(model: Transformer, directory: Path) -> None:
-    """Load base and adapter into `model`; merge them if it is a plain one. Raise UserError."""
-    base, shapes = base_of(directory), huggingface.stored_shapes(directory)
-    check_base(directory, base)
-    leave, rows = (), load_config(base).vocab_size
-    if rows != model.cfg.vocab_size:
-        leave = VOCABULARY
-        missing = [name for name, _ in model.named_parameters() if name in VOCABULARY and name not in shapes]
-        if missing:
-            raise UserError(
-                f"checkpoint: {directory} is of {model.cfg.vocab_size} tokens, its base {base} of {rows}, "
-                f"and {missing[0]} is not in {ADAPTER_WEIGHTS}"
-            )
-    plain = lora.lora_config_of(model) is None
-    if is_adapter(base):
-        copy_parameters(load_model(base), model, leave)
-    else:
-        copy_weights(model, base, leave)
-    huggingface.load_adapter(model, directory)
-    if plain:
-        lora.merge_(model)
-
-
-def check_base(directory: Path, base: Path) -> None:
-    """Raise UserError if the base is not what it was when the adapter was saved (where that is known)."""
-    with huggingface.open_safetensors(directory / ADAPTER_WEIGHTS) as file:
-        saved = (file.metadata() or {}).get("base_weights")
-    if saved and saved != weights_key(base):
-        raise UserError(f"checkpoint: the weights in {base} are not those that {directory} was trained on")
 
 
 def weights_key(directory: Path) -> str:

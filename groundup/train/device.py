@@ -27,38 +27,31 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.partition(":")[0] not in ("cuda", "mps", "cpu"):
         raise UserError(f"config: device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
-    if name.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise UserError(f"config: device={name!r}, but torch sees no CUDA device; use device='cpu'")
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"config: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible); "
-                f"lower --nproc_per_node or use device='cpu'"
-            )
-        device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
-        return device
-    return torch.device(name)
+    if not name.startswith("cuda"):
+        return torch.device(name)
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"config: device={name!r}: torch sees {torch.cuda.device_count()} GPUs, none for local rank {local_rank}; "
+            "lower --nproc_per_node or use device='cpu'"
+        )
+    device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+    return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if has_bfloat16(device) else torch.float32
-    if name not in DTYPES:
+    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it natively (emulation is
+    slower than float32), else float32."""
+    if name != "auto" and name not in DTYPES:
         raise UserError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device multiplies bfloat16 natively; emulation is slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if name != "auto":
+        return DTYPES[name]
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell: float32 there
-        return bool(flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16"))
-    return False
+        native = flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16")
+    return torch.bfloat16 if native else torch.float32
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -68,14 +61,11 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of one device: from the data sheet of a known GPU, else measured on a large matrix product."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = [peak for part, peak in GPU_PEAK_TFLOPS.items() if part in name]
-        if known:
-            return known[0] * 1e12
-    n = 4096 if device.type == "cuda" else 1024
+    for part, peak in GPU_PEAK_TFLOPS.items() if device.type == "cuda" else ():
+        if part in torch.cuda.get_device_name(device):
+            return peak * 1e12
+    n, best = 4096 if device.type == "cuda" else 1024, float("inf")
     a = torch.ones(n, n, device=device, dtype=dtype)
-    best = float("inf")
     for _ in range(8):
         synchronize(device)
         begin = time.perf_counter()
@@ -111,24 +101,19 @@ def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> No
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: on the GPU, else in RAM."""
+    """Return the peak memory of this process: on the GPU, else in RAM (0 on Windows). On Linux without mapped files,
+    which the system takes back when it must; its getrusage would count the peak of the parent process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return ram_bytes("VmHWM") / 2**30
-
-
-def ram_bytes(field: str) -> float:
-    """Return Linux's VmRSS (now) or VmHWM (peak) without mapped files, which the system takes back when it must;
-    elsewhere the peak, 0 on Windows. Linux's getrusage would count the peak of the parent process."""
     status = Path("/proc/self/status")
     if status.exists():
         sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
-        return (float(sizes[field]) - float(sizes.get("RssFile", 0))) * 2**10
-    try:
+        return (float(sizes["VmHWM"]) - float(sizes.get("RssFile", 0))) / 2**20
+    with contextlib.suppress(ImportError):  # Windows has no such module
         import resource
-    except ImportError:  # Windows
-        return 0.0
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
+    return 0.0
 
 
 def hardware(device: torch.device) -> str:

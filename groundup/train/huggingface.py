@@ -5,9 +5,8 @@ would load but compute something else is refused in one line.
 """
 
 import json
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError, listed
-from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
+from groundup.train.lora import LoRAConfig, add_lora, lora_config_of
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Settings of those architectures beside the sizes, with the only value that model.py computes. Absent or null means it.
 FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+    "partial_rotary_factor": 1.0, "quantization_config": None,
+}  # fmt: skip
+SIZES = {  # fields of ModelConfig, by their names in config.json
+    "vocab_size": "vocab_size", "max_position_embeddings": "block_size", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
+    "head_dim": "head_dim", "intermediate_size": "ffn_dim", "rms_norm_eps": "norm_eps",
+}  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "head_dim")  # model.py derives them in the same way
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 DTYPES = ("F32", "F16", "BF16")  # of stored weights, by safetensors' names; float32 holds each exactly
 
@@ -39,12 +40,10 @@ PREFIX = "base_model.model."  # peft puts this before Hugging Face's names
 # Keys of adapter_config.json that do not change what is computed here, or that the weights' names tell.
 NEUTRAL_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
-    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "ensure_weight_tying", "megatron_core",
-    "runtime_config", "qalora_group_size", "eva_config",
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform",
+    "layers_pattern", "fan_in_fan_out", "ensure_weight_tying", "megatron_core", "runtime_config", "qalora_group_size",
+    "eva_config", "init_lora_weights",
 }  # fmt: skip
-# Other initialisations (PiSSA, OLoRA, LoftQ ...) change the frozen weights too, which are not in the adapter's file.
-INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read_json(path: Path) -> dict:
@@ -69,31 +68,15 @@ def write_json(path: Path, value: dict) -> None:
 
 def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> dict:
     """Return config.json; rotary settings and dtype stand under the names of transformers 5 and of transformers 4."""
-    kind = "qwen3" if cfg.qk_norm else "llama"
-    return special_ids(tokenizer) | {
-        "model_type": kind,
-        "architectures": [ARCHITECTURES[kind]],
-        "vocab_size": cfg.vocab_size,
-        "max_position_embeddings": cfg.block_size,
-        "num_hidden_layers": cfg.n_layer,
-        "num_attention_heads": cfg.n_head,
-        "num_key_value_heads": cfg.n_kv_head,
-        "hidden_size": cfg.n_embd,
-        "head_dim": cfg.head_dim,
-        "intermediate_size": cfg.ffn_dim,
-        "rms_norm_eps": cfg.norm_eps,
+    kind, dtype_name = "qwen3" if cfg.qk_norm else "llama", str(dtype).removeprefix("torch.")
+    config = special_ids(tokenizer) | {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+    config |= {key: getattr(cfg, field) for key, field in SIZES.items()}
+    return config | {
         "rope_parameters": {"rope_type": "default"} | (cfg.rope_scaling or {}) | {"rope_theta": cfg.rope_theta},
-        "rope_theta": cfg.rope_theta,
-        "rope_scaling": cfg.rope_scaling,
-        "tie_word_embeddings": cfg.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+        "rope_theta": cfg.rope_theta, "rope_scaling": cfg.rope_scaling, "tie_word_embeddings": cfg.tie_embeddings,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "initializer_range": 0.02, "dtype": dtype_name, "torch_dtype": dtype_name,
+    }  # fmt: skip
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
@@ -103,32 +86,9 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def from_hf_config(path: Path) -> ModelConfig:
-    """Return the architecture in a config.json (transformers 4 or 5). Raise UserError if model.py does not build it."""
+    """Return the architecture in a config.json (transformers 4 or 5). Raise UserError for a model whose weights would
+    load but mean something else."""
     hf = read_json(path)
-    check_supported(hf, path)
-    rope_theta, rope_scaling = read_rope(hf, path)
-    try:
-        return ModelConfig(
-            vocab_size=hf["vocab_size"],
-            block_size=hf["max_position_embeddings"],
-            n_layer=hf["num_hidden_layers"],
-            n_head=hf["num_attention_heads"],
-            n_kv_head=hf.get("num_key_value_heads") or 0,
-            n_embd=hf["hidden_size"],
-            head_dim=hf.get("head_dim") or 0,
-            ffn_dim=hf["intermediate_size"],
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            norm_eps=hf["rms_norm_eps"],
-            qk_norm=hf["model_type"] == "qwen3",
-            tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        )
-    except KeyError as error:
-        raise UserError(f"checkpoint: {path} has no {error}") from None
-
-
-def check_supported(hf: dict, path: Path) -> None:
-    """Raise UserError for a model whose weights would load but mean something else."""
     kind = hf.get("model_type")
     if kind not in ARCHITECTURES:
         why = " (Qwen2's queries, keys and values have biases)" if kind == "qwen2" else ""
@@ -137,6 +97,12 @@ def check_supported(hf: dict, path: Path) -> None:
     for key, only in FIXED.items():
         if settings.get(key) not in (None, only):
             raise UserError(f"checkpoint: {path}: {key}={settings[key]!r}; supported is {only!r}")
+    if missing := [key for key in SIZES if key not in hf and key not in OPTIONAL]:
+        raise UserError(f"checkpoint: {path} has no {missing[0]!r}")
+    theta, scaling = read_rope(hf, path)
+    sizes = {field: hf.get(key) or 0 for key, field in SIZES.items()}
+    tied = bool(hf.get("tie_word_embeddings"))
+    return ModelConfig(**sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", tie_embeddings=tied)
 
 
 def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
@@ -200,62 +166,44 @@ def drop_tied_head(tensors: dict[str, Any], directory: str | Path) -> None:
         raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight differs from them")
 
 
-def misfits(params: dict[str, Tensor], tensors: dict[str, Any]) -> Iterator[str]:
-    """Yield a text for each reason why `tensors` cannot be copied into `params`."""
-    yield from (f"{name} is missing" for name in params if name not in tensors)
-    yield from (f"{name} is unknown" for name in tensors if name not in params)
+def check_fit(params: dict[str, Tensor], tensors: dict[str, Any], directory: str | Path) -> None:
+    """Raise UserError unless `tensors`, slices of a file in `directory`, can be copied into `params` one by one."""
+    problems = [f"{name} is missing" for name in params if name not in tensors]
+    problems += [f"{name} is unknown" for name in tensors if name not in params]
     for name in (name for name in params if name in tensors):
         shape, want, dtype = tuple(tensors[name].get_shape()), tuple(params[name].shape), tensors[name].get_dtype()
         if shape != want:
-            yield f"{name} has shape {shape} and not {want}"
+            problems.append(f"{name} has shape {shape} and not {want}")
         elif dtype not in DTYPES:
-            yield f"{name} is {dtype} and not one of {', '.join(DTYPES)}"
+            problems.append(f"{name} is {dtype} and not one of {', '.join(DTYPES)}")
+    if problems:
+        raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems, 4)}")
 
 
 # ---- peft's adapters ------------------------------------------------------------------------------------------------
 
 
-def save_adapter(
-    directory: str | Path, model: Transformer, base: str, keep: Iterable[str] = (), note: dict[str, str] | None = None
-) -> None:
-    """Write adapter_config.json and adapter_model.safetensors: all that is trained, and the parameters in `keep`.
+def save_adapter(directory: str | Path, model: Transformer, base: str, **metadata: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, with all that is trained.
 
-    base: directory of the frozen weights. note: goes into the weights' metadata. Raise UserError without adapters."""
+    base: directory of the frozen weights. metadata: of the weights' file. Raise UserError without adapters."""
     cfg, directory = lora_config_of(model), Path(directory)
     if cfg is None:
         raise UserError("lora: the model has no adapters to save")
-    params = dict(model.named_parameters())
-    whole = [name for name, p in params.items() if ".lora_" not in name and (p.requires_grad or name in keep)]
-    tensors = {name: p for name, p in params.items() if ".lora_" in name or name in whole}
-    if model.cfg.tie_embeddings and "embed_tokens.weight" in whole:
-        # peft leaves the head with the base's embedding unless it is named and stored as well.
+    tensors = {name: p for name, p in model.named_parameters() if ".lora_" in name or p.requires_grad}
+    tied = model.cfg.tie_embeddings and "embed_tokens.weight" in tensors
+    if tied:  # peft leaves the head with the base's embedding unless it is named and stored as well
         tensors["lm_head.weight"] = model.embed_tokens.weight.clone()
-        whole.append("lm_head.weight")
     stored = {PREFIX + hf_name(name): p.detach().to("cpu", torch.float32).contiguous() for name, p in tensors.items()}
-    save_weights(directory / ADAPTER_WEIGHTS, stored, **(note or {}))
-    config = to_peft_config(cfg, base, [name.removesuffix(".weight") for name in whole], model.cfg.tie_embeddings)
-    write_json(directory / ADAPTER_CONFIG, config)
-
-
-def to_peft_config(cfg: LoRAConfig, base: str, whole: list[str], tied: bool) -> dict:
-    """Return adapter_config.json. whole: modules that are trained without an adapter."""
-    short = [name if name in ("embed_tokens", "lm_head") else hf_name(name) for name in whole]
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": cfg.rank,
-        "lora_alpha": int(cfg.alpha) if float(cfg.alpha).is_integer() else cfg.alpha,
-        "lora_dropout": cfg.dropout,
-        "use_rslora": cfg.rslora,
-        "target_modules": list(cfg.modules),
-        "modules_to_save": short or None,
-        "ensure_weight_tying": tied and "embed_tokens" in whole,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-    }
+    save_weights(directory / ADAPTER_WEIGHTS, stored, **metadata)
+    whole = [name.removesuffix(".weight") for name in tensors if ".lora_" not in name]
+    write_json(directory / ADAPTER_CONFIG, {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": cfg.rank, "lora_alpha": int(cfg.alpha) if float(cfg.alpha).is_integer() else cfg.alpha,
+        "lora_dropout": cfg.dropout, "target_modules": list(cfg.modules),
+        "modules_to_save": [name if name == "embed_tokens" else hf_name(name) for name in whole] or None,
+        "ensure_weight_tying": tied, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
+    })  # fmt: skip
 
 
 def read_peft_config(directory: str | Path) -> dict:
@@ -264,11 +212,11 @@ def read_peft_config(directory: str | Path) -> dict:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise UserError(f"lora: {path}: peft_type={config.get('peft_type')!r}; supported is 'LORA'")
-    begin = config.get("init_lora_weights")
-    if not any(begin is known or begin == known and isinstance(begin, str) for known in INITIALISATIONS):
+    begin = config.get("init_lora_weights")  # PiSSA, OLoRA, LoftQ ... change the frozen weights, stored elsewhere
+    if not isinstance(begin, bool | None) and begin not in ("gaussian", "eva", "orthogonal"):
         raise UserError(f"lora: {path}: init_lora_weights={begin!r} changes the frozen weights too; not supported")
     for key, value in config.items():
-        if key not in NEUTRAL_KEYS | {"init_lora_weights"} and value not in (None, False, "none", [], {}):
+        if key not in NEUTRAL_KEYS and value not in (None, False, "none", [], {}):
             raise UserError(f"lora: {path}: {key}={value!r} is not supported; merge the adapter with peft")
     return config
 
@@ -283,81 +231,41 @@ def our_name(key: str) -> str:
     return key.removeprefix(PREFIX).removeprefix("model.")
 
 
-def adapter_config(directory: str | Path) -> LoRAConfig:
-    """Return the adapters of a directory that we or peft wrote. Raise UserError for what is not supported.
-
-    The weights tell which modules have one: peft's target_modules may be names, paths or an expression."""
-    config, shapes = read_peft_config(directory), stored_shapes(directory)
-    modules = {name.split(".")[-3] for name in shapes if ".lora_A." in name}
-    try:
-        return LoRAConfig(
-            rank=config["r"], alpha=config["lora_alpha"], dropout=config.get("lora_dropout", 0.0),
-            modules=tuple(sorted(modules)), rslora=bool(config.get("use_rslora")),
-        )  # fmt: skip
-    except KeyError as error:
-        raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG} has no {error}") from None
-    except UserError as error:
-        raise UserError(f"{error} (in {directory})") from None
-
-
 @torch.no_grad()
 def load_adapter(model: Transformer, directory: str | Path) -> None:
     """Load adapters, and modules that were trained whole, into a model that holds the base's weights.
 
-    Adapters are added if the model has none; otherwise they must be of the same kind. A layer without an adapter in the
-    file gets one that adds nothing. Raise UserError, with nothing copied, for what is not supported or does not fit."""
-    cfg, present = adapter_config(directory), lora_config_of(model)
-    if present is not None and replace(present, dropout=cfg.dropout) != cfg:
-        raise UserError(f"lora: {directory} has {describe(cfg)}; the model has {describe(present)}")
-    check_adapter_fits(model, cfg, stored_shapes(directory), directory)
-    if present is None:
-        add_lora(model, cfg)
+    Adapters are added if the model has none; otherwise they must be of the same kind. Raise UserError, with nothing
+    copied, for what is not supported or does not fit."""
+    config, present = read_peft_config(directory), lora_config_of(model)
     with open_safetensors(Path(directory) / ADAPTER_WEIGHTS) as file:
-        tensors = {our_name(key): file.get_tensor(key) for key in file.keys()}
-    if model.cfg.tie_embeddings:
-        tensors.pop("lm_head.weight", None)  # check_tied has seen that it equals the embedding
-    for name, p in model.named_parameters():
-        if name in tensors:
-            p.copy_(tensors[name])
-        elif ".lora_B." in name:
-            p.zero_()
+        tensors = {our_name(key): file.get_slice(key) for key in file.keys()}
+        # The weights tell which modules have one: peft's target_modules may also be an expression.
+        modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
+        try:
+            cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
+        except (KeyError, UserError) as error:
+            raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
+        if present is not None and replace(present, dropout=cfg.dropout) != cfg:
+            raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
+        if model.cfg.tie_embeddings:
+            drop_trained_head(tensors, config, directory)
+        with torch.device("meta"):
+            adapted = Transformer(model.cfg)
+            add_lora(adapted, cfg)
+        want = {name: p for name, p in adapted.named_parameters() if ".lora_" in name or name in tensors}
+        check_fit(want, tensors, directory)
+        if present is None:
+            add_lora(model, cfg)
+        params = dict(model.named_parameters())
+        for name, tensor in tensors.items():
+            params[name].copy_(tensor[:])
 
 
-def describe(cfg: LoRAConfig) -> str:
-    return ", ".join(f"{key}={'+'.join(v) if key == 'modules' else v}" for key, v in asdict(cfg).items())
-
-
-def check_adapter_fits(
-    model: Transformer, cfg: LoRAConfig, shapes: dict[str, tuple[int, ...]], directory: str | Path
-) -> None:
-    """Raise UserError unless every stored tensor has its place in the model with adapters."""
-    want = weight_shapes(model.cfg)
-    adapted = {name: shape for name, shape in want.items() if name.split(".")[-2] in cfg.modules}
-    for name, (out_features, in_features) in adapted.items():
-        module = name.removesuffix("weight")
-        want |= {f"{module}lora_A.weight": (cfg.rank, in_features), f"{module}lora_B.weight": (out_features, cfg.rank)}
-    if model.cfg.tie_embeddings and "lm_head.weight" in shapes:
-        want |= {"lm_head.weight": want["embed_tokens.weight"]}
-    for name, shape in shapes.items():
-        if name not in want or name in adapted:
-            raise UserError(f"lora: {directory} holds {name}, for which this model has no place")
-        if shape != want[name]:
-            raise UserError(f"lora: {directory}: {name} has shape {shape} and not {want[name]}")
-        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-        if other not in shapes:
-            raise UserError(f"lora: {directory} holds {name} without {other}")
-    if model.cfg.tie_embeddings:
-        check_tied(shapes, directory)
-
-
-def check_tied(shapes: dict[str, tuple[int, ...]], directory: str | Path) -> None:
-    """Raise UserError unless the adapter trained embedding and head as one, as a tied model must."""
-    names = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in shapes]
-    if not names:
-        return
-    with open_safetensors(Path(directory) / ADAPTER_WEIGHTS) as file:
-        found = [file.get_tensor(key) for key in file.keys() if our_name(key) in names]
-    tied = read_peft_config(directory).get("ensure_weight_tying")
-    if len(found) == 2 and torch.equal(*found) or names == ["embed_tokens.weight"] and tied:
-        return
-    raise UserError(f"lora: {directory} trained {' and '.join(names)} apart, but the model ties them; untie the base")
+def drop_trained_head(tensors: dict[str, Any], config: dict, directory: str | Path) -> None:
+    """Remove a tied model's head, which must have been trained with the embedding as one. Raise UserError."""
+    both = [tensors[name][:] for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors]
+    head = tensors.pop("lm_head.weight", None)
+    as_one = torch.equal(*both) if len(both) == 2 else head is None and config.get("ensure_weight_tying")
+    if both and not as_one:
+        raise UserError(f"lora: {directory} trained embedding and head apart, but the model ties them; untie the base")

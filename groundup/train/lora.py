@@ -32,16 +32,15 @@ class LoRAConfig:
     alpha: float = 32.0  # the adapters' product is scaled by alpha / rank
     dropout: float = 0.0  # on the adapters' input
     modules: tuple[str, ...] = MODULES
-    rslora: bool = False  # scale by alpha / sqrt(rank) (arXiv:2312.03732)
 
     def __post_init__(self) -> None:
         names = [name.strip() for name in self.modules]  # "q_proj, v_proj" may have been split at the comma
-        unknown = [name for name in names if name not in MODULES]
+        unknown = [repr(name) for name in names if name not in MODULES]
         if unknown or not names:
-            what = repr(unknown[0]) if unknown else "none"
-            hint = "; train the embedding and the head whole, with trainable='embed,lm_head,lora'"
-            hint = hint if unknown and unknown[0] in ("embed_tokens", "lm_head", "embed") else ""
-            raise UserError(f"lora: modules must be some of {', '.join(MODULES)}, got {what}{hint}")
+            hint = "; train the embedding and the head whole, with trainable='embed,lm_head,lora'" if unknown else ""
+            raise UserError(
+                f"lora: modules must be some of {', '.join(MODULES)}, got {', '.join(unknown) or 'none'}{hint}"
+            )
         # In the model's order and once each, so that equal choices are equal configurations.
         object.__setattr__(self, "modules", tuple(name for name in MODULES if name in names))
         if self.rank < 1 or not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
@@ -52,7 +51,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha / self.rank
 
 
 # ---- the layer ------------------------------------------------------------------------------------------------------
@@ -151,39 +150,35 @@ def set_trainable(model: Transformer, trainable: str, lora: LoRAConfig) -> None:
     regular expressions over parameter names ('norm', 'layers[.](30|31)[.]'). Raise UserError for a part that matches
     nothing, or a weight that would be trained beside its own adapter.
     """
-    present = lora_config_of(model)
-    names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
-    chosen = choose(names, trainable, lora)
-    if with_lora(trainable) and present is None:
+    present, names = lora_config_of(model), [name for name, _ in model.named_parameters() if ".lora_" not in name]
+    chosen, with_adapters = choose(names, trainable, lora)
+    if with_adapters and present is None:
         add_lora(model, lora)
-    elif present is not None and (not with_lora(trainable) or present != lora):
+    elif present is not None and (not with_adapters or present != lora):
         raise UserError(f"lora: the model has adapters already, {present}; merge them first (tools/merge.py)")
     for name, p in model.named_parameters():
         p.requires_grad_(".lora_" in name or name in chosen)
 
 
-def with_lora(trainable: str) -> bool:
-    return "lora" in parts_of(trainable)
-
-
-def parts_of(trainable: str) -> list[str]:
-    return [part.strip() for part in trainable.split(",") if part.strip()]
-
-
-def choose(names: list[str], trainable: str, lora: LoRAConfig) -> set[str]:
-    """Return the names of the parameters to train, adapters aside. Raise UserError."""
-    parts = parts_of(trainable)
+def choose(names: list[str], trainable: str, lora: LoRAConfig) -> tuple[set[str], bool]:
+    """Return (names of the parameters to train beside adapters, whether to train adapters). Raise UserError."""
+    parts = [part.strip() for part in trainable.split(",") if part.strip()]
     if parts == ["all"]:
-        return set(names)
+        return set(names), False
+    kinds = dict.fromkeys(re.sub(r"[.]\d+[.]", ".N.", name).removesuffix(".weight") for name in names)
+    offer = f"parts are lora, embed, lm_head, or a regular expression over {', '.join(kinds)}"
     if not parts or "all" in parts:
-        raise UserError(f"lora: trainable={trainable!r} must be 'all', or parts without it; parts are {offer(names)}")
+        raise UserError(f"lora: trainable={trainable!r} must be 'all', or parts without it; {offer}")
     head = "lm_head.weight" if "lm_head.weight" in names else "embed_tokens.weight"
     known = {"lora": set(), "embed": {"embed_tokens.weight"}, "lm_head": {head}}
     chosen = set()
     for part in parts:
-        found = known[part] if part in known else matches(part, names)
+        try:
+            found = known[part] if part in known else {name for name in names if re.search(part, name)}
+        except re.error as error:
+            raise UserError(f"lora: {part!r} in trainable is no regular expression: {error}") from None
         if not found and part != "lora":
-            raise UserError(f"lora: {part!r} in trainable={trainable!r} is no part; parts are {offer(names)}")
+            raise UserError(f"lora: {part!r} in trainable={trainable!r} is no part; {offer}")
         chosen |= found
     twice = [name for name in names if name in chosen and name.split(".")[-2] in lora.modules]
     if twice and "lora" in parts:
@@ -191,47 +186,18 @@ def choose(names: list[str], trainable: str, lora: LoRAConfig) -> set[str]:
             f"lora: trainable={trainable!r} would train {twice[0]} beside its adapter; "
             "take that module out of the adapters' modules, or out of trainable"
         )
-    return chosen
-
-
-def matches(pattern: str, names: list[str]) -> set[str]:
-    try:
-        return {name for name in names if re.search(pattern, name)}
-    except re.error as error:
-        raise UserError(f"lora: {pattern!r} in trainable is no regular expression: {error}") from None
-
-
-def offer(names: list[str]) -> str:
-    """Return what `trainable` may name, for an error message."""
-    kinds = dict.fromkeys(re.sub(r"[.]\d+[.]", ".N.", name).removesuffix(".weight") for name in names)
-    return "lora, embed, lm_head, or a regular expression over " + ", ".join(kinds)
-
-
-def weight_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of a plain model's parameters."""
-    C, D, V = cfg.n_embd, cfg.head_dim, cfg.vocab_size
-    queries, keys = cfg.n_head * D, cfg.n_kv_head * D
-    block = {"input_layernorm": (C,)}
-    block |= {"self_attn.q_proj": (queries, C), "self_attn.k_proj": (keys, C)}
-    block |= {"self_attn.v_proj": (keys, C), "self_attn.o_proj": (C, queries)}
-    block |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)} if cfg.qk_norm else {}
-    block |= {"post_attention_layernorm": (C,)}
-    block |= {"mlp.gate_proj": (cfg.ffn_dim, C), "mlp.up_proj": (cfg.ffn_dim, C), "mlp.down_proj": (C, cfg.ffn_dim)}
-    shapes = {"embed_tokens.weight": (V, C)}
-    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(cfg.n_layer) for name, shape in block.items()}
-    return shapes | {"norm.weight": (C,)} | ({} if cfg.tie_embeddings else {"lm_head.weight": (V, C)})
+    return chosen, "lora" in parts
 
 
 def trainable_table(cfg: ModelConfig, trainable: str, lora: LoRAConfig) -> dict[str, int]:
-    """Return the numbers of parameters {"trainable", "total", "adapters"} without building the model."""
-    shapes = weight_shapes(cfg)
-    chosen = choose(list(shapes), trainable, lora)
-    adapted = [shape for name, shape in shapes.items() if name.split(".")[-2] in lora.modules]
-    n_adapters = sum(lora.rank * sum(shape) for shape in adapted) if with_lora(trainable) else 0
+    """Return the numbers of parameters {"trainable", "total", "adapters"}, without allocating them."""
+    with torch.device("meta"):
+        model = Transformer(cfg)
+        set_trainable(model, trainable, lora)
     return {
-        "trainable": sum(math.prod(shapes[name]) for name in chosen) + n_adapters,
-        "total": sum(map(math.prod, shapes.values())) + n_adapters,
-        "adapters": n_adapters,
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "total": sum(p.numel() for p in model.parameters()),
+        "adapters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name),
     }
 
 
@@ -242,9 +208,7 @@ def resize_vocab(model: Transformer, vocab_size: int, n_known: int = 0) -> None:
 
     Call before `DDP(model)` and the optimizer. Raise UserError if there would be fewer rows."""
     if vocab_size < model.cfg.vocab_size:
-        raise UserError(
-            f"lora: vocab_size={vocab_size} is less than the model's {model.cfg.vocab_size}; rows are only added"
-        )
+        raise UserError(f"lora: vocab_size={vocab_size} is less than {model.cfg.vocab_size}; rows are only added")
     old = min(n_known or model.cfg.vocab_size, model.cfg.vocab_size)
     grown = []
     for weight in (model.embed_tokens.weight, model.lm_head.weight):

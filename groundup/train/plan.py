@@ -36,67 +36,59 @@ def flops_per_token(cfg: ModelConfig, T: int) -> float:
 
 
 def memory_table(
-    cfg: ModelConfig, B: int, T: int, dtype: torch.dtype, optimizer: str, activation_checkpointing: bool,
-    compiled: bool, device_type: str, doc_mask: bool = False, trainable: int | None = None, adapters: int = 0,
+    cfg: ModelConfig, config: dict, trained: Mapping[str, int], masked: bool, device_type: str, dtype: torch.dtype,
     head: bool = True,
 ) -> dict[str, float]:  # fmt: skip
     """Return {part: bytes} of the tensors that one rank holds at the peak of a training step.
 
-    trainable: number of trained parameters (None = all), `adapters` of them LoRA's; the frozen ones are taken to be
-    embedding and head first, then the blocks. head: False for a reward model, which has no logits. Weights, gradients
-    and optimizer state are float32. Activations are what autograd keeps of a block: two streams (the residual and the
-    normalised one) in float32; in the compute dtype the inputs of the linear layers, query, key, value, the output of
-    attention (with its weights where attention is plain), three tensors of SwiGLU, and autocast's copies of the
-    matrices. torch.compile recomputes the normalised stream and two of SwiGLU's tensors; with checkpointing a block
-    keeps only its input. The peak is the largest of three moments: the logits; the head's gradient; the gradients
-    inside the last block."""
-    size, N = dtype.itemsize, B * T
-    table = parameter_table(cfg)
-    total, matrices = table["total"] + adapters, table["attention"] + table["mlp"]
-    trainable = total if trainable is None else trainable
-    whole = trainable - adapters  # trained without an adapter
-    trained_matrices = min(matrices, max(0, whole - table["embedding"] - table["head"]))
+    trained: from lora.trainable_table; the frozen parameters are taken to be embedding and head first, then the blocks.
+    masked: documents share rows. head: False for a reward model, which has no logits. Weights, gradients and optimizer
+    state are float32. Activations are what autograd keeps of a block: two streams (the residual and the normalised one)
+    in float32; in the compute dtype the inputs of the linear layers, query, key, value, the output of attention (with
+    its weights where attention is plain), three tensors of SwiGLU, and autocast's copies of the matrices. torch.compile
+    recomputes the normalised stream and two of SwiGLU's tensors; with checkpointing a block keeps only its input. The
+    peak is the largest of three moments: the logits; the head's gradient; the gradients inside the last block."""
+    B, T, recompute = config["batch_size"], config["block_size"], config["activation_checkpointing"]
+    size, N, table = dtype.itemsize, B * T, parameter_table(cfg)
     C, HD, KD, V = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.vocab_size
-    plain = device_type == "cpu" and dtype == torch.bfloat16 and T <= PLAIN_ATTENTION_LENGTH
-    attention = 2 * HD + 2 * (HD if doc_mask and not plain else KD) + (cfg.n_head * T if plain else 0)
+    matrices, adapters = table["attention"] + table["mlp"], trained["adapters"]
+    whole = trained["trainable"] - adapters  # trained without an adapter
+    trained_matrices = min(matrices, max(0, whole - table["embedding"] - table["head"]))
+    short = device_type == "cpu" and T <= PLAIN_ATTENTION_LENGTH
+    plain = short and dtype == torch.bfloat16
+    attention = 2 * HD + 2 * (HD if masked and not plain else KD) + (cfg.n_head * T if plain else 0)
     read = 2 * C + HD + cfg.ffn_dim if trained_matrices or adapters else 0  # inputs of the linear layers
-    streams, factors = (2, 1) if compiled else (4 if trained_matrices else 2, 3)
+    streams, factors = (2, 1) if config["compile"] else (4 if trained_matrices else 2, 3)
     block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))
     block += 8 * N * (HD + KD) if cfg.qk_norm else 0
     copies = size * matrices if size < 4 else 0  # autocast's
-    copies_after = copies / cfg.n_layer if activation_checkpointing else copies
-    masked = doc_mask and (device_type != "cpu" or T <= PLAIN_ATTENTION_LENGTH)
-    kept = cfg.n_layer * (4 * N * C if activation_checkpointing else block) + (N * T * size if masked else 0)
+    mask = N * T * size if masked and (short or device_type != "cpu") else 0
+    kept = cfg.n_layer * (4 * N * C if recompute else block) + mask
     kept += N * C * (8 + 2 * size)  # the last norm and the gradient of its output
 
-    rows, grad = min(N, max(1, CHUNK_ELEMENTS // V)), 4 * V * C if whole >= V * C else 0
+    rows = min(N, max(1, CHUNK_ELEMENTS // V)) if head else 0
+    grad = 4 * V * C if head and whole >= V * C else 0
     # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before.
-    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if size < 4 else 0)
-    grad, logits = (grad, logits) if head else (0, 0)
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if head and size < 4 else 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
-    inside += block if activation_checkpointing else 0
-    moments = (kept + copies, logits), (kept + copies_after, 2 * grad), (kept + copies_after + inside, grad)
+    inside, after = (inside + block, copies / cfg.n_layer) if recompute else (inside, copies)
+    moments = (kept + copies, logits), (kept + after, 2 * grad), (kept + after + inside, grad)
     activations, of_head = max(moments, key=sum)
     return {
-        "weights": 4 * total,
-        "gradients": 4 * trainable,
-        "optimizer": 8 * trainable - (4 * trained_matrices if optimizer == "muon" else 0),
+        "weights": 4 * (table["total"] + adapters),
+        "gradients": 4 * trained["trainable"],
+        "optimizer": 8 * trained["trainable"] - (4 * trained_matrices if config["optimizer"] == "muon" else 0),
         "activations": activations,
         "head": of_head,
     }
 
 
 def memory_parts(
-    cfg: ModelConfig, config: dict, trained: dict[str, int], masked: bool, world_size: int, device: torch.device,
+    cfg: ModelConfig, config: dict, trained: Mapping[str, int], masked: bool, world_size: int, device: torch.device,
     dtype: torch.dtype, other: Mapping[str, float] | None = None, head: bool = True,
 ) -> dict[str, float]:  # fmt: skip
-    """Return {part: bytes} of what a rank holds at most. trained: from lora.trainable_table; masked: documents share
-    rows; other: parts beside the model, in bytes; head: as in memory_table."""
-    memory = memory_table(
-        cfg, config["batch_size"], config["block_size"], dtype, config["optimizer"],
-        config["activation_checkpointing"], config["compile"], device.type, masked, trained["trainable"],
-        trained["adapters"], head,
-    )  # fmt: skip
+    """Return {part: bytes} of what a rank holds at most: memory_table's parts, what the settings add, and `other`."""
+    memory = memory_table(cfg, config, trained, masked, device.type, dtype, head)
     if config["compress"] == "powersgd":
         params = parameter_table(cfg)
         matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
@@ -109,22 +101,17 @@ def memory_parts(
     return memory | {"margin": MARGIN.get(device.type, 0.1) * sum(memory.values())}
 
 
-def describe_parts(memory: Mapping[str, float]) -> str:
-    """Return the line of the plan for memory_parts."""
-    parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
-    return f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}"
-
-
 def describe(
     trained: Mapping[str, int], trainable: str, batch: str, memory: Mapping[str, float], flops: float, world_size: int,
     peak: float, note: str = "",
 ) -> str:  # fmt: skip
-    """Return the plan of a run as text. trained: from lora.trainable_table; flops: of all steps; peak: FLOP/s of one
-    rank."""
+    """Return the plan of a run as text. trained: from lora.trainable_table; memory: from memory_parts; flops: of all
+    steps; peak: FLOP/s of one rank."""
+    parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     seconds = flops / (peak * world_size) / 0.4
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({trainable})",
         f"batch       {batch}",
-        describe_parts(memory),
+        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}",
         f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip

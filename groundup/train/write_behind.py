@@ -10,12 +10,13 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from groundup.train import ranks
 
@@ -23,7 +24,7 @@ NICENESS = 10  # of the thread: a tenth of a core that training could use as wel
 
 
 class Writer:
-    """Run one save after the other: in a thread if `behind`, else at once and without a copy.
+    """Run one save after the other in a thread. Unless `behind`, training waits for each, and nothing is copied.
 
     All ranks make it together, after init(). The thread has a process group of its own, since the messages of two
     threads would mix in one. The memory of the first copy is used again for the next.
@@ -34,8 +35,8 @@ class Writer:
         self.saved = True  # False if the last save that has ended raised
         self.group = ranks.new_group(timeout_s) if behind else None
         # Python waits for its thread before it exits, after an exception too.
-        self._pool = ThreadPoolExecutor(1, initializer=let_training_go_first)
-        self._pending: Future[Path] | None = None
+        self._pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first if behind else None)
+        self._pending: futures.Future[Path] | None = None
         self._memory: list[Tensor] = []
 
     def copy(self, model: nn.Module | None, *states: dict) -> tuple:
@@ -46,9 +47,6 @@ class Writer:
 
     def start(self, save: Callable[[], Path]) -> None:
         """Call save(), which writes a checkpoint from what copy() returned last and returns its path."""
-        if not self.behind:
-            self._pending = ended(save)
-            return
         copy_done = None
         if torch.cuda.is_initialized():
             device = torch.cuda.current_device()
@@ -61,16 +59,15 @@ class Writer:
             return save()
 
         self._pending = self._pool.submit(save_the_copy)
+        if not self.behind:
+            futures.wait([self._pending])
 
     def then(self, action: Callable[[], None]) -> None:
         """Call action() after the save that was started, if it succeeds; wait() raises what it raises."""
-        if self._pending is None:
-            action()
-            return
         pending = self._pending
 
-        def after() -> Path:
-            path = pending.result()
+        def after() -> Path | None:
+            path = None if pending is None else pending.result()
             action()
             return path
 
@@ -96,16 +93,6 @@ class Writer:
         gc.collect()  # the errors of a save that failed and its frames, which have the group, hold each other
 
 
-def ended(save: Callable[[], Path]) -> Future[Path]:
-    """Call save() and return a future with its result or error."""
-    future: Future[Path] = Future()
-    try:
-        future.set_result(save())
-    except Exception as error:  # for wait()
-        future.set_exception(error)
-    return future
-
-
 def let_training_go_first() -> None:
     """Lower the priority of this thread, and of those that it will begin, where threads have one of their own."""
     with contextlib.suppress(OSError):  # a container may forbid it
@@ -114,40 +101,23 @@ def let_training_go_first() -> None:
 
 
 def snapshot(model: nn.Module | None, states: tuple[dict, ...], memory: list[Tensor]) -> tuple:
-    """(model, *states) with copies of their tensors in CPU memory; `memory` is kept for the next one.
+    """Return (model, *states) with copies of their tensors in CPU memory; `memory` is kept for the next one.
 
     Whole storages are copied, and what were views of one are views of its copy: torch.save would write them otherwise.
-    From a GPU the copies are only under way when this returns, on the current stream."""
-    params = [] if model is None else list(model.parameters())
-    trained = [p for p in params if p.requires_grad]
-    shared = [p for p in params if not p.requires_grad] + ([] if model is None else list(model.buffers()))
+    Copies from a GPU are page-locked, so that they are only under way when this returns, on the current stream; of such
+    memory torch takes the next power of two, up to twice the bytes."""
+    module = nn.Module() if model is None else model
+    trained = [p for p in module.parameters() if p.requires_grad]
+    replaced = {id(t): t for t in (*module.parameters(), *module.buffers()) if not t.requires_grad}  # shared
     copies: dict[int, Tensor] = {}  # by the address of the storage
-    replaced = {id(t): t for t in shared}
-    for t in [*trained, *tensors_in(states)]:
-        address = t.untyped_storage().data_ptr()
-        if address not in copies:
-            copies[address] = copy_storage(t, len(copies), memory)
-        view = torch.empty(0, dtype=t.dtype).set_(
-            copies[address].untyped_storage(), t.storage_offset(), t.size(), t.stride()
-        )
+    for t in [*trained, *(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))]:
+        storage, i = t.untyped_storage(), len(copies)
+        if storage.data_ptr() not in copies:
+            source = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+            if i == len(memory) or len(memory[i]) != len(source):
+                memory[i : i + 1] = [torch.empty(len(source), dtype=torch.uint8, pin_memory=t.is_cuda)]
+            copies[storage.data_ptr()] = memory[i].copy_(source, non_blocking=t.is_cuda)  # start() waits for CUDA alone
+        to = copies[storage.data_ptr()].untyped_storage()
+        view = torch.empty(0, dtype=t.dtype).set_(to, t.storage_offset(), t.size(), t.stride())
         replaced[id(t)] = nn.Parameter(view) if t.requires_grad else view
     return copy.deepcopy((model, *states), replaced)
-
-
-def copy_storage(t: Tensor, i: int, memory: list[Tensor]) -> Tensor:
-    """All bytes that `t` is a view of, in memory[i]; page-locked if they come from a GPU, so that nobody waits. Of such
-    memory torch takes the next power of two: up to twice the bytes."""
-    storage = t.untyped_storage()
-    source = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-    if i == len(memory) or len(memory[i]) != len(source):
-        memory[i : i + 1] = [torch.empty(len(source), dtype=torch.uint8, pin_memory=t.is_cuda)]
-    return memory[i].copy_(source, non_blocking=t.is_cuda)  # start() waits for CUDA alone
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(member)

@@ -117,10 +117,12 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     cfg = ModelConfig(**{"vocab_size": 512, "block_size": 128, "n_layer": 4, "n_head": 4, "n_embd": 128} | changes)
     measured = peak_of_a_step(cfg, 8, 128, dtype, how)
     trained = trainable_table(cfg, how.get("trainable", "all"), LORA)
-    table = memory_table(
-        cfg, 8, 128, dtype, how.get("optimizer", "muon"), how.get("recompute", False), False, device_type,
-        how.get("documents", False), trained["trainable"], trained["adapters"], not how.get("score"),
-    )  # fmt: skip
+    config = {
+        "batch_size": 8, "block_size": 128, "optimizer": how.get("optimizer", "muon"), "compile": False,
+        "activation_checkpointing": how.get("recompute", False),
+    }  # fmt: skip
+    masked, head = how.get("documents", False), not how.get("score")
+    table = memory_table(cfg, config, trained, masked, device_type, dtype, head)
     assert sum(table.values()) == pytest.approx(measured, rel=0.1)
 
 

@@ -158,9 +158,9 @@ def test_not_behind_nothing_is_copied() -> None:
     state = training.states()[0]
     model, same = writer.copy(training.model, state)
     assert model is training.model and same is state
-    threads = []
-    writer.start(lambda: threads.append(threading.current_thread()) or Path("x"))
-    assert threads == [threading.current_thread()]
+    ended = []
+    writer.start(lambda: time.sleep(0.1) or ended.append(1) or Path("x"))
+    assert ended == [1]  # start() has waited for it
     assert writer.wait() == Path("x") and writer.wait() is None
     writer.start(lambda: Path("x") / 0)
     with pytest.raises(TypeError):
