@@ -10,12 +10,9 @@ prompts and answers are described in generate/answers.py. An answer depends on t
 not on other prompts or the batch size (but for near ties in bfloat16 and float16, see generate/engine.py).
 """
 
-import contextlib
 import dataclasses
 import re
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +24,8 @@ from groundup.align.best_of import Ranker
 from groundup.errors import UserError
 from groundup.generate.answers import Answers, Rank
 from groundup.generate.chat import Chat, converse
-from groundup.generate.completion import Token, never_sampled, prompt_ids
-from groundup.generate.engine import cache_bytes, generate, stream
+from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.engine import Engine, cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
@@ -128,52 +125,40 @@ def is_tuned(directory: Path) -> bool:
     return "<|im_start|>" in template and template != CHAT_TEMPLATE
 
 
-def check_reward_keys(config: dict, talk: bool, in_terminal: bool) -> None:
-    """Raise UserError if the settings do not fit a ranking by a reward model."""
-    by, source = config["best_of_by"], config["reward_from"]
-    if (by == "reward") != bool(source):
-        raise UserError(f"sample: best_of_by=reward and reward_from=DIR go together, got {by} and {source!r}")
-    if source and config["num_beams"] > 1:
-        raise UserError(f"sample: best_of_by=reward ranks samples, not beams; got num_beams={config['num_beams']}")
-    if source and in_terminal:
-        raise UserError("sample: best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT")
-    if source and not talk:
-        raise UserError("sample: best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes")
+def check_settings(config: dict, talk: bool, as_json: bool) -> None:
+    """Raise UserError if the settings contradict each other."""
+    by, source, K = config["best_of_by"], config["reward_from"], config["num_beams"]
+    in_terminal = talk and not config["prompt"] and not config["prompts"]
+    for wrong, words in (
+        (config["prompt"] and config["prompts"], "both prompt and prompts are given; give one of them"),
+        (config["batch_size"] < 1, f"batch_size must be at least 1, got {config['batch_size']}"),
+        (config["system"] and not talk and not config["prompts"], "system needs a chat; give --chat=yes"),
+        (in_terminal and as_json, "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT"),
+        ((by == "reward") != bool(source), f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}"),
+        (source and K > 1, f"best_of_by=reward ranks samples, not beams; got num_beams={K}"),
+        (source and in_terminal, "best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT"),
+        (source and not talk, "best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes"),
+    ):
+        if wrong:
+            raise UserError(f"sample: {words}")
 
 
-def in_sample_order(tokens: Iterable[Token], n_samples: int) -> Iterator[Token]:
-    """Yield sample 0 as it is generated, each later one as soon as those before it have ended."""
-    waiting = [deque() for _ in range(n_samples)]
-    sample = 0
-    for token in tokens:
-        waiting[token.sample].append(token)
-        while sample < n_samples and waiting[sample]:
-            ready = waiting[sample].popleft()
-            yield ready
-            sample += ready.finish != ""
-
-
-def sample_texts(
+def print_samples(
     model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
-    prompt: str, rank: Rank | None = None,
-) -> Iterator[str]:  # fmt: skip
-    """Yield pieces of the samples of one prompt, streamed unless ranked; `prompt` begins each of them."""
-    rule = "-" * 80 + "\n"
-    if rank or params.num_beams > 1 or params.best_of > params.n:
-        result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
-        result = rank(result) if rank else result
-        yield rule.join(prompt + completion.text + "\n" for completion in result.completions)
+    prompt: str, rank: Rank | None,
+) -> None:  # fmt: skip
+    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt` begins each of them."""
+    if params.n_samples == params.num_beams == 1 and not rank:
+        engine = Engine(model, tokenizer, rows=1, compile=compile, steps=params.max_new_tokens)
+        tokens = engine.stream(ids, params)
+        print(prompt, end="", flush=True)
+        for token in tokens:
+            print(token.text, end="", flush=True)
+        print(flush=True)
         return
-    begun, cut = -1, 0
-    tokens = stream(model, tokenizer, [ids], params, batch_size, compile)
-    for token in in_sample_order(tokens, params.n):
-        if token.sample != begun:
-            begun = token.sample
-            yield (rule if begun else "") + prompt
-        cut += token.finish == "length"
-        yield token.text + ("\n" if token.finish else "")
-    if params.stop and cut:
-        print(f"sample: {cut} of {params.n} samples ended by length: no stop string came", file=sys.stderr)
+    result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
+    texts = [prompt + completion.text + "\n" for completion in (rank(result) if rank else result).completions]
+    print(("-" * 80 + "\n").join(texts), end="", flush=True)
 
 
 def deciding_settings(
@@ -188,24 +173,9 @@ def deciding_settings(
     } | ({"reward_model": checkpoint.model_name(reward_dir)} if reward_dir else {})  # fmt: skip
 
 
-@contextlib.contextmanager
-def quiet_end() -> Iterator[None]:
-    """Exit without a traceback, with a shell's status, on Ctrl-C and when the reader has gone (| head)."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        raise SystemExit(141) from None
-
-
 if __name__ == "__main__":
     config = configure(globals())
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    if prompt and prompts:
-        raise UserError("sample: both prompt and prompts are given; give one of them")
-    if batch_size < 1:
-        raise UserError(f"sample: batch_size must be at least 1, got {batch_size}")
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
@@ -216,34 +186,33 @@ if __name__ == "__main__":
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
     as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
-    in_terminal = talk and not prompt and not prompts
-    if system and not talk and not prompts:
-        raise UserError(f"sample: system={system!r} needs a chat, and this prompt is continued; give --chat=yes")
-    if in_terminal and as_json:
-        raise UserError("sample: a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT")
-    check_reward_keys(config, talk, in_terminal)
+    check_settings(config, talk, as_json)
     reward_dir = reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
     if as_json:
         settings = deciding_settings(config, talk, directory, reward_dir, torch_device, torch_dtype)
         answers = Answers(prompts, prompt, out, settings)
     if prompts:
-        rows = max(batch_size, num_beams)
+        rows = num_beams if num_beams > 1 else batch_size
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
-        print(f"{answers.n_prompts} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
+        print(f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device)
     ranker = Ranker(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
     rank = partial(ranker.rank, n=n) if ranker else None
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
-    with autocast(torch_device, torch_dtype), quiet_end():
-        if as_json:
-            answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
-        elif in_terminal:
-            converse(Chat(model, tokenizer, params, system, compile))
-        else:
-            repeated = "" if talk else prompt
-            for piece in sample_texts(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank):
-                print(piece, end="", flush=True)
+    try:
+        with autocast(torch_device, torch_dtype):
+            if as_json:
+                answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
+            elif talk and not prompt:
+                converse(Chat(model, tokenizer, params, system, compile))
+            else:
+                repeated = "" if talk else prompt
+                print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader has gone: | head
+        raise SystemExit(141) from None
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     if as_json and answers.problems:

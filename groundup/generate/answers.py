@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TextIO
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -24,23 +24,10 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
+KINDS = {"messages": list, "prompt": (str, list), "text": str}  # the field that is the prompt, and its type
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
 Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
-
-
-def lock(file: TextIO) -> None:
-    """Lock the file until it is closed. Raise UserError if another process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"sample: another process is writing {file.name}; wait for it, or use another out") from None
-
-
-class Row(NamedTuple):
-    index: int  # of the line, from 0
-    fields: dict
-    ids: list[int]  # of the prompt
 
 
 class Answers:
@@ -50,72 +37,60 @@ class Answers:
     """
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
-        self.prompts, self.prompt, self.out = prompts, prompt, out
-        self.name = prompts or "prompt"
-        self.problems = 0  # prompts that cannot be answered
-        if next(self._lines(), None) is None:
+        self.name, self.out = prompts or "prompt", out
+        try:
+            lines = Path(prompts).read_bytes().split(b"\n") if prompts else [json_line({"prompt": prompt}).encode()]
+        except OSError as error:
+            raise UserError(f"sample: cannot read {prompts!r}: {error.strerror}") from None
+        self.lines = {index: line for index, line in enumerate(lines) if line.strip()}
+        if not self.lines:
             raise UserError(f"sample: {self.name} has no prompts")
+        self.problems = 0  # prompts that cannot be answered
+        self.done: set[int] = set()
         if out:
             check_settings(out, settings)
-        self.done = read_done(out) if out else {}
-        self.n_prompts = self._count()
+            self.done = self._read_done()
 
     def write(
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, encode: Encode, batch_size: int,
         compile: bool, rank: Rank | None = None,
     ) -> None:  # fmt: skip
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished ones."""
-        begun: dict[int, Row] = {}
+        begun: list[tuple[int, dict]] = []  # line number and fields of each prompt given to the engine
 
         def prompts() -> Iterator[list[int]]:
-            for number, row in enumerate(self._rows(encode, model.cfg.block_size)):
-                begun[number] = row
-                yield row.ids
+            for index, fields, ids in self._rows(encode, model.cfg.block_size):
+                begun.append((index, fields))
+                yield ids
 
-        output = open(self.out, "a", encoding="utf-8") if self.out else contextlib.nullcontext(sys.stdout)
-        if self.out:
-            lock(output)
-        bar = tqdm(total=self.n_prompts, initial=len(self.done), disable=None, unit="prompt")
-        with output as file, bar:
+        bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
+        with self._output() as file, bar:
             for number, result in generate_each(model, tokenizer, prompts(), params, batch_size, compile):
-                row = begun.pop(number)
-                result = rank(result) if rank else result
-                fields = {"index": row.index} | row.fields | answer_fields(result, tokenizer, params, bool(rank))
-                file.write(json_line(fields))
+                index, fields = begun[number]
+                answer = answer_fields(rank(result) if rank else result, tokenizer, params, bool(rank))
+                file.write(json_line({"index": index} | fields | answer))
                 file.flush()
                 bar.update()
-        if self.problems and self.prompts:
-            print(f"sample: {self.problems} of {self.n_prompts} prompts are not answered, see above", file=sys.stderr)
+        if self.problems and len(self.lines) > 1:
+            print(f"sample: {self.problems} of {len(self.lines)} prompts are not answered, see above", file=sys.stderr)
 
-    def _lines(self) -> Iterator[bytes]:
-        if not self.prompts:
-            yield json_line({"prompt": self.prompt}).encode()
+    @contextlib.contextmanager
+    def _output(self) -> Iterator:
+        """Open `out`, locked against other processes."""
+        if not self.out:
+            yield sys.stdout
             return
-        try:
-            with open(self.prompts, "rb") as f:
-                yield from f
-        except OSError as error:
-            raise UserError(f"sample: cannot read {self.prompts!r}: {error.strerror}") from None
+        with open(self.out, "a", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"sample: another process is writing {self.out}; wait, or use another out") from None
+            yield file
 
-    def _count(self) -> int:
-        """Return the number of prompts. Raise UserError if `done` answers others."""
-        n_prompts, same = 0, set()
-        for index, line in enumerate(self._lines()):
-            n_prompts += bool(line.strip())
+    def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, list[int]]]:
+        """Yield (line, fields, ids) of the prompts that are not done; print and count those that cannot be answered."""
+        for index, line in self.lines.items():
             if index in self.done:
-                with contextlib.suppress(ValueError):
-                    if json_line(parse(line)) == self.done[index]:
-                        same.add(index)
-        for index in sorted(self.done.keys() - same):
-            raise UserError(
-                f"sample: {self.out} answers a prompt that is not in line {index + 1} of {self.name}; use another out"
-            )
-        return n_prompts
-
-    def _rows(self, encode: Encode, context: int) -> Iterator[Row]:
-        """Yield the prompts that are not done; print and count those that cannot be answered."""
-        for index, line in enumerate(self._lines()):
-            if not line.strip() or index in self.done:
                 continue
             try:
                 fields = parse(line)
@@ -127,7 +102,29 @@ class Answers:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
-                yield Row(index, fields, ids)
+                yield index, fields, ids
+
+    def _read_done(self) -> set[int]:
+        """Return the lines that `out` answers; cut off a half line at its end. Raise UserError for other prompts."""
+        if not os.path.exists(self.out):
+            return set()
+        done = set()
+        with open(self.out, "r+b") as f:
+            *lines, half = f.read().split(b"\n")
+            f.truncate(f.tell() - len(half))
+        for number, line in enumerate(lines, 1):
+            try:
+                fields = json.loads(line)
+                index, asked = int(fields["index"]), {k: v for k, v in fields.items() if k not in OWN_KEYS}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UserError(f"sample: {self.out}:{number} is damaged; remove that line") from None
+            with contextlib.suppress(ValueError):
+                if json_line(asked) == json_line(parse(self.lines.get(index, b""))):
+                    done.add(index)
+                    continue
+            where = f"line {index + 1} of {self.name}"
+            raise UserError(f"sample: {self.out} answers a prompt that is not in {where}; use another out")
+        return done
 
 
 def parse(line: bytes) -> dict:
@@ -135,19 +132,17 @@ def parse(line: bytes) -> dict:
     row = json.loads(line)
     row = {"prompt": row} if isinstance(row, str) else row
     prompt_key(row)
-    taken = [own for own in OWN_KEYS if own in row]
-    if taken:
+    if taken := [own for own in OWN_KEYS if own in row]:
         raise ValueError(f"the key {taken[0]!r} is the answer's; rename it")
     return row
 
 
 def prompt_key(row: object) -> str:
     """Return which field is the prompt. Raise ValueError if there is none, or if it is of the wrong type."""
-    types = {"messages": list, "prompt": (str, list), "text": str}
-    key = next((key for key in types if isinstance(row, dict) and key in row), "")
+    key = next((key for key in KINDS if isinstance(row, dict) and key in row), "")
     if not key:
         raise ValueError("a line must be a text, or an object with prompt, messages or text")
-    if not isinstance(row[key], types[key]):
+    if not isinstance(row[key], KINDS[key]):
         raise ValueError(f"{key} must be a {'list' if key == 'messages' else 'text'}, got {row[key]!r:.40}")
     return key
 
@@ -158,41 +153,21 @@ def json_line(value: dict) -> str:
 
 
 def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams, rewarded: bool) -> dict:
-    completions = []
+    fields: dict = {"completions": []}
     for found in result.completions:
-        fields = {"text": found.text, "finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
+        completion = {"text": found.text, "finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
         if rewarded:
-            fields["reward"] = found.reward
+            completion["reward"] = found.reward
         if params.logprobs >= 0:
-            fields |= {"ids": found.ids, "cumulative_logprob": found.cumulative_logprob}
-            fields["logprobs"] = named(found.logprobs, tokenizer)
-        completions.append(fields)
-    if params.prompt_logprobs < 0:
-        return {"completions": completions}
-    return {"completions": completions, "prompt_logprobs": named(result.prompt_logprobs, tokenizer)}
+            completion |= {"ids": found.ids, "cumulative_logprob": found.cumulative_logprob}
+            completion["logprobs"] = named(found.logprobs, tokenizer)
+        fields["completions"].append(completion)
+    if params.prompt_logprobs >= 0:
+        fields["prompt_logprobs"] = named(result.prompt_logprobs, tokenizer)
+    return fields
 
 
 def named(positions: list[dict[int, float] | None], tokenizer: Tokenizer) -> list[list[dict] | None]:
     """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
     text = {i: tokenizer.pieces.get(i, b"").decode("utf-8", "replace") for found in positions for i in found or ()}
     return [found and [{"id": i, "token": text[i], "logprob": found[i]} for i in found] for found in positions]
-
-
-def read_done(out: str) -> dict[int, str]:
-    """Return {index: the fields of the prompt as a JSON line} of a file of answers; cut off a half line at its end."""
-    done: dict[int, str] = {}
-    if not os.path.exists(out):
-        return done
-    with open(out, "r+b") as f:
-        size = 0
-        for number, line in enumerate(f, 1):
-            if not line.endswith(b"\n"):
-                f.truncate(size)
-                break
-            size += len(line)
-            try:
-                fields = json.loads(line)
-                done[fields["index"]] = json_line({k: v for k, v in fields.items() if k not in OWN_KEYS})
-            except (ValueError, TypeError, KeyError, AttributeError):
-                raise UserError(f"sample: {out}:{number} is damaged; remove that line") from None
-    return done

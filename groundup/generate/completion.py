@@ -1,10 +1,11 @@
-"""What is asked of the engine and what comes out: prompts as ids, requests, the text of a growing sample, results.
+"""What the engine is asked and what it answers: prompts as ids, requests, the text of a growing sample, results.
 
-No model runs here: engine.py draws the tokens, and a Sample takes those of its row, says what may be shown, and whether
-the sample has ended.
+No model runs here: engine.py draws the tokens; a Sample takes those of its row and says what may be shown and whether
+it has ended.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,8 +35,6 @@ class Result(NamedTuple):
 
 
 class Token(NamedTuple):
-    prompt: int
-    sample: int
     id: int
     text: str  # what may be shown now: whole characters, no beginning of a stop string
     finish: str  # "" = it goes on | stop | length
@@ -67,10 +66,10 @@ def prompt_ids(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     if roles[-1:] == ["assistant"]:
-        messages, roles = messages[:-1], roles[:-1]
-        if roles[-1:] in ([], ["system"], ["assistant"]):
+        messages = messages[:-1]
+        if roles[-2:-1] in ([], ["system"], ["assistant"]):
             raise UserError("sample: before the assistant's last message there is nothing to answer")
-    if system and roles and roles[0] != "system":
+    if system and messages and roles[0] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.render(messages, add_generation_prompt=True)[0]
 
@@ -81,15 +80,18 @@ def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     return tuple({*silent, *range(tokenizer.vocab_size, vocab_size)} - tokenizer.stop_ids)
 
 
+@dataclass(eq=False)
 class Request:
     """A prompt, its parameters, and its finished samples."""
 
-    def __init__(self, index: int, ids: list[int], params: SamplingParams, limit: int) -> None:
-        self.index, self.ids, self.params, self.limit = index, ids, params, limit
-        self.completions: dict[int, Completion] = {}
-        self.logits: Tensor | None = None  # (V,) after the prompt, once it has been read
-        self.row = -1  # of the cache, where the prompt was read
-        self.prompt_logprobs = [None] if params.prompt_logprobs >= 0 else None
+    index: int
+    ids: list[int]
+    params: SamplingParams
+    limit: int  # tokens that a sample may get
+    completions: dict[int, Completion] = field(default_factory=dict)
+    logits: Tensor | None = None  # (V,) after the prompt, once it has been read
+    row: int = -1  # of the cache, where the prompt was read
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
 
     @property
     def length(self) -> int:
@@ -102,45 +104,25 @@ class Request:
         if self.params.best_of > self.params.n:
             mean = self.params.best_of_by == "mean"
             samples.sort(key=lambda c: c.cumulative_logprob / (len(c.ids) if mean else 1), reverse=True)
-        return Result(self.ids, samples[: self.params.n], self.prompt_logprobs)
-
-
-def check_requests(
-    cfg: ModelConfig, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params
-) -> list[Request]:
-    if not prompts:
-        raise UserError("sample: there is no prompt")
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    if len(each) != len(prompts):
-        raise UserError(f"sample: {len(prompts)} prompts with {len(each)} sets of parameters")
-    return [check(i, ids, p, cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
+        scored = self.params.prompt_logprobs >= 0
+        return Result(self.ids, samples[: self.params.n], self.prompt_logprobs if scored else None)
 
 
 def check(index: int, ids: list[int], params: SamplingParams, cfg: ModelConfig, tokenizer: Tokenizer | None) -> Request:
     """Return the request. Raise UserError if this model cannot serve it."""
+    name, V = f"sample: prompt {index}", cfg.vocab_size
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise UserError(f"sample: prompt {index} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids")
+        raise UserError(f"{name} is {type(ids).__name__} {ids!r:.60}; it must be a list of token ids")
     if not ids:
-        raise UserError(f"sample: prompt {index} has no tokens; begin an empty one with <|endoftext|>")
+        raise UserError(f"{name} has no tokens; begin an empty one with <|endoftext|>")
     if len(ids) > cfg.block_size:
-        raise UserError(f"sample: prompt {index} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
-    if min(ids) < 0 or max(ids) >= cfg.vocab_size:
-        foreign = next(token for token in ids if not 0 <= token < cfg.vocab_size)
-        raise UserError(
-            f"sample: prompt {index} has token id {foreign}, the model has vocab_size={cfg.vocab_size}; "
-            f"use the tokenizer it was trained with"
-        )
+        raise UserError(f"{name} has {len(ids)} tokens, block_size is {cfg.block_size}; shorten it")
+    if foreign := [i for i in ids if not 0 <= i < V]:
+        raise UserError(f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer")
     if params.stop and tokenizer is None:
-        raise UserError(f"sample: prompt {index} has stop strings {params.stop}, but there is no tokenizer")
+        raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
     # Prompt and result together may be one longer than the context: the last token is not fed back.
     return Request(index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1))
-
-
-def check_streamable(params: SamplingParams) -> None:
-    if params.num_beams > 1:
-        raise UserError(f"sample: num_beams={params.num_beams} cannot stream: the best text is known at the end only")
-    if params.best_of > params.n:
-        raise UserError(f"sample: best_of={params.best_of} cannot stream n={params.n}: the best are known at the end")
 
 
 class Text:
@@ -194,26 +176,25 @@ class Sample:
         self.request, self.index = request, index
         self.ids: list[int] = []
         self.text = Text(tokenizer, request.params)
-        self.logprobs: list[dict[int, float]] | None = [] if request.params.logprobs >= 0 else None
+        self.logprobs: list[dict[int, float]] = []
         self.sum = 0.0
 
-    def push(self, token: int, ids: list[int], logps: list[float]) -> Token:
-        """Take the next token. ids, logps: of the token itself, then of the likeliest ones."""
-        params = self.request.params
+    def push(self, ids: list[int], logps: list[float]) -> Token:
+        """Take the next token, ids[0]; the others are the likeliest ones. logps: of each of them."""
+        params, token = self.request.params, ids[0]
         self.ids.append(token)
         self.sum += logps[0]
-        if self.logprobs is not None:
-            k = 1 + params.logprobs
-            self.logprobs.append(dict(zip(ids[:k], logps[:k], strict=True)))
-        reason = token if token in params.stop_ids else None
-        piece = ""
-        if reason is None:
+        k = 1 + params.logprobs
+        self.logprobs.append(dict(zip(ids[:k], logps[:k], strict=True)))
+        piece, reason = "", token
+        if token not in params.stop_ids:
             piece = self.text.push(token, len(self.ids) >= params.min_new_tokens)
             reason = self.text.stopped
         # Stop wins over length.
         finish = "stop" if reason is not None else "length" if len(self.ids) == self.request.limit else ""
         if finish:
             piece += self.text.end()
-            completion = Completion(self.text.shown, self.ids, finish, reason, self.logprobs, self.sum)
+            logprobs = self.logprobs if params.logprobs >= 0 else None
+            completion = Completion(self.text.shown, self.ids, finish, reason, logprobs, self.sum)
             self.request.completions[self.index] = completion
-        return Token(self.request.index, self.index, token, piece, finish)
+        return Token(token, piece, finish)

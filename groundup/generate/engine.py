@@ -1,9 +1,8 @@
 """Generation: plain functions from (model, tokenizer, prompts, parameters) to texts, ids and log-probabilities.
 
     generate(...)       -> a Result for each prompt
-    stream(...)         -> tokens as they are drawn, with the text that may be shown
     generate_each(...)  -> results in the order of finishing, for files of prompts of any length
-    Session             -> one conversation: the cache is kept, only new tokens are read
+    Engine.stream(...)  -> the tokens of one text as they are drawn; only what is new of the prompt is read
 
 A fixed number of rows generates at a time; a row that ends takes the next waiting sample (continuous batching). The
 cache has no padding. Sample s of a prompt draws from its own generator, seeded with the prompt's seed + s, so its ids
@@ -12,13 +11,11 @@ near ties may fall otherwise). torch's global generators are not touched. Produc
 autocast around the call, else that of the weights.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
 import math
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -27,29 +24,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.generate.completion import (
-    Completion,
-    Params,
-    Request,
-    Result,
-    Sample,
-    Text,
-    Token,
-    check,
-    check_requests,
-    check_streamable,
-)
+from groundup.generate import sampling
+from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.kv_cache import CacheStep, KVCache
-from groundup.generate.sampling import (
-    Beams,
-    RowParams,
-    SamplingParams,
-    Seen,
-    check_logits,
-    choose,
-    process,
-    top_logprobs,
-)
+from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
 from groundup.train.lora import LoRALinear, plain_linear
 from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
 from tokenizer import Tokenizer
@@ -58,6 +36,7 @@ CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which boun
 CHUNK_ROWS = 16  # prompts that are read at once
 PACKED_STEPS = 24  # from this many steps of one row on, packing the matrices saves time
 MIN_WIDTH = 64  # attention reads 64, 128, 256, ... cached positions, so that a compiled step serves many lengths
+
 
 def generate(
     model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
@@ -68,94 +47,52 @@ def generate(
     tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows; this takes 10 to 60 s and
     pays off from some thousand tokens. (Several rows in float32 on a CPU are faster eager, and stay so.)
     """
-    requests = check_requests(model.cfg, tokenizer, prompts, params)
-    results = dict(run_all(model, tokenizer, requests, batch_size, compile))
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    if not prompts or len(each) != len(prompts) or batch_size < 0:
+        raise UserError(f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}")
+    requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
+    n_samples = sum(request.params.n_samples for request in requests)
+    length, steps = max(request.length for request in requests), max(request.limit for request in requests)
+    rows = min(batch_size or n_samples, n_samples)
+    results = dict(run_all(model, tokenizer, requests, rows, compile, length, steps))
     return [results[i] for i in range(len(requests))]
 
 
-def stream(
-    model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
-    batch_size: int = 0, compile: bool = False,
-) -> Iterator[Token]:  # fmt: skip
-    """Yield the tokens of all samples as they are drawn. Arguments as for generate."""
-    requests = check_requests(model.cfg, tokenizer, prompts, params)
-    for request in requests:
-        check_streamable(request.params)
-    engine = engine_for(model, tokenizer, requests, batch_size, compile)
-    return (token for _, token in engine.run(requests))
-
-
 def generate_each(
-    model: Transformer, tokenizer: Tokenizer | None, prompts: Iterable[list[int]], params: Params,
+    model: Transformer, tokenizer: Tokenizer | None, prompts: Iterable[list[int]], params: SamplingParams,
     batch_size: int, compile: bool = False,
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
     """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become free.
 
     The cache grows with the longest text so far. A bad prompt raises UserError when its turn comes."""
-    if batch_size < 1:
-        raise UserError(f"sample: batch_size must be at least 1, got {batch_size}")
-    each = itertools.repeat(params) if isinstance(params, SamplingParams) else one_for_each(params)
-    requests = (check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=False)))
+    requests = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
     return run_all(model, tokenizer, requests, batch_size, compile)
 
 
-def one_for_each(params: Iterable[SamplingParams]) -> Iterator[SamplingParams]:
-    yield from params
-    raise UserError("sample: there are more prompts than sets of parameters")
-
-
-class Session:
-    """One text that grows in turns. The cache is kept between turns, so only new tokens of a prompt are computed."""
-
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, compile: bool = False) -> None:
-        self.engine = Engine(model, tokenizer, rows=1, length=0, compile=compile)
-
-    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        """Yield the continuation of `ids`. May be closed at any token; the next call reuses the cache."""
-        check_streamable(params)
-        request = check(0, ids, params, self.engine.model.cfg, self.engine.tokenizer)
-        return (token for _, token in self.engine.run([request]))
-
-
 def run_all(
-    model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], batch_size: int, compile: bool
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index, Result) in the order of finishing. Neighbours with the same beam search share a batch."""
-    engine, ended = None, Counter()
-    for beams, run in itertools.groupby(requests, lambda r: r.params if r.params.num_beams > 1 else None):
-        if beams is not None:
-            n_prompts = max(1, batch_size // beams.num_beams) if batch_size else None
-            while group := list(itertools.islice(run, n_prompts)):
-                yield from beam_search(model, tokenizer, group, compile)
+    model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], rows: int, compile: bool,
+    length: int = 0, steps: int = PACKED_STEPS,
+) -> Iterator[tuple[int, Result]]:  # fmt: skip
+    """Yield (index, Result) in the order of finishing. rows, length, steps: of the engine that draws samples."""
+    engines: dict[int, Engine] = {}
+    for K, run in itertools.groupby(requests, lambda request: request.params.num_beams):
+        if K not in engines:
+            shape = (rows, length, compile, steps) if K == 1 else (K, 0, compile)
+            engines[K] = Engine(model, tokenizer, *shape)
+        if K > 1:
+            yield from ((request.index, engines[K].beam_search(request)) for request in run)
             continue
-        if engine is None:
-            run = list(run) if isinstance(requests, list) else run
-            engine = engine_for(model, tokenizer, run, batch_size, compile)
-        for request, token in engine.run(run):
-            ended[request.index] += token.finish != ""  # completions may be there already for tokens still to come
-            if token.finish and ended[request.index] == request.params.n_samples:
+        for sample, token in engines[1].run(run):
+            request = sample.request
+            if token.finish and len(request.completions) == request.params.n_samples:
                 yield request.index, request.result()
-
-
-def engine_for(
-    model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], batch_size: int, compile: bool
-) -> "Engine":
-    """Return an engine with the rows and cache that a list of requests needs; for an iterator, the cache grows."""
-    if not isinstance(requests, list):
-        return Engine(model, tokenizer, batch_size, 0, compile)
-    if batch_size < 0:
-        raise UserError(f"sample: batch_size must be 0 (all at once) or more, got {batch_size}")
-    n_samples = sum(request.params.n_samples for request in requests)
-    rows = min(batch_size, n_samples) if batch_size else n_samples
-    steps = max(request.limit for request in requests)
-    return Engine(model, tokenizer, rows, max(request.length for request in requests), compile, steps)
 
 
 class Engine:
     """Rows of one cache that generate together. held[row]: the ids whose keys and values are in the cache."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, rows: int, length: int, compile: bool,
+        self, model: Transformer, tokenizer: Tokenizer | None, rows: int, length: int = 0, compile: bool = False,
         steps: int = PACKED_STEPS,
     ) -> None:  # fmt: skip
         """length: positions of the cache at first; steps: about how many there will be."""
@@ -163,77 +100,83 @@ class Engine:
         self.dtype = compute_dtype(model.embed_tokens.weight)
         # For several rows in float32 packed matrices take half the time of inductor's call of the library.
         can_pack = PackedLinear.works(self.device, self.dtype)
-        compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
-        packed = can_pack and not compile and steps >= PACKED_STEPS
+        self.compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
+        packed = can_pack and not self.compile and steps >= PACKED_STEPS
         self.model, self.tokenizer = for_inference(model, self.dtype, packed), tokenizer
-        self.decode = compiled_step(self.device.type) if compile else decode_step
-        self.compile = compile
+        self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.samples: list[Sample | None] = [None] * rows
         self.held: list[list[int]] = [[] for _ in range(rows)]
         self.generators = [torch.Generator(self.device) for _ in range(rows)]
+        self.logits = torch.zeros(rows, model.cfg.vocab_size, device=self.device)
         self.params: RowParams | None = None
         self.seen: Seen | None = None
         self.cache: KVCache | None = None
-        if length:
-            self.reserve(length)
+        self.reserve(length)
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Token]]:
+    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
+        """Yield the continuation of `ids` by one row. May be closed at any token; the next call reuses the cache."""
+        request = check(0, ids, params, self.model.cfg, self.tokenizer)
+        return (token for _, token in self.run([request]))
+
+    @torch.no_grad()
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sample, Token]]:
         """Yield every token of every sample; take requests as rows become free."""
         waiting = ((request, s) for request in requests for s in range(request.params.n_samples))
         self.samples = [None] * len(self.samples)
-        logits = torch.zeros(len(self.samples), self.model.cfg.vocab_size, device=self.device)
         while True:
-            self.admit(waiting, logits)
+            self.admit(waiting)
             if not any(self.samples):
                 return
-            yield from self.choose(logits)
+            yield from self.draw()
             if any(self.samples):
-                logits = self.step()
+                self.feed()
 
-    def admit(self, waiting: Iterator[tuple[Request, int]], logits: Tensor) -> None:
-        """Give the free rows to waiting samples and set their logits (rows, V) to those after the prompt."""
+    def admit(self, waiting: Iterator[tuple[Request, int]]) -> None:
+        """Give the free rows to waiting samples; their logits are those after the prompt."""
         free = [row for row, sample in enumerate(self.samples) if sample is None]
-        taken = list(zip(free, itertools.islice(waiting, len(free)), strict=False))
+        taken = {row: Sample(*found, self.tokenizer) for row, found in zip(free, waiting, strict=False)}
         if not taken:
             return
-        for row, (request, s) in taken:
-            self.samples[row] = Sample(request, s, self.tokenizer)
-            self.generators[row].manual_seed(request.params.seed + s)
-            self.set_params(row, request)
-        self.reserve(max(request.length for _, (request, _) in taken))
-        pairs = [(row, request) for row, (request, _) in taken]
+        for row, sample in taken.items():
+            self.samples[row] = sample
+            self.generators[row].manual_seed(sample.request.params.seed + sample.index)
+        pairs = [(row, sample.request) for row, sample in taken.items()]
+        self.set_params(pairs)
+        self.reserve(max(request.length for _, request in pairs))
         # First copy prompts that were read earlier: another prompt may be read into their row.
-        self.share([(row, request) for row, request in pairs if request.logits is not None])
-        new = [(row, request) for row, request in pairs if request.logits is None]
+        self.share([pair for pair in pairs if pair[1].logits is not None])
+        new = [pair for pair in pairs if pair[1].logits is None]
         first = {request: row for row, request in reversed(new)}
         self.read([(row, request) for request, row in first.items()])
         self.share(new)
         for row, request in pairs:
-            logits[row] = request.logits
+            self.logits[row] = request.logits
 
-    def set_params(self, row: int, request: Request) -> None:
-        if self.params is None:
-            self.params = RowParams([request.params] * len(self.samples), self.model.cfg.vocab_size, self.device)
-        if self.params.params[row] is not request.params:
-            self.params.set(row, request.params)
-        if request.params.has_penalty and self.seen is None:
-            self.seen = Seen([()] * len(self.samples), self.model.cfg.vocab_size, self.device)
-        if self.seen is not None:
+    def set_params(self, pairs: list[tuple[int, Request]]) -> None:
+        """Set the parameters of new rows, and what their penalties count."""
+        V, rows = self.model.cfg.vocab_size, len(self.samples)
+        params = list(self.params.params) if self.params else [pairs[0][1].params] * rows
+        for row, request in pairs:
+            params[row] = request.params
+        if self.params is None or params != self.params.params:
+            self.params = RowParams(params, V, self.device)
+        if self.seen is None and any(p.has_penalty for p in params):
+            self.seen = Seen([()] * rows, V, self.device)
+        for row, request in pairs if self.seen else ():
             self.seen.reset(row, request.ids)
 
-    def share(self, rows: list[tuple[int, Request]]) -> None:
+    def share(self, pairs: list[tuple[int, Request]]) -> None:
         """Copy prompts that have been read into these rows."""
-        for row, request in rows:
+        for row, request in pairs:
             if row != request.row:
                 self.cache.copy_row(request.row, row, len(request.ids))
             self.held[row] = list(request.ids)
 
-    @torch.no_grad()
-    def read(self, rows: list[tuple[int, Request]]) -> None:
+    def read(self, pairs: list[tuple[int, Request]]) -> None:
         """Read prompts into their rows: CHUNK_ROWS of about the same length at a time, in pieces."""
-        rows = sorted(rows, key=lambda pair: len(pair[1].ids))
-        for first in range(0, len(rows), CHUNK_ROWS):
-            group = rows[first : first + CHUNK_ROWS]
+        pairs = sorted(pairs, key=lambda pair: len(pair[1].ids))
+        for first in range(0, len(pairs), CHUNK_ROWS):
+            group = pairs[first : first + CHUNK_ROWS]
             begin = self.reusable(group[0][1]) if len(self.samples) == 1 else 0
             while group:
                 end = min(begin + CHUNK_TOKENS, len(group[-1][1].ids))
@@ -257,7 +200,7 @@ class Engine:
             hidden = self.model.hidden(idx, self.cache.chunk(begin, end - begin, rows))  # (n, T, C)
             for i, (row, request) in enumerate(group):
                 request.row, self.held[row] = row, request.ids[:end]
-                if request.prompt_logprobs is not None:
+                if request.params.prompt_logprobs >= 0:
                     request.prompt_logprobs += self.score(hidden[i], request, begin, end)
                 if len(request.ids) <= end:
                     last = len(request.ids) - 1 - begin
@@ -269,44 +212,40 @@ class Engine:
         size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
         found = []
         for h, t in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
-            ids, logps = top_logprobs(self.model.lm_head(h).float(), t, request.params.prompt_logprobs)
+            ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, request.params.prompt_logprobs)
             found += [dict(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logps.tolist(), strict=True)]
         return found
 
-    @torch.no_grad()
-    def choose(self, logits: Tensor) -> list[tuple[Request, Token]]:
-        """Draw the next token of every busy row; free the rows whose sample ends."""
+    def draw(self) -> Iterator[tuple[Sample, Token]]:
+        """Draw and yield the next token of every busy row; free the rows whose sample ends."""
         n_out = torch.tensor([len(sample.ids) if sample else 0 for sample in self.samples], device=self.device)
-        self.tokens = choose(process(logits, self.params, self.seen, n_out), self.params, self.generators)  # (rows,)
+        processed = sampling.process(self.logits, self.params, self.seen, n_out)
+        self.tokens = sampling.choose(processed, self.params, self.generators)  # (rows,)
         if self.seen is not None:
             self.seen.add(self.tokens)
         k = max(sample.request.params.logprobs for sample in self.samples if sample)
-        ids, logps = (x.tolist() for x in top_logprobs(logits, self.tokens, max(k, 0)))
-        given = []
+        ids, logps = (x.tolist() for x in sampling.top_logprobs(self.logits, self.tokens, max(k, 0)))
         for row, sample in enumerate(self.samples):
             if sample is None:
                 continue
             if not math.isfinite(logps[row][0]):
-                check_logits(logits)
-            token = sample.push(ids[row][0], ids[row], logps[row])
+                sampling.check_logits(self.logits)
+            token = sample.push(ids[row], logps[row])
             if token.finish:
                 self.samples[row] = None
-            given.append((sample.request, token))
-        return given
+            yield sample, token
 
-    @torch.no_grad()
-    def step(self) -> Tensor:
-        """Feed the tokens just drawn; return logits (rows, V) float32. Free rows keep their cache."""
+    def feed(self) -> None:
+        """Feed the tokens just drawn, for the next logits. Free rows keep their cache."""
         lengths = [len(held) if sample else -1 for held, sample in zip(self.held, self.samples, strict=True)]
-        logits = self.forward(self.tokens, lengths)
+        self.logits = self.forward(self.tokens, lengths)
         for sample, held in zip(self.samples, self.held, strict=True):
             if sample:
                 held.append(sample.ids[-1])
-        return logits
 
     def forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """tokens (rows,) at positions `lengths` (-1 = do not touch the row) -> logits (rows, V) float32."""
-        width = min(power_of_two(max(lengths) + 1), self.cache.max_length)
+        width = min(max(MIN_WIDTH, 1 << max(lengths).bit_length()), self.cache.max_length)  # a power of two
         at = torch.tensor([n if n >= 0 else self.cache.max_length for n in lengths], device=self.device)
         span = self.cache.span[:width]
         if self.compile and self.device.type != "cuda":
@@ -317,25 +256,52 @@ class Engine:
 
     def reserve(self, length: int) -> None:
         """Grow the cache to at least `length` positions. Raise UserError if memory does not suffice."""
-        if self.cache is not None and length <= self.cache.max_length:
-            return
         cfg, rows, old = self.model.cfg, len(self.samples), self.cache
-        length = length if old is None else max(length, min(2 * old.max_length, cfg.block_size))
-        check_memory(cache_bytes(cfg, rows, length, self.dtype), rows, length, self.device)
+        held = old.max_length if old else 0
+        if length <= held:
+            return
+        length = max(length, min(2 * held, cfg.block_size))
+        needed, free = cache_bytes(cfg, rows, length, self.dtype), free_bytes(self.device)
+        if needed > free:
+            raise UserError(
+                f"sample: the cache of {rows} rows of {length} tokens takes {needed / 2**30:.1f} GiB, "
+                f"{free / 2**30:.1f} GiB are free; fewer rows (batch_size, n) or fewer tokens need less"
+            )
         self.cache = KVCache(cfg, rows, length, self.device, self.dtype)
-        if old is not None:
-            for new, had in zip(self.cache.keys + self.cache.values, old.keys + old.values, strict=True):
-                new[:, :, : old.max_length] = had[:, :, : old.max_length]
-        if self.compile:
-            for layer in self.cache.keys + self.cache.values:
-                if self.device.type == "cuda":
-                    torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
-                else:
-                    torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
+        for new, had in zip(self.cache.layers, old.layers if old else (), strict=False):
+            new[:, :, :held] = had[:, :, :held]
+        for layer in self.cache.layers if self.compile else ():
+            if self.device.type == "cuda":
+                torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
+            else:
+                torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
 
-    def autocast(self) -> contextlib.AbstractContextManager:
-        kind = self.device.type
-        return torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32)
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    @torch.no_grad()
+    def beam_search(self, request: Request) -> Result:
+        """Return the n best texts of num_beams rows, the best first."""
+        K, n = request.params.num_beams, len(request.ids)
+        self.reserve(request.length)
+        self.read([(0, request)])
+        self.share([(k, request) for k in range(K)])
+        beams = Beams(request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device)
+        logits = request.logits.expand(K, -1)
+        while True:
+            sampling.check_logits(logits)  # without finite logits no beam is left
+            tokens, parents = beams.advance(logits)
+            if beams.ended:
+                break
+            self.cache.select(parents, n)
+            logits = self.forward(tokens, [n] * K)
+            n += 1
+        for s, beam in enumerate(beams.finished[: request.params.n]):
+            sample = Sample(request, s, self.tokenizer)
+            for token in beam.ids:
+                sample.push([token], [0.0])
+            request.completions[s] = request.completions[s]._replace(cumulative_logprob=beam.logprob)
+        return request.result()
 
 
 def decode_step(
@@ -371,9 +337,8 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
     view = copy.deepcopy(model, same | compiled)
     for block in view.layers:
         vars(block).pop("forward", None)
-    device = model.embed_tokens.weight.device
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    packed = packed and n_bytes < free_bytes(device) / 2
+    packed = packed and n_bytes < free_bytes(model.embed_tokens.weight.device) / 2
     for parent in list(view.modules()):
         if isinstance(parent, LoRALinear):
             continue  # replaced already: a parent comes before its children
@@ -406,10 +371,6 @@ class PackedLinear(nn.Module):
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available
 
 
-def power_of_two(length: int) -> int:
-    return max(MIN_WIDTH, 1 << (length - 1).bit_length())
-
-
 def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Return the memory of the keys and values of `rows` texts of `length` tokens."""
     return 2 * cfg.n_layer * rows * cfg.n_kv_head * (length + 1) * cfg.head_dim * dtype.itemsize
@@ -425,52 +386,3 @@ def free_bytes(device: torch.device) -> float:
         return math.inf
     lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
-
-
-def check_memory(needed: int, rows: int, length: int, device: torch.device) -> None:
-    free = free_bytes(device)
-    if needed > free:
-        raise UserError(
-            f"sample: the cache of {rows} rows of {length} tokens takes {needed / 2**30:.1f} GiB, "
-            f"{free / 2**30:.1f} GiB are free; fewer rows (batch_size, n) or fewer tokens need less"
-        )
-
-
-@torch.no_grad()
-def beam_search(
-    model: Transformer, tokenizer: Tokenizer | None, requests: list[Request], compile: bool
-) -> list[tuple[int, Result]]:
-    """Return (index, Result) of requests with the same parameters: row b*K + k of the cache is beam k of request b."""
-    params = requests[0].params
-    K = params.num_beams
-    engine = Engine(model, tokenizer, len(requests) * K, max(request.length for request in requests), compile)
-    engine.read([(b * K, request) for b, request in enumerate(requests)])
-    engine.share([(b * K + k, request) for b, request in enumerate(requests) for k in range(K)])
-    logits = torch.stack([request.logits for request in requests for _ in range(K)])
-    limits = [request.limit for request in requests]
-    beams = Beams([request.ids for request in requests], params, limits, model.cfg.vocab_size, engine.device)
-    lengths = [len(held) for held in engine.held]
-    while True:
-        check_logits(logits)  # without finite logits no beam is left; each step waits for the device anyway
-        tokens, parents = beams.advance(logits)
-        if beams.all_ended():
-            break
-        engine.cache.select(parents, max(lengths))
-        # A prompt that has ended may be full.
-        lengths = [-1 if n < 0 or n >= engine.cache.max_length else n for n in lengths]
-        logits = engine.forward(tokens, lengths)
-        lengths = [n + 1 if n >= 0 else n for n in lengths]
-    for request, ranked in zip(requests, beams.results(), strict=True):
-        for s, beam in enumerate(ranked[: params.n]):
-            request.completions[s] = beam_completion(tokenizer, params, beam.ids, beam.logprob)
-    return [(request.index, request.result()) for request in requests]
-
-
-def beam_completion(tokenizer: Tokenizer | None, params: SamplingParams, ids: list[int], logprob: float) -> Completion:
-    stopped = ids[-1] in params.stop_ids
-    text = Text(tokenizer, params)
-    for token in ids[:-1] if stopped else ids:
-        text.push(token, False)
-    text.end()
-    reason = ids[-1] if stopped else None
-    return Completion(text.shown, ids, "stop" if stopped else "length", reason, None, logprob)

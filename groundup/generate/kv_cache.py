@@ -28,6 +28,7 @@ class KVCache:
         self.max_length = max_length
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.layers = self.keys + self.values
         self.span = torch.arange(max_length, device=device)
 
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
@@ -42,12 +43,12 @@ class KVCache:
 
     def copy_row(self, source: int, row: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to `row`."""
-        for layer in (*self.keys, *self.values):
+        for layer in self.layers:
             layer[row, :, :length] = layer[source, :, :length]
 
     def select(self, rows: Tensor, length: int) -> None:
         """Replace the first `length` positions of each row i by those of row rows[i]."""
-        for layer in (*self.keys, *self.values):
+        for layer in self.layers:
             layer[:, :, :length] = layer[rows, :, :length]
 
 

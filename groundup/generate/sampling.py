@@ -81,10 +81,10 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
-        """Return (name, whether the value is in range, the range in words). Greedy search has fewer demands."""
-        one, with_beams = self.num_beams == 1, f"with num_beams={self.num_beams}"
-        k = "-1 (off) or the number of other ids"
-        samples = f"best_of={self.best_of}" if self.best_of > self.n else f"n={self.n}"
+        """Return (name, whether the value is in range, the range in words)."""
+        K, k = self.num_beams, "-1 (off) or the number of other ids"
+        several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
+        alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
         # Logits divided by a temperature below 1e-6 could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
@@ -97,81 +97,60 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("repetition_penalty", 0 < self.repetition_penalty < INF, "above 0 (1 is off)"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"),
-            *[(name, all(map(is_id, getattr(self, name))), "ids from 0 up") for name in ID_LISTS],
+            *((name, min(getattr(self, name), default=0) >= 0, "ids from 0 up") for name in ID_LISTS),
             ("n", self.n >= 1, "at least 1"),
             ("best_of", self.best_of == 0 or self.best_of >= self.n, f"0 (as n) or at least n={self.n}"),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
-            ("num_beams", self.num_beams >= 1, "at least 1"),
+            ("num_beams", K >= 1, "at least 1"),
             ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
             ("early_stopping", self.early_stopping in ("false", "true", "never"), "false, true or never"),
             ("logprobs", self.logprobs >= -1, k),
             ("prompt_logprobs", self.prompt_logprobs >= -1, k),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            ("temperature", not one or self.temperature > 0 or self.n_samples == 1, f"above 0 for {samples}"),
-            ("length_penalty", not one or self.length_penalty == 1, "1 without beam search (num_beams above 1)"),
-            ("early_stopping", not one or self.early_stopping == "false", "false without beam search"),
-            ("temperature", one or self.temperature == 0, f"0 {with_beams}"),
-            ("n", one or self.n <= self.num_beams, f"at most as many {with_beams}"),
-            ("best_of", one or self.best_of == 0, f"0 {with_beams}"),
-            ("logprobs", one or self.logprobs == -1, f"-1 (off) {with_beams}"),
-            ("stop", one or not self.stop, f"empty {with_beams}, which takes stop_token_ids"),
+            ("temperature", K > 1 or self.temperature > 0 or self.n_samples == 1, f"above 0 for {several}"),
+            ("num_beams", K == 1 or alone, "1 unless temperature is 0 and best_of, stop and logprobs are off"),
+            ("n", K == 1 or self.n <= K, f"at most num_beams={K}"),
+            ("length_penalty", K > 1 or self.length_penalty == 1, "1 without beam search (num_beams above 1)"),
+            ("early_stopping", K > 1 or self.early_stopping == "false", "false without beam search"),
         ]
-
-
-def is_id(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 class RowParams:
     """Parameters of the rows of a batch, each a tensor (B, 1), or None if no row uses it."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.params, self.vocab_size, self.device = list(params), vocab_size, device
-        self.banned: Tensor | None = None  # (B, V) bool: never; None if no row has any
-        self.held: Tensor | None = None  # (B, V) bool: not before min_new_tokens
-        for row in range(len(self.params)):
-            self._mask_ids(row)
-        self._fill()
-
-    def set(self, row: int, params: SamplingParams) -> None:
-        """Give row `row` the parameters of another prompt."""
-        self.params[row] = params
-        self._mask_ids(row)
-        self._fill()
-
-    def _mask_ids(self, row: int) -> None:
-        params, V = self.params[row], self.vocab_size
-        for name in ID_LISTS:
-            if any(i >= V for i in getattr(params, name)):
-                raise UserError(f"sample: {name} has id {max(getattr(params, name))}, the model has vocab_size={V}")
-        held = params.stop_ids if params.min_new_tokens else frozenset()
-        if len(held.union(params.banned_ids)) == V:
-            raise UserError(f"sample: banned_ids and the stop ids leave none of the {V} ids of the model")
-        self.banned = self._mask_row(self.banned, row, params.banned_ids)
-        self.held = self._mask_row(self.held, row, held)
-
-    def _mask_row(self, mask: Tensor | None, row: int, ids: Collection[int]) -> Tensor | None:
-        if mask is None and ids:
-            mask = torch.zeros(len(self.params), self.vocab_size, dtype=torch.bool, device=self.device)
-        if mask is not None:
-            mask[row] = False
-            mask[row, torch.tensor(list(ids), dtype=torch.int64, device=self.device)] = True
-        return mask
-
-    def _fill(self) -> None:
-        self.draws = [p.temperature > 0 for p in self.params]
-        self.greedy = torch.tensor([not draws for draws in self.draws], device=self.device)  # (B,)
-        self.min_new_tokens = self._column([p.min_new_tokens for p in self.params], 0)
-        self.repetition = self._column([p.repetition_penalty for p in self.params], 1)
-        self.frequency = self._column([p.frequency_penalty for p in self.params], 0)
-        self.presence = self._column([p.presence_penalty for p in self.params], 0)
-        rows = [p if p.temperature > 0 else SamplingParams() for p in self.params]
+        self.params, self.device = list(params), device
+        held = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
+        for p, ids in zip(params, held, strict=True):
+            for name in ID_LISTS:
+                if max(getattr(p, name), default=-1) >= vocab_size:
+                    raise UserError(f"sample: {name} has id {max(getattr(p, name))}, the model has {vocab_size=}")
+            if len(ids.union(p.banned_ids)) == vocab_size:
+                raise UserError(f"sample: banned_ids and the stop ids leave none of the {vocab_size} ids of the model")
+        self.banned = self._mask([p.banned_ids for p in params], vocab_size)  # never
+        self.held = self._mask(held, vocab_size)  # not before min_new_tokens
+        self.draws = [p.temperature > 0 for p in params]
+        self.greedy = torch.tensor([not draws for draws in self.draws], device=device)  # (B,)
+        self.min_new_tokens = self._column([p.min_new_tokens for p in params], 0)
+        self.repetition = self._column([p.repetition_penalty for p in params], 1)
+        self.frequency = self._column([p.frequency_penalty for p in params], 0)
+        self.presence = self._column([p.presence_penalty for p in params], 0)
+        rows = [p if p.temperature > 0 else SamplingParams() for p in params]
         self.temperature = self._column([float(p.temperature) for p in rows], 1)
-        top_k = [min(p.top_k, self.vocab_size) if p.top_k > 0 else 0 for p in rows]
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else 0 for p in rows]
         self.largest_k, self.top_k = max(top_k), self._column(top_k, 0)
         # 1 - top_p in double precision, as transformers has it; no cumulative probability is -1 or less.
         self.tail = self._column([1 - p.top_p if p.top_p < 1 else -1.0 for p in rows], -1)
         self.min_p = self._column([p.min_p for p in rows], 0)
+
+    def _mask(self, ids_of_rows: list[Collection[int]], vocab_size: int) -> Tensor | None:
+        """Return (B, V) bool: True at these ids of each row; None if there are none."""
+        if not any(ids_of_rows):
+            return None
+        mask = torch.zeros(len(ids_of_rows), vocab_size, dtype=torch.bool, device=self.device)
+        for row, ids in enumerate(ids_of_rows):
+            mask[row, torch.tensor(list(ids), dtype=torch.int64, device=self.device)] = True
+        return mask
 
     def _column(self, values: list, off: float) -> Tensor | None:
         if all(value == off for value in values):
@@ -309,96 +288,71 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 class Beam(NamedTuple):
-    ids: list[int]  # without the prompt, including the stop id if one ended it
+    ids: list[int]  # including the stop id if one ended it
     score: float  # logprob / len(ids)**length_penalty
     logprob: float  # sum of the processed log-probabilities
 
 
 class Beams:
-    """Beam search for B prompts at once, K = num_beams rows each; rows b*K to b*K + K - 1 belong to prompt b.
+    """Beam search for one prompt with K = num_beams rows.
 
-        beams = Beams(prompts, params, limits, vocab_size, device)  # limits: tokens that each prompt may get
-        while not beams.all_ended():
+        beams = Beams(prompt, params, limit, vocab_size, device)  # limit: tokens that a text may get
+        while not beams.ended:
             tokens, parents = beams.advance(logits)  # then copy row parents[i] of the cache to row i, feed tokens[i]
-        ranked = beams.results()
+        beams.finished                               # at most K, the best first
 
-    Processors act on log-probabilities, as in transformers, so repetition_penalty always multiplies. A prompt ends when
-    it has K finished beams and none that runs could get a better score than the worst of them. early_stopping says what
+    Processors act on log-probabilities, as in transformers, so repetition_penalty always multiplies. The search ends
+    with K finished beams if none that runs could get a better score than the worst of them. early_stopping says what
     it could get: "false" its score at its present length, "never" that at its full length if length_penalty favours
     long ones; with "true" K finished beams are enough. One beam would not be greedy search: it may pass over an end.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, limits: Sequence[int], vocab_size: int,
+        self, prompt: Sequence[int], params: SamplingParams, limit: int, vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        B, K = len(prompts), params.num_beams
-        self.params, self.n_out = params, 0
-        self.limits = torch.tensor(limits, device=device)
-        self.divisor_at_limit = torch.tensor([limit**params.length_penalty for limit in limits], device=device).float()
-        self.stop_ids = torch.tensor(sorted(params.stop_ids), dtype=torch.int64, device=device)
-        self.rows = RowParams([params] * (B * K), vocab_size, device)
-        self.prompt = torch.arange(B, device=device).unsqueeze(1)  # x[self.prompt, i (B, N)]: of each prompt its own
-        each = [ids for ids in prompts for _ in range(K)]
-        self.seen = Seen(each, vocab_size, device) if params.has_penalty else None
-        self.ids = torch.full((B, K, max(limits)), -1, device=device)  # -1 = no token yet
-        # -inf = an empty place. All rows of a prompt begin alike, so only the first takes part in the first step.
-        self.sums = torch.full((B, K), -INF, device=device)
-        self.sums[:, 0] = 0
-        self.finished_ids = self.ids.clone()
-        self.finished_scores = torch.full((B, K), -INF, device=device)
-        self.ended = torch.zeros(B, dtype=torch.bool, device=device)
-
-    def all_ended(self) -> bool:
-        """Return whether every prompt has its beams; waits for the device. Further steps change nothing."""
-        return bool(self.ended.all())
+        K = params.num_beams
+        self.params, self.limit, self.n_out = params, limit, 0
+        self.rows = RowParams([params] * K, vocab_size, device)
+        self.seen = Seen([prompt] * K, vocab_size, device) if params.has_penalty else None
+        # All rows begin alike, so only the first takes part in the first step.
+        self.running = [Beam([], 0.0, 0.0 if k == 0 else -INF) for k in range(K)]
+        self.finished: list[Beam] = []
+        self.ended = False
 
     def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (B*K, V) of the model -> tokens (B*K,) int64 and parents (B*K,): the row that each continues."""
-        (B, K), V = self.sums.shape, logits.shape[-1]
+        """logits (K, V) of the model -> tokens (K,) int64 and parents (K,): the row that each continues."""
+        params, (K, V) = self.params, logits.shape
         logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
+        sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
         # Of this many candidates at least K go on, whatever number of the others end with a stop id.
-        width = min(max(2, 1 + len(self.stop_ids)), V) * K
-        sums, flat = (logps.view(B, K, V) + self.sums.unsqueeze(2)).view(B, K * V).topk(width)
-        parents, tokens = flat // V, flat % V  # (B, width), likeliest first
-        ids = self.ids[self.prompt, parents]
-        ids[:, :, self.n_out] = tokens
+        width = min(max(2, 1 + len(params.stop_ids)), V) * K
+        found = (logps + sums.unsqueeze(1)).flatten().topk(width)  # likeliest first
         self.n_out += 1
-        ends = torch.isin(tokens, self.stop_ids) | (self.n_out == self.limits).unsqueeze(1)
-        self._collect(sums, ids, ends)
-        self.sums, go_on = sums.masked_fill(ends, -INF).topk(K)
-        self.ids = ids[self.prompt, go_on]
-        self._mark_ended()
-        tokens = tokens[self.prompt, go_on].flatten()
-        parents = (parents[self.prompt, go_on] + self.prompt * K).flatten()
+        divisor = self.n_out**params.length_penalty
+        go_on: list[tuple[int, Beam]] = []  # with their parents
+        for rank, (total, at) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True)):
+            parent, token = divmod(at, V)
+            ends = token in params.stop_ids or self.n_out == self.limit
+            if (ends and rank < K and total > -INF) or (not ends and len(go_on) < K):
+                beam = Beam([*self.running[parent].ids, token], total / divisor, total)
+                self.finished.append(beam) if ends else go_on.append((parent, beam))
+        self.finished = sorted(self.finished, key=lambda beam: beam.score, reverse=True)[:K]
+        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (K - len(go_on))  # where there are no more texts
+        self.running = [beam for _, beam in go_on]
+        self.ended = self.n_out == self.limit or self._no_better()
+        tokens = torch.tensor([beam.ids[-1] for beam in self.running], device=logits.device)
+        parents = torch.tensor([parent for parent, _ in go_on], device=logits.device)
         if self.seen is not None:
             self.seen.select(parents)
             self.seen.add(tokens)
         return tokens, parents
 
-    def _collect(self, sums: Tensor, ids: Tensor, ends: Tensor) -> None:
-        """Keep the K best of the finished beams and of the candidates that end now, among the K likeliest."""
-        K = self.params.num_beams
-        among_first = torch.arange(ends.shape[1], device=ends.device) < K
-        counts = ends & among_first & ~self.ended.unsqueeze(1)
-        scores = (sums / self.n_out**self.params.length_penalty).masked_fill(~counts, -INF)
-        self.finished_scores, best = torch.cat([self.finished_scores, scores], dim=1).topk(K)
-        self.finished_ids = torch.cat([self.finished_ids, ids], dim=1)[self.prompt, best]
-
-    def _mark_ended(self) -> None:
-        params = self.params
+    def _no_better(self) -> bool:
+        """Return whether no running beam is to replace the worst of K finished ones."""
+        params, best = self.params, self.running[0].logprob
+        if len(self.finished) < params.num_beams:
+            return best == -INF
         hopes_for_length = params.early_stopping == "never" and params.length_penalty > 0
-        divisor = self.divisor_at_limit if hopes_for_length else self.n_out**params.length_penalty
-        worst = self.finished_scores[:, -1]  # -inf while a place is empty
-        self.ended |= (self.sums[:, 0] / divisor <= worst) | (self.n_out == self.limits)
-        if params.early_stopping == "true":
-            self.ended |= worst > -INF
-
-    def results(self) -> list[list[Beam]]:
-        """Return the finished beams of each prompt, best first: K, or fewer if the model has fewer such texts."""
-        ranked, power = [], self.params.length_penalty
-        for rows, scores in zip(self.finished_ids.tolist(), self.finished_scores.tolist(), strict=True):
-            texts = [[i for i in row if i >= 0] for row in rows]
-            beams = [Beam(ids, score, score * len(ids) ** power) for ids, score in zip(texts, scores, strict=True)]
-            ranked.append([beam for beam in beams if beam.score > -INF])
-        return ranked
+        length = self.limit if hopes_for_length else self.n_out
+        return params.early_stopping == "true" or best / length**params.length_penalty <= self.finished[-1].score

@@ -27,15 +27,18 @@ def llama():
 
 
 @torch.no_grad()
-def search(llama, prompts: list[list[int]], params: SamplingParams, limits: list[int] | None = None, extra: int = 0):
-    """Every step recomputes the whole of every row; rows are put together from tokens and parents alone."""
-    beams = Beams(prompts, params, limits or [params.max_new_tokens] * len(prompts), V)
-    rows = [list(ids) for ids in prompts for _ in range(params.num_beams)]
-    while not beams.all_ended() or extra > 0:
-        extra -= beams.all_ended()
-        tokens, parents = beams.advance(last_logits(llama, rows))
-        rows = [rows[p] + [t] for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
-    return beams.results()
+def search(llama, prompts: list[list[int]], params: SamplingParams, limits: list[int] | None = None):
+    """The finished beams of each prompt. Every step recomputes the whole of every row; rows are put together from
+    tokens and parents alone."""
+    found = []
+    for prompt, limit in zip(prompts, limits or [params.max_new_tokens] * len(prompts), strict=True):
+        beams = Beams(prompt, params, limit, V)
+        rows = [list(prompt) for _ in range(params.num_beams)]
+        while not beams.ended:
+            tokens, parents = beams.advance(last_logits(llama, rows))
+            rows = [rows[p] + [t] for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+        found.append(beams.finished)
+    return found
 
 
 def last_logits(llama, rows: list[list[int]]) -> torch.Tensor:
@@ -77,7 +80,7 @@ def beam_params(**changes) -> SamplingParams:
 
 @pytest.mark.parametrize("early_stopping", ["false", "true", "never"])
 def test_sequences_and_scores_equal_transformers(llama, early_stopping):
-    """Four prompts of different lengths in one search; transformers does them one by one."""
+    """Four prompts of different lengths."""
     lengths = set()
     for length_penalty in (-1.0, 0.0, 1.0, 2.5):
         for eos in ({1}, {2, 6, 13}):
@@ -127,12 +130,6 @@ def test_each_prompt_has_its_own_limit(llama):
         assert_same(got, theirs(llama, prompt, params, limit), limit)
 
 
-def test_steps_after_the_end_change_nothing(llama):
-    params = beam_params(max_new_tokens=N_NEW, early_stopping="true", eos_ids=frozenset({6, 13, 2, 9}))
-    alone = [search(llama, [prompt], params)[0] for prompt in PROMPTS]
-    assert search(llama, PROMPTS, params) == alone
-
-
 def test_frequency_and_presence_penalties_by_their_scores(llama):
     """transformers has none: the sum of penalized log-probabilities, recomputed along each result."""
     params = beam_params(frequency_penalty=0.7, presence_penalty=0.3, length_penalty=0.5)
@@ -162,11 +159,11 @@ def test_one_beam_is_greedy(llama):
 
 def table_search(table: torch.Tensor, params: SamplingParams) -> list[Beam]:
     """table (steps, W, W): logits of the next id after each id, at each step; the prompt is [0]."""
-    beams = Beams([[0]], params, [params.max_new_tokens], table.shape[1])
+    beams = Beams([0], params, params.max_new_tokens, table.shape[1])
     last = torch.zeros(params.num_beams, dtype=torch.int64)
-    while not beams.all_ended():
+    while not beams.ended:
         last, _ = beams.advance(table[beams.n_out, last])
-    return beams.results()[0]
+    return beams.finished
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
@@ -228,6 +225,6 @@ def test_fewer_texts_than_beams():
 
 
 def test_no_results_before_any_beam_has_finished():
-    beams = Beams([[0]], SamplingParams(temperature=0, num_beams=2), [5], 3)
+    beams = Beams([0], SamplingParams(temperature=0, num_beams=2), 5, 3)
     beams.advance(torch.zeros(2, 3))
-    assert beams.results() == [[]] and not beams.all_ended()
+    assert beams.finished == [] and not beams.ended

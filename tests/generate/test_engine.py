@@ -13,8 +13,8 @@ from test_model import as_transformers, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
 from groundup.generate import engine
-from groundup.generate.completion import Text, begin_prompt, never_sampled
-from groundup.generate.engine import Session, generate, generate_each, stream
+from groundup.generate.completion import Text, begin_prompt, check, never_sampled
+from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
@@ -193,7 +193,7 @@ def test_batches_and_continuous_batches_equal_one_by_one(net, batch_size):
 
 
 def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
-    texts, params = mixed_requests()
+    texts, params = mixed_requests()[0], SamplingParams(max_new_tokens=20, top_k=40, n=2, seed=7)
     want = generate(net, None, texts, params)
     taken = []
 
@@ -240,7 +240,7 @@ def test_untouched_by_dropout_documents_and_training_and_leaves_all_alone():
     torch.manual_seed(99)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     names = {name: p.data_ptr() for name, p in net.named_parameters()}
-    tokens = stream(net, None, texts, params)
+    tokens = Engine(net, None, rows=1).stream(texts[0], params)
     next(tokens)
     assert torch.is_grad_enabled() and all(module.training for module in net.modules())
     assert ids_of(generate(net, None, texts, params, 1)) == ids_of(generate(without, None, texts, params))
@@ -352,9 +352,9 @@ def test_stop_wins_over_length_and_waits_for_min_new_tokens(net):
     stop = frozenset({free[-1]})
     end = free.index(free[-1]) + 1
     params = SamplingParams(max_new_tokens=end, temperature=0, eos_ids=stop)
-    tokens = list(stream(net, None, [ids], params))
+    tokens = list(Engine(net, None, rows=1).stream(ids, params))
     assert [token.finish for token in tokens] == [""] * (end - 1) + ["stop"]
-    tokens = list(stream(net, None, [ids], dataclasses.replace(params, ignore_eos=True)))
+    tokens = list(Engine(net, None, rows=1).stream(ids, dataclasses.replace(params, ignore_eos=True)))
     assert [token.finish for token in tokens] == [""] * (end - 1) + ["length"]
     later = generate(net, None, [ids], dataclasses.replace(params, max_new_tokens=40, min_new_tokens=end + 3))
     assert len(only(later)[0]) > end + 3 and stop.isdisjoint(only(later)[0][: end + 3])
@@ -460,8 +460,10 @@ def test_texts_of_a_model_with_stop_strings(tokenizer):
     params = SamplingParams(max_new_tokens=40, stop=("e", " t"), n=3, eos_ids=tokenizer.stop_ids)
     results = generate(net, tokenizer, texts, params, batch_size=4)
     shown = {}
-    for token in stream(net, tokenizer, texts, params, batch_size=4):
-        shown[token.prompt, token.sample] = shown.get((token.prompt, token.sample), "") + token.text
+    requests = [check(i, ids, params, net.cfg, tokenizer) for i, ids in enumerate(texts)]
+    for sample, token in Engine(net, tokenizer, rows=4).run(requests):
+        key = sample.request.index, sample.index
+        shown[key] = shown.get(key, "") + token.text
     reasons = set()
     for (i, result), s in itertools.product(enumerate(results), range(3)):
         done = result.completions[s]
@@ -527,7 +529,7 @@ def test_best_of_returns_the_likeliest(net, by):
 # ---- beam search ----------------------------------------------------------------------------------------------------
 
 
-def test_beams_in_batches_and_beside_samples_equal_transformers(net):
+def test_beams_beside_samples_equal_transformers(net):
     hf = as_transformers(net)
     texts = [prompt(n, seed=n) for n in (9, 1, 20)]
     beams = SamplingParams(max_new_tokens=12, temperature=0, num_beams=3, n=2, eos_ids=frozenset({4, 9, 33}))
@@ -543,14 +545,12 @@ def test_beams_in_batches_and_beside_samples_equal_transformers(net):
             assert done.ids == row[len(ids) : len(ids) + len(done.ids)].tolist()
             assert done.cumulative_logprob / len(done.ids) == pytest.approx(score.item(), abs=1e-4)
             assert done.finish_reason == ("stop" if done.ids[-1] in (4, 9, 33) else "length")
-    with pytest.raises(UserError, match="num_beams=3 cannot stream"):
-        stream(net, None, texts, beams)
 
 
-# ---- sessions -------------------------------------------------------------------------------------------------------
+# ---- one text after another ------------------------------------------------------------------------------------------
 
 
-def test_a_session_reads_only_what_is_new(monkeypatch):
+def test_a_stream_reads_only_what_is_new(monkeypatch):
     net = random_model(tiny_config())
     read = []
     whole = engine.Engine.read_piece
@@ -561,7 +561,7 @@ def test_a_session_reads_only_what_is_new(monkeypatch):
 
     monkeypatch.setattr(engine.Engine, "read_piece", watched)
     params = SamplingParams(max_new_tokens=6, temperature=0)
-    session, text = Session(net, None), prompt(9)
+    session, text = Engine(net, None, rows=1), prompt(9)
     answer = [token.id for token in session.stream(text, params)]
     assert answer == greedy_without_cache(net, text, 6)
     longer = text + answer + prompt(5, seed=8)
@@ -585,7 +585,7 @@ def test_a_session_reads_only_what_is_new(monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ([], ["no prompt"]),
+        ([], ["0 prompts"]),
         ([[1], []], ["prompt 1", "no tokens", "<|endoftext|>"]),
         ([[1] * 65], ["prompt 0", "65 tokens", "64"]),
         ([[1], [2, 97]], ["prompt 1", "token id 97", "vocab_size=97"]),
@@ -604,12 +604,8 @@ def test_impossible_prompts_are_one_line(net, prompts, words):
 
 
 def test_impossible_calls_are_one_line(net, monkeypatch):
-    with pytest.raises(UserError, match="2 prompts with 1 sets"):
+    with pytest.raises(UserError, match="2 prompts, 1 sets"):
         generate(net, None, [[1], [2]], [SamplingParams()])
-    with pytest.raises(UserError, match="batch_size must be at least 1"):
-        generate_each(net, None, [[1]], SamplingParams(), 0)
-    with pytest.raises(UserError, match="best_of=3 cannot stream n=1"):
-        stream(net, None, [[1]], SamplingParams(best_of=3))
     broken = random_model(tiny_config())
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
@@ -619,11 +615,8 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     for prompt in ("ab", 7, torch.tensor([1, 2]), [1, "a"]):
         with pytest.raises(UserError, match="must be a list of token ids"):
             generate(net, None, [prompt], SamplingParams())
-    with pytest.raises(UserError, match="batch_size must be 0"):
+    with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
-    with pytest.raises(UserError, match="more prompts than sets of parameters"):
-        list(generate_each(net, None, [[1], [2], [3]], [SamplingParams(max_new_tokens=1)] * 2, 2))
-    assert len(list(generate_each(net, None, [[1], [2]], [SamplingParams(max_new_tokens=1)] * 2, 2))) == 2
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
     engine.compiled_step.cache_clear()
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
