@@ -9,7 +9,6 @@ an answer, its <|im_end|> included, with what it was at the beginning: the refer
 into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
 """
 
-import copy
 import math
 import os
 import sys
@@ -22,33 +21,22 @@ import torch
 from torch import Tensor
 
 from configurator import configure
-from groundup.align.losses import (  # fmt: skip
-    METRICS,
-    REFERENCE_FREE,
-    about_reference,
-    check_losses,
-    compute_reference,
-    losses_and_metrics,
-    open_reference,
-    pair_logps,
-    reference_logps,
-    save_reference,
-)
+from groundup.align import losses as preference
+from groundup.align.losses import METRICS, REFERENCE_FREE, losses_and_metrics, pair_logps
 from groundup.demo import debug_data
-from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, frozen_base, load_start, open_base
-from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable, trainable_table
+from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.plan import flops_per_token
 from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
-from model import ModelConfig, Transformer
+from model import Transformer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
@@ -63,8 +51,7 @@ label_smoothing = 0.0  # cdpo, robust: the share of pairs that are thought to be
 gamma = 0.5  # simpo: the margin by which the chosen answer should win
 nll_weight = 0.0  # adds this times the chosen answer's loss per token, which keeps it likely; 0.1 to 1 is usual
 nll_prompt = False  # that loss, and orpo's, over the prompt too
-reference = "precomputed"  # precomputed | model (a second one, in memory) | adapter_off (trainable='lora')
-reference_file = ""  # precomputed log-probabilities of another run; "" = out_dir/reference.safetensors
+reference = "precomputed"  # precomputed | adapter_off (trainable='lora': computed in each step)
 lora_dropout = 0.0  # on the input of the adapters
 dropout = 0.0  # above 0 the log-ratios are noise from the first step on
 # data
@@ -82,39 +69,17 @@ warmup_fraction = 0.1
 eval_steps = 50  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
 
 # These decide which pairs a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
-DATA_DEFAULTS = {"max_epochs": max_epochs}
-# Made by the script, to try it without anything prepared.
-DEBUG_DATA = "data/debug/dpo.jsonl"
+DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction", "max_epochs")
+DEBUG_DATA = "data/debug/dpo.jsonl"  # made by the script, to try it without anything prepared
 
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config)
-    check_losses(config)
-    run.check_choice(config, "reference", ("precomputed", "model", "adapter_off"))
-    for key in ("max_steps", "val_fraction", "total_batch_pairs"):
-        run.check_least(config, key, 0)
-    if config["reference"] == "adapter_off" and config["trainable"].strip() != "lora":
-        raise UserError(f"config: reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    run.check_config(config, choices={"reference": ("precomputed", "adapter_off")})
+    preference.check_losses(config)
+    other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"
+    run.refuse(other, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
-
-
-def plan(
-    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float, epochs: str
-) -> str:
-    """Return what this run will take at most, as text: parameters, steps, `epochs` of the data, memory, time."""
-    trained = trainable_table(cfg, config["trainable"], adapters_of(config))
-    rows = config | {"batch_size": 2 * config["batch_size"]}
-    twice = config["reference"] == "model" and config["loss"] not in REFERENCE_FREE
-    reference = {"reference": 4 * parameter_table(cfg)["total"]} if twice else {}
-    memory = memory_plan.memory_parts(cfg, rows, trained, False, world_size, device, dtype, reference)
-    batch = f"{config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps, {epochs}"
-    tokens = 2 * config["total_batch_pairs"] * config["max_steps"] * config["block_size"]
-    flops = tokens * flops_per_token(cfg, config["block_size"])
-    return memory_plan.describe(trained, config["trainable"], batch, memory, flops, world_size, peak, "below ")
 
 
 @torch.no_grad()
@@ -145,11 +110,10 @@ def evaluate(
 
 
 def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
-    log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
     parts += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
     parts += [f"rejected {scores['logps/rejected']:.2f} nats"]
-    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
+    log.report(step, scores, parts)
 
 
 if __name__ == "__main__":
@@ -164,52 +128,48 @@ if __name__ == "__main__":
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
-    if not corpus.val:
-        raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
+    run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
     n_train = sum(pairs.n_rows for pairs in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    order |= {"max_epochs": max_epochs} if max_epochs else {}
     kind = "none" if loss in REFERENCE_FREE else reference
-    if source and kind in ("model", "precomputed"):  # a resumed run must be compared with the same weights
+    if source and kind == "precomputed":  # a resumed run must be compared with the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
         passes, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
-        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak, passes)
+        batch, rows = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {passes}", 2 * pairs_per_step * max_steps
+        size = cfg, config | {"batch_size": 2 * batch_size}, batch, rows * block_size, world_size
+        text = memory_plan.describe(*size, torch_device, torch_dtype, peak, note="below ")
         print("\n".join([*corpus.report(), text, *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order, DATA_DEFAULTS)
-    reference_path = Path(reference_file or f"{out_dir}/reference.safetensors")
-    table, about = None, {}
+    resumed = run.find_checkpoint(config, cfg, order)
+    reference_path, table, about = Path(out_dir, "reference.safetensors"), None, {}
     if kind == "precomputed":
-        about = about_reference(source, config, cfg, corpus, str(torch_dtype))
-        if reference_file or resume != "never":  # else what is there is about to be deleted
-            table = open_reference(reference_path, about, corpus.n_pairs)
+        about = preference.about_reference(source, config, cfg, corpus, str(torch_dtype))
+        if resume != "never":  # else what is there is about to be deleted
+            table = preference.open_reference(reference_path, about, corpus.n_pairs)
 
-    # ---- processes, model, reference, optimizer, state
+    # ---- processes, model, optimizer, reference, state
     stop_signal = StopSignal()
     world = run.join(config, order | about, resumed.step, torch_device, torch_dtype)
     accum_steps = pairs_per_step // (batch_size * world_size)
     must_compute = ranks.any_rank(kind == "precomputed" and table is None)
     seed_everything(seed)
     raw_model = Transformer(cfg)
-    if source and (must_compute or kind == "model" or not resumed.path):
+    if source and (must_compute or not resumed.path):
         load_start(raw_model, source, n_known)
-    first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device) if kind == "model" else raw_model
-    if compile and kind == "model":
-        run.compile_blocks(first_model)
     set_trainable(raw_model, trainable, adapters_of(config))
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     if must_compute:
-        table = compute_reference(model, corpus, batch_size, world, torch_device, torch_dtype)
+        table = preference.compute_reference(model, corpus, batch_size, world, torch_device, torch_dtype)
     skipped = run.start(parts, resumed, given, __file__)
     if must_compute and world.is_main:
-        save_reference(reference_path, table, about)
+        preference.save_reference(reference_path, table, about)
     table = None if table is None else table.to(torch_device)
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
@@ -226,7 +186,7 @@ if __name__ == "__main__":
             return torch.zeros(2, len(batch.number), device=torch_device)
         if kind == "precomputed":
             return table[batch.number].T
-        return reference_logps(first_model, batch, torch_device, torch_dtype)
+        return preference.reference_logps(model, batch, torch_device, torch_dtype)
 
     def evaluate_now(step: int) -> None:
         """Log all scores and rank the checkpoint of this step by its validation loss."""
@@ -266,15 +226,11 @@ if __name__ == "__main__":
             seconds = time.perf_counter() - mark_time  # this clock is true
             tokens_per_s = ranks.all_reduce_sum(n_tokens_seen).item() / seconds
             metrics = dict(zip(METRICS, means, strict=True))
-            values = {
-                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-                "epoch": float(mixture.epochs(step * pairs_per_step).max()),
-                "pairs_per_s": (step - mark_step) * pairs_per_step / seconds,
-                "accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"],
-            }  # fmt: skip
-            log.train(step, values | metrics, seconds / (step - mark_step))
+            shown = {"accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"]}
+            values = {"loss": mean_loss, "epoch": float(mixture.epochs(step * pairs_per_step).max())} | shown | metrics
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds
+            log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
                 run.stop_not_finite(parts, log, step, int(skipped[1]), sums[0], batches)
             mark_time, mark_step = time.perf_counter(), step

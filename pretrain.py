@@ -28,9 +28,9 @@ from groundup.tokens.mixture import parse_data_dir
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start
-from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
+from groundup.train.device import autocast, peak_flops, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable, trainable_table
+from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.settings import *  # noqa: F403
@@ -76,19 +76,17 @@ weight_decay = 0.1
 eval_every = 250
 eval_steps = 50  # batches of batch_size windows, over all ranks; 0 = the whole validation split
 stop_after = 0  # stop when so many evaluations in a row have not been better; 0 = never
-stop_on = ""  # by which loss, for `best` too: a name behind val_loss/ in the log (a source, one of val_data); "" = all
 sample_prompts = ""  # continued at each evaluation; several separated by |
 
 ARCHITECTURE = [f.name for f in dataclasses.fields(ModelConfig) if f.name in globals()]
 DEFAULTS = {key: globals()[key] for key in ARCHITECTURE}
 # These decide which tokens a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_tokens")
-DATA_DEFAULTS = {"max_epochs": max_epochs}
+DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "max_epochs")
 
 
 def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
-    """Return that of the checkpoint `source`, with rows for all token ids, or without one that of the settings. Raise
-    UserError where they or the tokenizer disagree."""
+    """Return the architecture of the checkpoint `source`, with rows for all token ids; without one, that of the
+    settings. Raise UserError where they or the tokenizer disagree."""
     given = {key: config[key] for key in ARCHITECTURE}
     if source is None:
         cfg = ModelConfig(**given | {"vocab_size": given["vocab_size"] or token_vocab})
@@ -106,9 +104,7 @@ def choose_architecture(config: dict, source: Path | None, token_vocab: int) -> 
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the tokens per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config)
-    run.check_least(config, "max_steps", 1)
-    run.check_least(config, "stop_after", 0)
+    run.check_config(config, {"max_steps": 1, "stop_after": 0})
     return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
 
 
@@ -117,20 +113,18 @@ def plan(
     peak: float, epochs: str,
 ) -> str:  # fmt: skip
     """Return what this run will take, as text: parameters, tokens, `epochs` of the data, FLOPs, memory, time."""
-    params, trained = parameter_table(cfg), trainable_table(cfg, config["trainable"], adapters_of(config))
     step_tokens, B, T = config["total_batch_tokens"], config["batch_size"], config["block_size"]
-    tokens, flops = step_tokens * config["max_steps"], flops_per_token(cfg, T)
-    memory = memory_plan.memory_parts(cfg, config, trained, config["doc_mask"], world_size, device, dtype)
+    params, tokens, flops = parameter_table(cfg), step_tokens * config["max_steps"], flops_per_token(cfg, T)
     micro = f"{B} sequences x {T} tokens x {step_tokens // (B * T * world_size)} micro-steps x {world_size} ranks"
-    lines = [
+    batch = f"{step_tokens:,} tokens per step = {micro}"
+    shared = memory_plan.describe(cfg, config, batch, tokens, world_size, device, dtype, peak, config["doc_mask"])
+    return "\n".join([
+        shared,
         "of these    " + ", ".join(f"{part} {n:,}" for part, n in params.items() if n and part != "total"),
         f"tokens      {tokens:,} in {config['max_steps']:,} steps, {tokens / params['total']:.1f} per parameter"
         + (f", {epochs}" if epochs else ""),
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
-    ]
-    batch = f"{step_tokens:,} tokens per step = {micro}"
-    text = memory_plan.describe(trained, config["trainable"], batch, memory, tokens * flops, world_size, peak)
-    return "\n".join([text, *lines])
+    ])  # fmt: skip
 
 
 @torch.no_grad()
@@ -159,24 +153,19 @@ def evaluate(
 
 
 def report_evaluation(log: RunLog, step: int, losses: dict, samples: list[str]) -> None:
-    log.write("eval", step, losses)
     sources = [key.partition("/")[2] for key in losses if key.startswith("val_loss/")]
     parts = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
     parts += [f"{name} {losses[f'val_loss/{name}']:.4f}, {losses[f'val_bpb/{name}']:.4f}" for name in sources]
-    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
-    for text in samples:
-        log.print(f"    {text!r}")
+    log.report(step, losses, parts, [f"    {text!r}" for text in samples])
 
 
 def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: int) -> list[str]:
     """Return continuations of the prompts (separated by |), drawn with the same random numbers at each evaluation."""
     ids = [begin_prompt(tokenizer, prompt) for prompt in prompts.split("|") if prompt]
-    if not ids:
-        return []
     how = {"max_new_tokens": 64, "temperature": 0.8, "top_p": 0.95, "eos_ids": tokenizer.stop_ids}
     how["banned_ids"] = never_sampled(tokenizer, model.cfg.vocab_size)
     each = [SamplingParams(**how, seed=seed + i) for i in range(len(ids))]
-    results = generate(model, None, ids, each)
+    results = generate(model, None, ids, each) if ids else []
     return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
 
@@ -199,8 +188,6 @@ if __name__ == "__main__":
         if path.name == "debug" and not path.exists():
             debug_data.make_debug_data(path)
     corpus = TextCorpus(data_dir, block_size, pack, val_data)
-    unknown = stop_on and (stop_on not in corpus.val or len(corpus.val) == 1)
-    run.refuse(unknown, f"stop_on={stop_on!r} is no loss of its own in the log; it has {', '.join(corpus.val)}")
     tokenizer = Tokenizer.load(corpus.dir)
     corpus.train[0].check_tokenizer(tokenizer.fingerprint())
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
@@ -208,15 +195,12 @@ if __name__ == "__main__":
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
     check_trainable(config, source, tokenizer.vocab_size - n_known)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * rows_per_step)
         print("\n".join([describe(cfg, epochs=epochs), *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order, DATA_DEFAULTS)
-    if keep_best and (was := resumed.state.get("config", {}).get("stop_on", stop_on)) != stop_on:
-        raise UserError(f"config: {out_dir} ranked its best by stop_on={was!r}, not {stop_on!r}; or keep_best=0")
+    resumed = run.find_checkpoint(config, cfg, order)
 
     # ---- processes, model, optimizer, state
     stop_signal = StopSignal()
@@ -241,18 +225,17 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
     save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
-    watched = f"val_loss/{stop_on}" if stop_on else "val_loss"
 
     def evaluate_now(step: int) -> float:
         """Log validation losses and samples, rank the checkpoint of this step by its loss, and return it."""
         losses = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
         report_evaluation(log, step, losses, sample_texts(raw_model, tokenizer, sample_prompts, seed))
-        run.rank(parts, step, losses[watched], config, log)
-        return losses[watched]
+        run.rank(parts, step, losses["val_loss"], config, log)
+        return losses["val_loss"]
 
     def evaluations_since_best() -> int:
         """Return how many in a row have not been better, the same on all ranks."""
-        return int(ranks.all_reduce_sum(torch.tensor(float(log.since_best(watched)))).item())
+        return int(ranks.all_reduce_sum(torch.tensor(float(log.since_best()))).item())
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -287,14 +270,9 @@ if __name__ == "__main__":
             mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
             step_s = (time.perf_counter() - mark_time) / (step - mark_step)  # this clock is true
             tokens_per_s = tokens_per_step / step_s
-            values = {
-                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
-                "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-            }  # fmt: skip
-            values |= corpus.tokens_seen(mixture, step * rows_per_step)
-            log.train(step, values, step_s)
+            values = {"loss": mean_loss, "tokens": step * tokens_per_step}
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            log.train(step, values | corpus.tokens_seen(mixture, step * rows_per_step), step_s)
             if skipped[1] >= max_skipped:
                 run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step
@@ -315,7 +293,7 @@ if __name__ == "__main__":
         if stopping or ended:
             break
 
-    why = f"no better {watched} in {stop_after} evaluations" if ended else ""
+    why = f"no better val_loss in {stop_after} evaluations" if ended else ""
     if ended:
         log.print(f"{why}: that is the end")
-    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches, watched, why)
+    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches, why)

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,21 +22,19 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.demo import debug_data
-from groundup.errors import UserError
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, frozen_base, open_base
-from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable, trainable_table
+from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.plan import flops_per_token
 from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
-from model import ModelConfig
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -69,51 +66,23 @@ learning_rate = 1e-5  # peak; adapters take ten times as much
 eval_steps = 0  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
 
 # These decide which pairs a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction")
-DATA_DEFAULTS = {"max_epochs": max_epochs}
-# Made by the script, to try it without anything prepared.
-DEBUG_DATA = "data/debug/reward.jsonl"
+DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction", "max_epochs")
+DEBUG_DATA = "data/debug/reward.jsonl"  # made by the script, to try it without anything prepared
 
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config)
-    for key in ("max_steps", "val_fraction", "total_batch_pairs", "center", "margin_scale"):
-        run.check_least(config, key, 0)
-    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    run.check_config(config, {"center": 0, "margin_scale": 0})
     return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
 
 
-def flops_of(cfg: ModelConfig, T: int) -> float:
-    """Return FLOPs per token of a model without a head."""
-    return flops_per_token(cfg, T) - 6 * cfg.vocab_size * cfg.n_embd
-
-
-def plan(
-    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float
-) -> str:
-    """Return what this run will take at most, as text: parameters, steps, memory by part, time."""
-    body = replace(cfg, tie_embeddings=True)  # the head is one row
-    trained = trainable_table(body, config["trainable"], adapters_of(config))
-    rows = config | {"batch_size": 2 * config["batch_size"]}
-    memory = memory_plan.memory_parts(body, rows, trained, False, world_size, device, dtype, head=False)
-    counts = {"total": parameter_table(body)["total"] + cfg.n_embd, "trainable": trained["trainable"] + cfg.n_embd}
-    batch = f"{config['total_batch_pairs']} pairs per step, {config['max_steps']:,} steps"
-    tokens = 2 * config["total_batch_pairs"] * config["block_size"] * config["max_steps"]
-    flops = tokens * flops_of(cfg, config["block_size"])
-    return memory_plan.describe(counts, config["trainable"], batch, memory, flops, world_size, peak, "at most ")
-
-
 def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
-    log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['accuracy']:.1f}%"]
     parts += [f"longer wins {100 * scores['longer_wins']:.1f}%", f"ece {scores['ece']:.3f}"]
     parts += [f"margin {scores['margin']:.3f}", f"correlation with length {scores['length_correlation']:.2f}"]
-    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
     names = [name for name in reward_model.LENGTH_BUCKETS if scores[f"pairs/{name}"]]
     shown = (f"{name} {100 * scores[f'accuracy/{name}']:.1f}% of {scores[f'pairs/{name}']}" for name in names)
-    log.print("    accuracy by length: " + ", ".join(shown))
+    log.report(step, scores, parts, ["    accuracy by length: " + ", ".join(shown)])
 
 
 def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
@@ -146,20 +115,20 @@ if __name__ == "__main__":
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
-    if not corpus.val:
-        raise UserError("config: no pair is held out for validation; raise val_fraction or give val_data")
+    run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
     n_pairs = sum(pairs.n_rows for pairs in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
-        text = plan(cfg, config, world_size, torch_device, torch_dtype, peak)
+        batch, rows = f"{pairs_per_step} pairs per step, {max_steps:,} steps", 2 * pairs_per_step * max_steps
+        size = cfg, config | {"batch_size": 2 * batch_size}, batch, rows * block_size, world_size
+        text = memory_plan.describe(*size, torch_device, torch_dtype, peak, head=False, note="at most ")
         print("\n".join([*corpus.report(), text]), flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order, DATA_DEFAULTS)
+    resumed = run.find_checkpoint(config, cfg, order)
 
     # ---- processes, model, optimizer, state
     stop_signal = StopSignal()
@@ -224,13 +193,11 @@ if __name__ == "__main__":
             means = (ranks.all_reduce_sum(sums) / pairs_per_step).tolist()  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
             tokens_per_s = ranks.all_reduce_sum(seen).item() / seconds
-            values = {
-                "loss": means[0], "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_of(cfg, block_size) / peak / world_size,
-                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-                "epoch": float(mixture.epochs(step * pairs_per_step).max()), "accuracy": means[1], "margin": means[2],
-                "reward": means[3], "pairs_per_s": (step - mark_step) * pairs_per_step / seconds,
-            }  # fmt: skip
+            values = dict(zip(("loss", "accuracy", "margin", "reward"), means, strict=True))
+            flops = flops_per_token(cfg, block_size, head=False)
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
+            values["epoch"] = float(mixture.epochs(step * pairs_per_step).max())
+            values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
                 run.stop_not_finite(parts, log, step, int(skipped[1]), mine, batches)

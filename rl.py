@@ -23,15 +23,16 @@ from torch import Tensor
 
 from configurator import configure
 from groundup.align import policy_gradient as pg
-from groundup.align import rl_plan, rollouts
-from groundup.align.critic import critic_state, estimate_advantages, find_critic, make_critic, values_of
+from groundup.align import rollouts
+from groundup.align.critic import critic_state, estimate_advantages, make_critic, values_of
+from groundup.align.reward_model import find_model
 from groundup.align.rewards import Rewards
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train.base import adapters_of, frozen_base, load_start, open_base
-from groundup.train.device import peak_flops, peak_memory_gib, seed_everything
+from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import adapters_off, set_trainable
 from groundup.train.optim import learning_rate_at
@@ -60,14 +61,13 @@ filter_groups = 0  # grpo: replace groups with equal rewards by groups of other 
 draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 32 is faster on CPUs
 # algorithm
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
-loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | bnpo | dr_grpo (see normalise)
+loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | dr_grpo (see normalise)
 scale_rewards = "none"  # grpo: divide advantages by the standard deviation of: none | group
 clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low
 clip_high = 0.2  # and above at 1 + clip_high
 epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo
 minibatches = 1  # updates per epoch
 kl_coef = 0.04  # weight of the KL divergence from the reference; 0 if the reward cannot be hacked
-kl = "rho_k3"  # grpo: its estimate in the loss, rho_k3 | k2 | k3 (see kl_penalty); ppo: k1, in the rewards
 reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
 # critic, of ppo
 critic_from = ""  # reward model to start from (its head too, unless normalise_rewards); "" = init_from, head of zeros
@@ -98,25 +98,17 @@ DEBUG_DATA = "data/debug/rl.jsonl"  # made by the script, to try it without anyt
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the number of updates per step. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config)
-    for key, allowed in {
-        "algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES, "kl": pg.KL_PENALTIES,
-        "reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask"),
-    }.items():  # fmt: skip
-        run.check_choice(config, key, allowed)
     ppo = config["algorithm"] == "ppo"
     least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
-    least |= dict.fromkeys(("max_steps", "val_fraction", "filter_groups", "draw_batch_size", "kl_coef"), 0)
-    least |= dict.fromkeys(("clip_high", "value_clip", "value_learning_rate", "eval_prompts", "eval_answers"), 0)
-    for key, minimum in (least | {"group_size": 1 if ppo else 2}).items():
-        run.check_least(config, key, minimum)
-    for key in ("clip_low", "gamma", "lam"):
-        run.check_share(config, key)
+    least |= dict.fromkeys(("filter_groups", "draw_batch_size", "kl_coef", "clip_high", "value_clip"), 0)
+    least |= dict.fromkeys(("value_learning_rate", "eval_prompts", "eval_answers"), 0)
+    choices = {"algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES}
+    choices |= {"reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask")}
+    run.check_config(config, least | {"group_size": 1 if ppo else 2}, ("clip_low", "gamma", "lam"), choices)
     for key in ("kl_coef", "unfinished_reward"):
         run.refuse(not math.isfinite(config[key]), f"{key} must be a finite number, got {config[key]}")
-    for key, needed in {"temperature": True, "epochs": not config["max_steps"]}.items():
-        where = " where max_steps is 0" if key == "epochs" else ""
-        run.refuse(needed and not 0 < config[key] < math.inf, f"{key} must be above 0{where}, got {config[key]}")
+    cold = not 0 < config["temperature"] < math.inf
+    run.refuse(cold, f"temperature must be above 0, got {config['temperature']}")
     no_adapters = config["trainable"].strip() != "lora" and config["reference"] == "adapter_off"
     run.refuse(no_adapters, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
     no_reference = config["reference"] == "none" and config["kl_coef"]
@@ -146,7 +138,7 @@ if __name__ == "__main__":
         debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk[:2]} for talk in talks])
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
-    critic_source = find_critic(config, source, tokenizer)
+    critic_source = find_model(critic_from, tokenizer, "critic_from") if critic_from else source
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
     lengths = f"reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens}"
     run.refuse(longest < 1, f"{lengths} leaves no room for a prompt")  # check_config has looked at block_size
@@ -158,11 +150,11 @@ if __name__ == "__main__":
     if source and reference == "model":  # a resumed run must measure its KL to the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
-        print("\n".join(corpus.report()))
-        print(rl_plan.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards), flush=True)
+        text = rollouts.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
+        print("\n".join([*corpus.report(), text]), flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order, {})
+    resumed = run.find_checkpoint(config, cfg, order)
 
     # ---- processes, policy, reference, optimizer, critic, state
     stop_signal = StopSignal()
@@ -193,7 +185,7 @@ if __name__ == "__main__":
     own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "dtype": torch_dtype}
-    draw = partial(rollouts.draw, model, tokenizer, batch_size=rl_plan.rows_at_a_time(config, world_size), **sampling)
+    draw = partial(rollouts.draw, model, tokenizer, batch_size=rollouts.rows_at_a_time(config, world_size), **sampling)
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
     save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
     logps_of = partial(rollouts.answer_logps, temperature=temperature, device=torch_device, dtype=torch_dtype)
@@ -235,7 +227,7 @@ if __name__ == "__main__":
             old = each(lambda batch: logps_of(model, batch)[0]) if n_updates > 1 or critic else None
             if critic:
                 values = each(critic_values)
-                kls = torch.zeros_like(old) if ref is None else pg.kl_estimate(old, ref, "k1")
+                kls = torch.zeros_like(old) if ref is None else old - ref
                 of_rank = learned_rewards[own], kls, values, answers
                 advantages, returns, figures["explained"] = estimate_advantages(*of_rank, kl_coef, gamma, lam)
                 values, returns = values.to(torch_device), returns.to(torch_device)
@@ -255,14 +247,10 @@ if __name__ == "__main__":
             logps, entropies = logps_of(model, batch, with_entropy=epoch == 0)
             before = logps.detach() if old is None else old[batch.place]
             losses, ratios, clipped = pg.policy_losses(logps, before, advantages[batch.place], clip_low, clip_high)
-            kls = before.new_zeros(2, len(before))
-            if ref is not None:
-                kls = torch.stack([pg.kl_estimate(before, ref[batch.place], kind) for kind in ("k1", "k3")])
+            kls = torch.zeros_like(before) if ref is None else before - ref[batch.place]  # for the log
             if kl_coef and not critic:
-                losses = losses + kl_coef * pg.kl_penalty(logps, before, ref[batch.place], kl)
-            loss_of_micro = pg.normalise(
-                losses, batch.row, len(batch.x), loss, n_answers // minibatches, n_tokens, max_new_tokens
-            )
+                losses = losses + kl_coef * pg.kl_penalty(logps, before, ref[batch.place])
+            loss_of_micro = pg.normalise(losses, batch.row, loss, n_answers // minibatches, n_tokens, max_new_tokens)
             scaler.scale(loss_of_micro * world_size).backward()  # ddp averages over ranks
             value_loss = losses.new_zeros(())
             if critic:
@@ -272,7 +260,7 @@ if __name__ == "__main__":
                 value_loss = errors.sum() / max(1, n_tokens)
                 critic.scaler.scale(value_loss * world_size).backward()
             n_learned, n_positions = losses.new_tensor([float(len(losses)), float(batch.x.numel())])
-            added = n_learned, loss_of_micro, value_loss, entropies.sum(), *kls.sum(1), clipped.sum(), n_positions
+            added = n_learned, loss_of_micro, value_loss, entropies.sum(), kls.sum(), clipped.sum(), n_positions
             sums += torch.stack([value.detach().float() for value in added])
             ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
@@ -296,14 +284,10 @@ if __name__ == "__main__":
             tokens_per_s = n_steps * means.pop("positions") / seconds
             # mfu: work of the policy's updates over all the time. Drawing, the critic, and forward passes without
             # gradient (old, reference, rewards) take time and count no work, so it is lower than in other stages.
-            values_now = means | {
-                "kl_coef": kl_coef, "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-                "epoch": float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max()),
-            }  # fmt: skip
-            values_now |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
-            log.train(step, values_now, seconds / n_steps)
+            means |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            means["epoch"] = float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max())
+            means |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
+            log.train(step, means, seconds / n_steps)
             for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
                 if in_a_row >= max_skipped:
                     run.report_save(parts, log)

@@ -5,8 +5,8 @@ python sft.py config/sft.py --init_from=out/demo --data=chat.jsonl              
 torchrun --standalone --nproc_per_node=4 sft.py config/lora.py --init_from=DIR --data='a.jsonl=0.5,b.jsonl=0.5'
 
 It begins with a checkpoint of pretrain.py or any Hugging Face Llama or Qwen3 directory. A row is block_size tokens of
-one or more whole conversations, which do not see each other; the loss is that of the assistants' words and of the
-<|im_end|> behind them, over their number in the whole step.
+one or more whole conversations, which do not see each other; the loss is that of the assistants' words and their
+<|im_end|>, over their number in the whole step.
 """
 
 import math
@@ -21,23 +21,22 @@ import torch
 
 from configurator import configure
 from groundup.demo import debug_data
-from groundup.errors import UserError
 from groundup.generate.completion import never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
+from groundup.train import ranks, run
 from groundup.train.base import adapters_of, frozen_base, load_start, open_base
-from groundup.train.device import autocast, peak_flops, peak_memory_gib, seed_everything
+from groundup.train.device import autocast, peak_flops, seed_everything
 from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable, trainable_table
+from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token
 from groundup.train.settings import *  # noqa: F403
 from groundup.train.signals import StopSignal
-from model import IGNORE, Transformer, cross_entropy, token_scores
+from model import Transformer, cross_entropy, token_scores
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
@@ -68,28 +67,14 @@ eval_new_tokens = 128  # most tokens of such an answer
 sample_prompts = ""  # questions whose answers are printed at each evaluation; several separated by |
 
 # These decide which conversations a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction")
-DATA_DEFAULTS = {"max_epochs": max_epochs}
-FEW_STEPS = 20  # the warm-up and the fall of the learning rate need some
-# Made by the script, to try it without anything prepared.
-DEBUG_DATA = "data/debug/chat.jsonl"
+DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction", "max_epochs")
+DEBUG_DATA = "data/debug/chat.jsonl"  # made by the script, to try it without anything prepared
 
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the tokens per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config)
-    for key in ("max_steps", "neftune_alpha", "eval_answers"):
-        run.check_least(config, key, 0)
-    run.check_share(config, "val_fraction")
-    run.check_least(config, "eval_new_tokens", 1)
-    if not config["max_steps"] and not 0 < config["epochs"] < math.inf:
-        raise UserError(f"config: epochs must be above 0 where max_steps is 0, got {config['epochs']}")
+    run.check_config(config, {"neftune_alpha": 0, "eval_answers": 0, "eval_new_tokens": 1})
     return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
-
-
-def debug_rows(talks: list[list[dict]]) -> list[dict]:
-    """Return rows of questions and answers about Python."""
-    return [{"messages": talk} for talk in talks]
 
 
 def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -129,33 +114,19 @@ def answer(
 ) -> list[tuple[str, bool]]:
     """Return the greedy answer to each conversation, and whether it ends by itself."""
     prompts = [tokenizer.render(messages, add_generation_prompt=True)[0] for messages in conversations]
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids,
-        banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
-    )  # fmt: skip
+    banned = never_sampled(tokenizer, model.cfg.vocab_size)
+    params = SamplingParams(max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids, banned_ids=banned)
     results = generate(model, tokenizer, prompts, params, batch_size=16) if prompts else []
     return [(result.completions[0].text, result.completions[0].finish_reason == "stop") for result in results]
 
 
-def answer_questions(
-    model: Transformer, tokenizer: Tokenizer, questions: list[list[dict]], max_new_tokens: int, world: ranks.World
-) -> float:
-    """Return the fraction of questions whose greedy answer ends by itself; nan without any. The ranks divide them."""
-    mine = answer(model, tokenizer, questions[world.rank :: world.world_size], max_new_tokens)
-    ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
-    return (ended[0] / ended[1]).item()
-
-
 def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[tuple[str, str]]) -> None:
-    log.write("eval", step, scores)
     parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
     parts += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
     parts += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []
     names = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
     parts += [f"{name} {scores[f'val_loss/{name}']:.4f}" for name in names]
-    log.print(f"step {step:6d}/{log.max_steps} | " + " | ".join(parts))
-    for question, text in samples:
-        log.print(f"    {question!r} -> {text!r}")
+    log.report(step, scores, parts, [f"    {question!r} -> {text!r}" for question, text in samples])
 
 
 if __name__ == "__main__":
@@ -168,32 +139,23 @@ if __name__ == "__main__":
 
     # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
     if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), debug_rows)
+        debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk} for talk in talks])
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
-    if not corpus.val:
-        raise UserError("config: no conversation is held out for validation; raise val_fraction or give val_data")
+    run.refuse(not corpus.val, "no conversation is held out for validation; raise val_fraction or give val_data")
     n_rows = sum(rows.n_rows for rows in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    order |= {"max_epochs": max_epochs} if max_epochs else {}
     if rank == 0:
         passes, warnings = corpus.describe(mixture, max_steps * rows_per_step)
-        trained = trainable_table(cfg, trainable, adapters_of(config))
-        memory = memory_plan.memory_parts(cfg, config, trained, pack, world_size, torch_device, torch_dtype)
         batch = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, {passes}"
-        flops = tokens_per_step * max_steps * flops_per_token(cfg, block_size)
-        text = memory_plan.describe(trained, trainable, batch, memory, flops, world_size, peak)
-        if source and block_size > (known := checkpoint.load_config(source).block_size):
-            warnings += [f"warning     {source} was trained on rows of {known} tokens, not of block_size={block_size}"]
-        if max_steps < FEW_STEPS:
-            warnings += [f"warning     only {max_steps} steps; lower total_batch_tokens, or raise epochs or max_steps"]
-        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
+        size = cfg, config, batch, tokens_per_step * max_steps, world_size, torch_device, torch_dtype, peak, pack
+        print("\n".join([*corpus.report(), memory_plan.describe(*size), *warnings]), flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order, DATA_DEFAULTS)
+    resumed = run.find_checkpoint(config, cfg, order)
 
     # ---- processes, model, optimizer, state
     stop_signal = StopSignal()
@@ -224,7 +186,9 @@ if __name__ == "__main__":
     def evaluate_now(step: int) -> None:
         """Log all scores and rank the checkpoint of this step by its validation loss."""
         scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
-        scores["self_stop"] = answer_questions(model, tokenizer, questions, eval_new_tokens, world)
+        mine = answer(model, tokenizer, questions[world.rank :: world_size], eval_new_tokens)
+        ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
+        scores["self_stop"] = (ended[0] / ended[1]).item()  # the fraction that ends by itself; nan without questions
         answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in shown], eval_new_tokens)
         report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(shown, answers, strict=True)])
         run.rank(parts, step, scores["val_loss"], config, log)
@@ -239,7 +203,6 @@ if __name__ == "__main__":
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
         n_targets = batches.valid_tokens(step - 1)  # labels by their weights, over all micro-steps and ranks
         loss_sum = torch.zeros((), device=torch_device)
-        by_source = torch.zeros(len(corpus.names), 2, device=torch_device)  # nats, labels
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
@@ -247,11 +210,10 @@ if __name__ == "__main__":
             n_labels, batch = len(batch.targets), batch.even()
             hidden = label_states(model, batch, torch_device, torch_dtype)
             with autocast(torch_device, torch_dtype):
-                loss, nats = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
+                loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
             loss = loss * (world_size / max(n_targets, 1e-6))  # the loss is a sum; ddp averages over ranks
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
-            by_source.index_add_(0, batch.sources, torch.stack((nats, (batch.targets != IGNORE).float()), dim=1))
             seen += torch.tensor([batch.x.numel(), n_labels])
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
@@ -263,20 +225,11 @@ if __name__ == "__main__":
         if step % log_every == 0 or last or stopping:
             mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
-            ranks.all_reduce_sum(by_source)
             tokens_per_s, labels_per_s = (ranks.all_reduce_sum(seen) / seconds).tolist()
-            values = {
-                "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(),
-                "tokens": step * tokens_per_step, "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops_per_token(cfg, block_size) / peak / world_size,
-                "memory_gib": peak_memory_gib(torch_device), "skipped": int(skipped[0]),
-                "epoch": float(mixture.epochs(step * rows_per_step).max()), "labels_per_s": labels_per_s,
-            }  # fmt: skip
-            if len(corpus.names) > 1:
-                of_sources = zip(corpus.names, by_source.tolist(), strict=True)
-                values |= {f"loss/{name}": nats / n for name, (nats, n) in of_sources if n}
-            values |= corpus.tokens_seen(mixture, step * rows_per_step)
-            log.train(step, values, seconds / (step - mark_step))
+            values = {"loss": mean_loss, "tokens": step * tokens_per_step, "labels_per_s": labels_per_s}
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            values |= {"epoch": float(mixture.epochs(step * rows_per_step).max())}
+            log.train(step, values | corpus.tokens_seen(mixture, step * rows_per_step), seconds / (step - mark_step))
             if skipped[1] >= max_skipped:
                 run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
             mark_time, mark_step = time.perf_counter(), step

@@ -197,7 +197,7 @@ def test_nothing_moves_without_a_learning_rate(run, tmp_path, flags):
     rates = ["--learning_rate=0", "--value_learning_rate=0", "--epochs_per_step=2", "--minibatches=2"]
     assert run(*flags, *rates, "--max_steps=2") == 0
     assert column(tmp_path / "out", "train", "ratio_max") == pytest.approx([1, 1], abs=1e-5)
-    assert column(tmp_path / "out", "train", "kl_k3") == pytest.approx([0, 0], abs=1e-6)
+    assert column(tmp_path / "out", "train", "kl") == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_equal_rewards_teach_nothing(run, tmp_path):
@@ -247,7 +247,7 @@ def test_steps_without_a_finished_answer_change_nothing(run, base, tmp_path, mon
     flags = ["--unfinished=mask", "--max_steps=2", "--eval_prompts=0"]
     assert run(f"--algorithm={algorithm}", *flags) == 0
     out = tmp_path / "out"
-    assert column(out, "train", "kl_coef") == [0.04, 0.04] and column(out, "train", "grad_norm") == [0, 0]
+    assert column(out, "train", "grad_norm") == [0, 0]
     assert column(out, "train", "reward") == column(out, "eval", "reward") == [None, None]
     assert algorithm == "grpo" or column(out, "train", "explained") == [None, None]
     before, after = (load_file(folder / "model.safetensors") for folder in (base / "model", out / "latest"))
@@ -315,8 +315,8 @@ def test_every_kind_of_reference_gives_the_same_run(run, tmp_path):
     for kind in ("model", "adapter_off"):
         flags = ["--trainable=lora", f"--reference={kind}", f"--out_dir={tmp_path / kind}", "--learning_rate=1e-2"]
         assert run(*flags, "--max_steps=4", "--kl_coef=0.1") == 0
-    one, other = (column(tmp_path / kind, "train", "kl_k3") for kind in ("model", "adapter_off"))
-    assert one[-1] > 1e-4 and other == pytest.approx(one, rel=1e-3, abs=1e-6)
+    one, other = (column(tmp_path / kind, "train", "kl") for kind in ("model", "adapter_off"))
+    assert abs(one[-1]) > 1e-4 and other == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
 def test_a_reward_model_and_a_rule_add_up(run, base, tmp_path):
@@ -356,7 +356,7 @@ def test_half_precision_trains(run, tmp_path):
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    for key in ("loss", "grad_norm", "lr", "reward", "kl_answer", "kl_coef", "value_loss"):
+    for key in ("loss", "grad_norm", "lr", "reward", "kl_answer", "value_loss"):
         assert column(a, "train", key) == column(b, "train", key), key
     for key in ("val_loss", "length"):
         assert column(a, "eval", key) == column(b, "eval", key), key
@@ -465,7 +465,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
     """Answers, rewards, updates."""
     flags = [flag for flag in RANK_CASES[name] if not flag.startswith(("--zero1", "--overlap"))]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
-    keys = ["loss", "grad_norm", "reward", "length", "kl_k3", "entropy", "flat_groups", "redrawn", "kl_coef"]
+    keys = ["loss", "grad_norm", "reward", "length", "kl", "entropy", "flat_groups", "redrawn"]
     keys += ["value_loss", "clipped", "ratio_max"] + ["value_norm", "explained"] * name.startswith("ppo")
     for key in keys:
         mine, theirs = (column(out, "train", key) for out in (tmp_path / "out", two_ranks / name))
@@ -497,7 +497,7 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
     )
     flags = ["--max_steps=8", "--resume=must", *RANK_CASES["ppo"]]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
-    for key in ("loss", "value_loss", "reward", "kl_coef", "kl_answer"):
+    for key in ("loss", "value_loss", "reward", "kl_answer"):
         mine, theirs = (column(out, "train", key) for out in (tmp_path / "out", two_ranks / "straight"))
         assert len(mine) == 8 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
 
@@ -512,7 +512,6 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--algorithm=dpo"], "algorithm must be one of"),
         (["--loss=sum"], "loss must be one of"),
-        (["--kl=k1"], "kl must be one of"),
         (["--group_size=1"], "group_size must be at least 2"),
         (["--temperature=0"], "temperature must be above 0"),
         (["--minibatches=3"], "minibatches=3 must divide"),
@@ -607,9 +606,8 @@ def test_the_plan_counts_every_model(base, tmp_path, monkeypatch, capsys, algori
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
     n_params = sum(p.numel() for p in checkpoint.load_model(base / "model").parameters())
     assert f"reference {4 * n_params / 2**20:,.0f} MiB" in line and "reward models" in line
-    assert (f"critic {16 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
+    assert (f"critic {28 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")  # and its copy to save from
     assert f" copy to save {12 * n_params / 2**20:,.0f} MiB" in line
-    assert (f"critic's copy to save from {12 * n_params / 2**20:,.0f} MiB" in line) == (algorithm == "ppo")
     assert not (tmp_path / "out").exists()
 
 

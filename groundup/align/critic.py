@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groundup.align import policy_gradient as pg
 from groundup.align import reward_model
-from groundup.align.reward_model import RewardModel, find_model
+from groundup.align.reward_model import RewardModel
 from groundup.align.rollouts import RolloutBatch, Rollouts
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks, run
@@ -20,11 +20,6 @@ from groundup.train.base import adapters_of, count_known_ids, tuned_architecture
 from groundup.train.device import autocast
 from groundup.train.lora import set_trainable
 from tokenizer import Tokenizer
-
-
-def find_critic(config: dict, source: Path | None, tokenizer: Tokenizer) -> Path | None:
-    """Return the directory of the critic's first weights: critic_from, or those of the policy."""
-    return find_model(config["critic_from"], tokenizer, "critic_from") if config["critic_from"] else source
 
 
 def make_critic(

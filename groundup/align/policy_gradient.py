@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 SCALES = ("none", "group")  # of group_advantages
-KL_ESTIMATORS = ("k1", "k2", "k3")  # of kl_estimate: to log, and k1 in the reward
-KL_PENALTIES = ("rho_k3", "k2", "k3")  # of kl_penalty: in the loss
-NORMALISERS = ("dapo", "grpo", "bnpo", "dr_grpo")  # of normalise
+NORMALISERS = ("dapo", "grpo", "dr_grpo")  # of normalise
 
 # Keeps divisions finite where a standard deviation is nearly 0; trl's values.
 STD_FLOOR = 1e-4
@@ -67,56 +65,33 @@ def policy_losses(
 
 
 def normalise(
-    losses: Tensor, row: Tensor, n_rows: int, how: str, n_answers_all: int, n_tokens_all: int, max_tokens: int
-) -> Tensor:
+    losses: Tensor, row: Tensor, how: str, n_answers_all: int, n_tokens_all: int, max_tokens: int
+) -> Tensor:  # fmt: skip
     """Return this micro-batch's part of the loss of an optimizer step, a scalar; the loss is the sum of all parts over
     micro-batches and ranks.
 
-    losses, row (n,). n_rows: answers in the micro-batch, with those that have no token. n_answers_all, n_tokens_all:
-    of the step, over all ranks. max_tokens: the most that an answer can have.
-    dapo: mean over all tokens (arXiv:2503.14476). grpo: mean over answers of their means (arXiv:2402.03300). dr_grpo:
-    each answer's sum divided by max_tokens, so that no length is preferred (arXiv:2503.20783). bnpo: mean over the
-    micro-batch's tokens, weighted by its share of the answers; the only one that depends on the micro-batches."""
-    assert how in NORMALISERS, how
+    losses, row (n,). n_answers_all, n_tokens_all: of the step, over all ranks. max_tokens: the most that an answer can
+    have. dapo: mean over all tokens (arXiv:2503.14476). grpo: mean over answers of their means (arXiv:2402.03300).
+    dr_grpo: each answer's sum divided by max_tokens, so that no length is preferred (arXiv:2503.20783)."""
     if how == "dapo":
         return losses.sum() / max(1, n_tokens_all)
     if how == "grpo":
         return (losses / row.bincount()[row]).sum() / max(1, n_answers_all)
-    if how == "dr_grpo":
-        return losses.sum() / (max(1, n_answers_all) * max_tokens)
-    return losses.sum() / max(1, len(losses)) * (n_rows / max(1, n_answers_all))
+    assert how == "dr_grpo", how
+    return losses.sum() / (max(1, n_answers_all) * max_tokens)
 
 
 # ---- the distance to the reference -----------------------------------------------------------------------------------
 
 
-def kl_estimate(logps: Tensor, ref: Tensor, kind: str = "k1") -> Tensor:
-    """Return estimates (n,) of KL(policy || ref) from tokens that the policy of logps sampled.
-
-    k1: log-ratio, unbiased, of any sign. k2: half its square, biased. k3: unbiased and never negative. See
-    http://joschu.net/blog/kl-approx.html. For logs and for rewards; a loss needs kl_penalty."""
-    assert kind in KL_ESTIMATORS, kind
-    if kind == "k1":
-        return logps - ref
-    if kind == "k2":
-        return 0.5 * (logps - ref).square()
-    return torch.expm1(ref - logps) - (ref - logps)
-
-
-def kl_penalty(logps: Tensor, old: Tensor, ref: Tensor, kind: str = "rho_k3") -> Tensor:
+def kl_penalty(logps: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     """Return penalties (n,) for the loss: over tokens that `old` sampled, their mean gradient is that of the
     KL(policy || ref) of the next token.
 
-    rho_k3: k3 times the ratio of new to old, with the ratio's gradient. k2: k2 times the same ratio, held fixed. k3:
-    without the ratio, as GRPO was published (arXiv:2402.03300, equation 4); its first gradient is that of KL(ref ||
-    policy). k1 is missing: the mean of its gradient is 0."""
-    assert kind in KL_PENALTIES, kind
-    if kind == "k3":
-        return kl_estimate(logps, ref, "k3")
-    ratio = torch.exp(logps - old)
-    if kind == "k2":
-        return ratio.detach() * kl_estimate(logps, ref, "k2")
-    return ratio * kl_estimate(logps, ref, "k3")
+    It is the estimator k3 (http://joschu.net/blog/kl-approx.html) times the ratio of new to old, with the ratio's
+    gradient. Without the ratio, as GRPO was published (arXiv:2402.03300, equation 4), the first gradient is that of
+    KL(ref || policy)."""
+    return torch.exp(logps - old) * (torch.expm1(ref - logps) - (ref - logps))
 
 
 def last_tokens(row: Tensor) -> Tensor:
@@ -125,7 +100,7 @@ def last_tokens(row: Tensor) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor, row: Tensor, kl_coef: float) -> Tensor:
-    """Return (n,): -kl_coef times each token's KL estimate (k1 of old and ref), and the answer's score at its last.
+    """Return (n,): -kl_coef times each token's KL estimate (old - ref), and the answer's score at its last.
 
     scores (R,), kl, row (n,). arXiv:2203.02155, equation 2."""
     return scores[row].masked_fill(~last_tokens(row), 0.0) - kl_coef * kl

@@ -25,16 +25,20 @@ from torch import Tensor
 from groundup.align.losses import token_logps
 from groundup.align.policy_gradient import flat_groups
 from groundup.align.rewards import Rewards, Rollout
-from groundup.generate.engine import generate
+from groundup.generate.engine import cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import in_each
 from groundup.tokens.conversations import columns_for
 from groundup.tokens.mixture import hash_words
 from groundup.tokens.prompts import Prompt, PromptCorpus
+from groundup.train import plan as memory_plan
 from groundup.train import ranks
+from groundup.train.base import adapters_of
 from groundup.train.device import autocast
 from groundup.train.log import RunLog
-from model import CHUNK_ELEMENTS, IGNORE, Transformer, compute_dtype
+from groundup.train.lora import trainable_table
+from groundup.train.plan import parameter_table
+from model import CHUNK_ELEMENTS, IGNORE, ModelConfig, Transformer, compute_dtype
 from tokenizer import Tokenizer
 
 Drawing = Callable[..., list[Rollout]]  # `draw` with all arguments but prompts, seeds and n
@@ -64,6 +68,34 @@ def draw(
         for prompt, result in zip(prompts, results, strict=True)
         for found in result.completions
     ]
+
+
+def rows_at_a_time(config: Mapping, world_size: int) -> int:
+    """Return how many answers a rank draws together."""
+    most = config["prompts_per_step"] * config["group_size"] // world_size
+    return min(config["draw_batch_size"] or most, most)
+
+
+def plan(
+    cfg: ModelConfig, config: dict, world_size: int, device: torch.device, dtype: torch.dtype, peak: float,
+    rewards: Rewards,
+) -> str:  # fmt: skip
+    """Return what a run of rl.py will take at most, as text; the time is that of the updates, without drawing."""
+    total, T = parameter_table(cfg)["total"], config["block_size"]
+    other = {
+        "reference": 4.0 * total * (config["reference"] == "model"), "reward models": 4.0 * rewards.n_parameters,
+        "cache": float(cache_bytes(cfg, rows_at_a_time(config, world_size), T, dtype)),
+        "copy to draw with": float(dtype.itemsize * total),
+    }  # fmt: skip
+    if config["algorithm"] == "ppo":
+        trained = trainable_table(cfg, config["trainable"], adapters_of(config))["trainable"]
+        copied = config["async_save"] and device.type == "cpu"  # to save from
+        other["critic"] = 4.0 * total + (24.0 if copied else 12.0) * trained
+    n_answers, n_epochs = config["prompts_per_step"] * config["group_size"], config["epochs_per_step"]
+    n_updates = n_epochs * config["minibatches"]
+    batch = f"{n_answers} answers and {n_updates} updates per step, {config['max_steps']:,} steps"
+    size = cfg, config, batch, n_answers * T * config["max_steps"] * n_epochs, world_size, device, dtype, peak
+    return memory_plan.describe(*size, other=other, note="of the updates below ")
 
 
 # ---- the answers of a step and their rewards -------------------------------------------------------------------------
@@ -268,7 +300,7 @@ def token_entropies(hidden: Tensor, weight: Tensor) -> Tensor:
 # ---- figures of a step
 
 # What is added up over the tokens of a step's updates, in this order.
-TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "kl_k3", "clipped", "positions")
+TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "clipped", "positions")
 
 
 def describe_updates(
@@ -279,7 +311,7 @@ def describe_updates(
     total = dict(zip(TOKEN_SUMS, ranks.all_reduce_sum(sums.cpu().double()).tolist(), strict=True))
     n_tokens = max(1.0, total["tokens"])  # each is counted n_epochs times, but its entropy once
     figures = {key: total[key] / n_updates for key in ("loss", "value_loss")}
-    figures |= {key: total[key] / n_tokens for key in ("kl", "kl_k3", "clipped")}
+    figures |= {key: total[key] / n_tokens for key in ("kl", "clipped")}
     figures |= {"entropy": total["entropy"] * n_epochs / n_tokens}
     figures |= {"kl_answer": total["kl"] / n_epochs / max(1, n_answers)}
     return figures | {"ratio_max": max(ranks.gather_objects(ratio_max.item())), "positions": total["positions"]}
@@ -309,10 +341,7 @@ def show_answer(one: Rollout, reward: float) -> str:
 
 def report_evaluation(log: RunLog, step: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
     """Write an evaluation's figures to the log, and print them with the answers shown."""
-    log.write("eval", step, figures)
-    parts = [f"reward {figures['reward']:.4f}", f"std {figures['reward_std']:.3f}"]
+    parts = ["held out", f"reward {figures['reward']:.4f}", f"std {figures['reward_std']:.3f}"]
     parts += [f"finished {100 * figures['finished']:.1f}%", f"length {figures['length']:.1f}"]
     parts += [f"{key.partition('/')[2]} {value:.3f}" for key, value in figures.items() if key.startswith("reward/")]
-    log.print(f"step {step:6d}/{log.max_steps} | held out | " + " | ".join(parts))
-    for line in shown:
-        log.print(line)
+    log.report(step, figures, parts, shown)

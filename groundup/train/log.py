@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -53,13 +53,18 @@ class RunLog:
             except OSError as error:  # a full disk must not end the run
                 self.print(f"log: cannot write {self.path}: {error.strerror}")
 
-    def since_best(self, key: str) -> int:
-        """Return the number of evaluations since the one with the lowest `key`, also those before an interruption; 0 on
+    def report(self, step: int, scores: Mapping[str, object], parts: Iterable[str], lines: Iterable[str] = ()) -> None:
+        """Log an evaluation: `scores` to the file; `parts` on a line for people, then `lines`."""
+        self.write("eval", step, scores)
+        self.print("\n".join([" | ".join([f"step {step:6d}/{self.max_steps}", *parts]), *lines]))
+
+    def since_best(self) -> int:
+        """Return the number of evaluations since the one with the lowest val_loss, also before an interruption; 0 on
         other ranks than the first. A loss that is not finite is never the lowest."""
         if not self.enabled:
             return 0
-        found = [event[key] for event in read_events(self.path) if event["event"] == "eval" and key in event]
-        found = [math.inf if loss is None else loss for loss in found]
+        events = [event for event in read_events(self.path) if event["event"] == "eval"]
+        found = [math.inf if event["val_loss"] is None else event["val_loss"] for event in events]
         return len(found) - 1 - found.index(min(found)) if found else 0
 
     def lacks_evaluation(self, eval_every: int) -> bool:

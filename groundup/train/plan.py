@@ -1,10 +1,13 @@
 """The plan of a run before anything is allocated: parameters, FLOPs, and memory by part."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 
+from groundup.train.base import adapters_of
 from groundup.train.log import clock
+from groundup.train.lora import trainable_table
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 
 # Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
@@ -25,13 +28,14 @@ def parameter_table(cfg: ModelConfig) -> dict[str, int]:
     return table | {"total": sum(table.values())}
 
 
-def flops_per_token(cfg: ModelConfig, T: int) -> float:
-    """Return forward and backward FLOPs per token at length T: 6 per matrix parameter, 12 L H D T for attention.
+def flops_per_token(cfg: ModelConfig, T: int, head: bool = True) -> float:
+    """Return forward and backward FLOPs per token at length T: 6 per matrix parameter, 12 L H D T for attention. head:
+    False for a reward model.
 
     As in PaLM (arXiv:2204.02311, appendix B) the causal half is not subtracted, so that figures compare with published
     ones. The embedding lookup multiplies nothing."""
     table = parameter_table(cfg)
-    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd * head
     return 6 * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
 
 
@@ -102,15 +106,20 @@ def memory_parts(
 
 
 def describe(
-    trained: Mapping[str, int], trainable: str, batch: str, memory: Mapping[str, float], flops: float, world_size: int,
-    peak: float, note: str = "",
+    cfg: ModelConfig, config: dict, batch: str, tokens: float, world_size: int, device: torch.device,
+    dtype: torch.dtype, peak: float, masked: bool = False, other: Mapping[str, float] | None = None, head: bool = True,
+    note: str = "",
 ) -> str:  # fmt: skip
-    """Return the plan of a run as text. trained: from lora.trainable_table; memory: from memory_parts; flops: of all
-    steps; peak: FLOP/s of one rank."""
+    """Return the plan of a run as text. batch: its line on the batch; tokens: of all steps; peak: FLOP/s of one rank;
+    masked, other, head: as in memory_parts; note: before the time."""
+    cfg = cfg if head else dataclasses.replace(cfg, tie_embeddings=True)  # a reward model's head is one row
+    trained = trainable_table(cfg, config["trainable"], adapters_of(config))
+    trained = trained if head else trained | {key: trained[key] + cfg.n_embd for key in ("total", "trainable")}
+    memory = memory_parts(cfg, config, trained, masked, world_size, device, dtype, other, head)
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
-    seconds = flops / (peak * world_size) / 0.4
+    seconds = tokens * flops_per_token(cfg, config["block_size"], head) / (peak * world_size) / 0.4
     return "\n".join([
-        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({trainable})",
+        f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {batch}",
         f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}",
         f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",

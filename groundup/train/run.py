@@ -27,7 +27,14 @@ from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
 from groundup.train import checkpoint, powersgd, ranks, run_card
-from groundup.train.device import choose_device, choose_dtype, rng_state, seed_everything, set_rng_state
+from groundup.train.device import (
+    choose_device,
+    choose_dtype,
+    peak_memory_gib,
+    rng_state,
+    seed_everything,
+    set_rng_state,
+)
 from groundup.train.log import RunLog, check_tensorboard
 from groundup.train.optim import SCHEDULES, Optimizer, stays_whole
 from groundup.train.settings import REMOVED
@@ -39,8 +46,8 @@ from tokenizer import Tokenizer
 AT_LEAST = dict.fromkeys(("batch_size", "block_size", "log_every", "eval_every", "save_every", "max_skipped"), 1)
 AT_LEAST |= {"total_batch_tokens": 0, "eval_steps": 0, "warmup_steps": 0, "decay_steps": 0, "compress_rank": 1}
 AT_LEAST |= dict.fromkeys(("keep_last", "keep_best", "grad_clip", "weight_decay", "learning_rate", "bucket_mb"), 0)
-AT_LEAST |= {"compress_start_step": -1}
-SHARES = ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum")
+AT_LEAST |= {"compress_start_step": -1, "max_steps": 0, "total_batch_pairs": 0}
+SHARES = ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum", "val_fraction")
 CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
     "compress": ddp.COMPRESS,
@@ -52,15 +59,21 @@ OWN_FILES = re.compile(
 )
 
 
-def check_config(config: dict) -> None:
-    """Raise UserError for a value that no trainer can use; nothing exists yet when it does."""
-    for key, least in AT_LEAST.items():
-        if key in config:
-            check_least(config, key, least)
-    for key in SHARES:
-        check_share(config, key)
-    for key, allowed in CHOICES.items():
-        check_choice(config, key, allowed)
+def check_config(
+    config: dict, at_least: Mapping[str, float] | None = None, shares: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:  # fmt: skip
+    """Raise UserError for a value that no trainer can use, nor this one; nothing exists yet when it does. at_least,
+    shares, choices: checks of the trainer's own keys."""
+    for key, least in (AT_LEAST | dict(at_least or {})).items():
+        value = config.get(key, least)
+        refuse(not value >= least, f"{key} must be at least {least}, got {value}")
+    for key in filter(config.__contains__, SHARES + shares):
+        refuse(not 0 <= config[key] <= 1, f"{key} must be from 0 to 1, got {config[key]}")
+    for key, allowed in (CHOICES | dict(choices or {})).items():
+        refuse(config[key] not in allowed, f"{key} must be one of {', '.join(allowed)}, got {config[key]!r}")
+    endless = not config["max_steps"] and not 0 < config.get("epochs", 1) < math.inf
+    refuse(endless, f"epochs must be above 0 where max_steps is 0, got {config.get('epochs')}")
     refuse(config["keep_best"] > 2, f"keep_best must be 0, 1 or 2, got {config['keep_best']}")
     deletes = config["overwrite"] and config["resume"] != "never"
     refuse(deletes, "overwrite=True deletes the run that resume would continue; add resume='never'")
@@ -76,18 +89,6 @@ def refuse(wrong: object, text: str) -> None:
     """Raise UserError if `wrong`."""
     if wrong:
         raise UserError(f"config: {text}")
-
-
-def check_least(config: dict, key: str, least: float) -> None:
-    refuse(not config[key] >= least, f"{key} must be at least {least}, got {config[key]}")
-
-
-def check_share(config: dict, key: str) -> None:
-    refuse(not 0 <= config[key] <= 1, f"{key} must be from 0 to 1, got {config[key]}")
-
-
-def check_choice(config: dict, key: str, allowed: tuple[str, ...]) -> None:
-    refuse(config[key] not in allowed, f"{key} must be one of {', '.join(allowed)}, got {config[key]!r}")
 
 
 def count_per_step(config: dict, key: str, **factors: int) -> int:
@@ -126,16 +127,15 @@ class Resume(NamedTuple):
     rank_state: dict
 
 
-def find_checkpoint(config: dict, cfg: ModelConfig, order: dict, defaults: Mapping[str, object]) -> Resume:
+def find_checkpoint(config: dict, cfg: ModelConfig, order: dict) -> Resume:
     """Return the checkpoint of out_dir to continue, with its state on the CPU. Raise UserError where `resume` forbids
-    it or the run would not continue exactly. order: all that decides which samples a step sees; defaults: values of the
-    keys that `order` leaves out where they have them."""
+    it or the run would not continue exactly. order: all that decides which samples a step sees."""
     rank = int(os.environ.get("RANK", 0))
     path = find_resume(config, cfg, verbose=rank == 0)
     if path is None:
         return Resume(None, 0, {}, {})
     state, rank_state = checkpoint.load_train_state(path, rank)
-    check_data_order(state["order"], order, defaults, path, state["step"])
+    check_data_order(state["order"], state["config"], order, path, state["step"])
     check_same_parts(path, state["config"], config)
     if rank == 0:
         print(describe_resume(path, state["step"], state["config"], config), flush=True)
@@ -195,17 +195,17 @@ def check_same_parts(path: Path, saved: dict, config: dict) -> None:
         refuse(was != config[key], f"{path} was trained with {key}={was!r}, not {config[key]!r}")
 
 
-def check_data_order(saved: dict, now: dict, defaults: dict, path: Path, step: int) -> None:
+def check_data_order(saved: dict, settings: dict, now: dict, path: Path, step: int) -> None:
     """Raise UserError if anything that ordered the samples so far has changed: the run could not continue with the
-    next sample. defaults: as in find_checkpoint."""
+    next sample. settings: of the saved run, for what its `order` lacks."""
     if "reference_weights" in now:  # earlier versions did not record it
         saved = {"reference_weights": now["reference_weights"]} | saved
+    saved = {key: settings[key] for key in now if key in settings} | saved
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if set(differ) <= {"data", "stages"}:
         differ = list(filter(None, [same_order(saved, now, step)]))
     if differ:
-        was, asked = defaults | saved, defaults | now
-        detail = {key: f"{key}={was.get(key)} (asked {asked.get(key)})" for key in differ}
+        detail = {key: f"{key}={saved.get(key)} (asked {now.get(key)})" for key in differ}
         detail = ", ".join((detail | {"data": "another corpus"} if "data" in detail else detail).values())
         raise UserError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
 
@@ -362,6 +362,18 @@ def report_save(parts: Parts, log: RunLog) -> None:
             log.write("save", checkpoint.step_of(path), {"path": str(path)})
 
 
+def figures(
+    parts: Parts, lr: float, grad_norm: torch.Tensor, skipped: torch.Tensor, tokens_per_s: float, flops: float,
+    peak: float,
+) -> dict[str, float]:  # fmt: skip
+    """Return the figures that every trainer logs. flops: per token; peak: FLOP/s of one device."""
+    return {
+        "lr": lr, "grad_norm": grad_norm.item(), "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s * flops / peak / parts.world.world_size, "memory_gib": peak_memory_gib(parts.device),
+        "skipped": int(skipped[0]),
+    }  # fmt: skip
+
+
 def stop_not_finite(
     parts: Parts, log: RunLog, step: int, skipped: int, loss_sum: torch.Tensor, batches: Batches
 ) -> None:
@@ -379,10 +391,10 @@ def stop_not_finite(
 
 def finish(
     parts: Parts, log: RunLog, config: dict, script: str, data: Iterable[str], stopped_by: StopSignal | None,
-    batches: Batches | None = None, watched: str = "val_loss", why: str = "",
+    batches: Batches | None = None, why: str = "",
 ) -> NoReturn:  # fmt: skip
     """Wait for the last save, write the run's README.md and exit: with 0, 1 if that save failed, or as a signal does.
-    data: lines about the data; watched: the loss that decides `best`; why: what ended the run before max_steps."""
+    data: lines about the data; why: what ended the run before max_steps."""
     report_save(parts, log)
     parts.writer.close()
     saved = parts.writer.saved
@@ -394,6 +406,6 @@ def finish(
     log.close()
     if parts.world.is_main:
         why = "stopped by a signal" if stopped_by else why
-        run_card.write(config["out_dir"], script, config, data, parts.device, parts.world.world_size, watched, why)
+        run_card.write(config["out_dir"], script, config, data, parts.device, parts.world.world_size, why)
     ranks.close()
     sys.exit(stopped_by.exit_code if stopped_by else int(not saved))

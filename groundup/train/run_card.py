@@ -17,17 +17,16 @@ from groundup.train.log import read_events
 
 
 def write(
-    out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int,
-    watched: str = "val_loss", why: str = "",
-) -> Path:  # fmt: skip
-    """Write out_dir/README.md and return its path. data: lines about the data; watched: the loss that decides `best`;
-    why: what ended the run before its last step, if known."""
+    out_dir: str, script: str, config: dict, data: Iterable[str], device: torch.device, world_size: int, why: str = ""
+) -> Path:
+    """Write out_dir/README.md and return its path. data: lines about the data; why: what ended the run before its last
+    step, if known."""
     out, name = Path(out_dir), Path(script).name
     events = read_events(out / "log.jsonl")
     launcher = f"torchrun --standalone --nproc_per_node={world_size}" if world_size > 1 else "python"
     again = f"{launcher} {name} {out}/config.py --out_dir={out}_again"  # with another out_dir the run starts anew
     parts = [f"# {out.name}: a run of {name}", summary(events, config["max_steps"], why)]
-    parts += ["## Result", result_table(events, watched)]
+    parts += ["## Result", result_table(events)]
     parts += ["## To do it again", fenced(again)]
     parts += ["## Settings other than the defaults", settings_table(config, Path(script))]
     parts += ["## Data", fenced("\n".join(data)), "## Machine", machine(device, world_size)]
@@ -48,12 +47,12 @@ def summary(events: Sequence[dict], max_steps: int, why: str = "") -> str:
     return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {time.strftime('%Y-%m-%d %H:%M')}."
 
 
-def result_table(events: Sequence[dict], watched: str = "val_loss") -> str:
+def result_table(events: Sequence[dict]) -> str:
     """Return the figures of the first, the best and the last evaluation as a Markdown table."""
-    evaluations = [event for event in events if event["event"] == "eval" and event.get(watched) is not None]
+    evaluations = [event for event in events if event["event"] == "eval" and event.get("val_loss") is not None]
     if not evaluations:
         return "No evaluation was logged."
-    best = min(evaluations, key=lambda event: event[watched])
+    best = min(evaluations, key=lambda event: event["val_loss"])
     columns = evaluations[0], best, evaluations[-1]
     keys = [key for key, value in columns[-1].items() if key != "event" and isinstance(value, int | float)]
     rows = [f"| {key} | " + " | ".join(figure(event.get(key)) for event in columns) + " |" for key in keys]
