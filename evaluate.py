@@ -95,11 +95,10 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         parts = [(names[0], ":", data)]
     found = {name.strip(): text.strip() for name, _, text in parts}
-    for name in found:
-        if name not in names:
-            raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
     if len(found) < len(parts):
         raise UserError(f"config: data={data!r} names a task twice")
+    for name in found.keys() - set(names):
+        raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
     for name in names:
         if not found.get(name):
             example = f"--data='{'; '.join(f'{name}: FILES' for name in names)}'" if names[1:] else "--data=FILES"
@@ -123,22 +122,19 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
     for key, least in {"batch_size": 1, "shots": 0, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
         if not config[key] >= least:
             raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
-    if config["score"]:
-        if Path(config["out"]).suffix != ".jsonl":
-            out = config["out"]
-            raise UserError(f"config: score needs out, the file for the scored rows, called .jsonl; got {out!r}")
-        for key, usual in {"data": "", "tasks": "perplexity"}.items():
-            if config[key] != usual:
-                raise UserError(f"config: score and {key} are both given; give one of them")
+    if config["score"] and Path(config["out"]).suffix != ".jsonl":
+        what = "score needs out, the file for the scored rows, called .jsonl"
+        raise UserError(f"config: {what}; got {config['out']!r}")
+    for key, usual in {"data": "", "tasks": "perplexity"}.items():
+        if config["score"] and config[key] != usual:
+            raise UserError(f"config: score and {key} are both given; give one of them")
     for users, defaults in USED_BY.items():
         is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
         for key, usual in defaults.items():
             if config[key] != usual and not is_used:
                 raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
-    if bool(config["judge"]) != bool(config["base_url"]):
-        raise UserError("config: judge and base_url belong together: a model and its service")
-    if config["judge"] and not config["out"]:
-        raise UserError("config: judge needs out; the judge's replies are kept beside it")
+    if bool(config["judge"]) != bool(config["base_url"]) or config["judge"] and not config["out"]:
+        raise UserError("config: judge, base_url and out belong together: a model, its service, a file for its replies")
     read_key(config["api_key_env"])
 
 
@@ -147,7 +143,18 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
     task should not show after hours of the others."""
     read = readers.find_files(config["score"])
     for task, source in wanted.items():
-        read += task_files(task, source, config)
+        if task == "perplexity":
+            read += [file for domain in parse_domains(source) for file in domain.files]
+        else:
+            read += readers.find_files(source)
+        if task in choices.TASKS:
+            choices.read_task(task, source, config["shots"])
+        elif task == "win_rate":
+            judging.matches_of(*map(judging.read_answers, two_paths(source)))
+        elif task == "generation":
+            text_metrics.check_libraries()
+            if "-" not in read:  # standard input can be read once
+                text_metrics.read_questions(source, config["limit"])
     if not config["out"]:
         return
     out = Path(config["out"])
@@ -159,25 +166,6 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
-
-
-def task_files(task: str, source: str, config: dict) -> list[str]:
-    """Return the files of a task, checked as far as that needs no tokenizer."""
-    if task == "perplexity":
-        return [file for domain in parse_domains(source) for file in domain.files]
-    if task in choices.TASKS:
-        choices.read_task(task, source, config["shots"])
-        return readers.list_directory(source)
-    if task == "generation":
-        text_metrics.check_libraries()
-        files = text_metrics.files_of(source)
-        if "-" not in files:  # standard input can be read once
-            text_metrics.read_questions(source, config["limit"])
-        return files
-    if task == "preference":
-        return readers.find_files(source)
-    judging.matches_of(*map(judging.read_answers, two_paths(source)))
-    return two_paths(source)
 
 
 def two_paths(source: str) -> list[str]:
@@ -200,9 +188,9 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
 class Loaded(NamedTuple):
     """The model that is measured or judges; without one where a service judges."""
 
-    directory: Path | None
     device: torch.device
     dtype: torch.dtype
+    directory: Path | None = None
     tokenizer: Tokenizer | None = None
     model: Transformer | None = None
     texts: domains.Settings | None = None
@@ -211,11 +199,11 @@ class Loaded(NamedTuple):
 def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Return the model in init_from, which must be what `kind` says."""
     if not kind:
-        return Loaded(None, device, dtype)
+        return Loaded(device, dtype)
     directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run())
     if kind == "reward model":
         model = reward_model.load(directory, device)
-        return Loaded(directory, device, dtype, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
+        return Loaded(device, dtype, directory, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
         raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
     tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
@@ -223,17 +211,17 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
-    return Loaded(directory, device, dtype, tokenizer, checkpoint.load_model(directory, device).eval(), texts)
+    return Loaded(device, dtype, directory, tokenizer, checkpoint.load_model(directory, device).eval(), texts)
 
 
 def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
     """Return the results of a task. All ranks call it and get the same."""
-    model, tokenizer, device, dtype = loaded.model, loaded.tokenizer, loaded.device, loaded.dtype
+    device, dtype, _, tokenizer, model, texts = loaded
     size, limit = config["batch_size"], config["limit"]
     if task == "perplexity":
-        return evaluate_domains(model, tokenizer, parse_domains(source), loaded.texts, device, dtype)
+        return evaluate_domains(model, tokenizer, parse_domains(source), texts, device, dtype)
     if task in choices.TASKS:
-        shots, block_size = config["shots"], loaded.texts.block_size
+        shots, block_size = config["shots"], texts.block_size
         return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
         params = SamplingParams(
@@ -244,39 +232,39 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
             return evaluate_generation(model, tokenizer, source, params, limit, size, config["system"])
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
-    return compare(source, loaded, config)
-
-
-def compare(source: str, loaded: Loaded, config: dict) -> dict:
-    """Return judging.win_rate of two files of answers."""
     paths = two_paths(source)
-    of_a, of_b = (judging.read_answers(path)[: config["limit"] or None] for path in paths)
+    of_a, of_b = (judging.read_answers(path)[: limit or None] for path in paths)
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
-        how = {"batch_size": config["batch_size"], "dtype": loaded.dtype}
-        ask = partial(judging.reward_judge, model=loaded.model, tokenizer=loaded.tokenizer, **how)
+        ask = partial(judging.reward_judge, model=model, tokenizer=tokenizer, batch_size=size, dtype=dtype)
     return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     """Write the rows with their losses, and print what became of them."""
-    source, out = config["score"], Path(config["out"])
-    key = rows.loss_key(loaded.directory, loaded.tokenizer, source, loaded.texts, loaded.dtype)
-    what = (source, out, key, loaded.texts, loaded.device, loaded.dtype, is_main)
-    problems, notes = rows.write_losses(loaded.model, loaded.tokenizer, *what)
+    source, out, (device, dtype, directory, tokenizer, model, texts) = config["score"], Path(config["out"]), loaded
+    key = rows.loss_key(directory, tokenizer, source, texts, dtype)
+    problems, notes = rows.write_losses(model, tokenizer, source, out, key, texts, device, dtype, is_main)
+    n, scored = problems.total(), problems[""]
+    left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
     if is_main:
-        n, scored = problems.total(), problems[""]
-        left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
         print("\n".join([f"{out}: {scored:,} of {n:,} rows scored{left}", *notes]))
 
 
-def describe_result(task: str, found: dict) -> str:
-    """Return the results as text for people: a table, and notes on how the files were read."""
+def describe(task: str, found: dict) -> str:
+    """Return the results as text for people: single figures in lines, then dicts; lists are for the JSON file only."""
+    if task == "perplexity":
+        return f"{task}\n{describe_domains(found)}"
     if task in choices.TASKS:
         return describe_choices(found)
-    return f"{task}\n{describe_domains(found) if task == 'perplexity' else describe_figures(found)}"
+    figures = [[key, of] for key, of in found.items() if not isinstance(of, dict | list)]
+    parts = [task, table(["", ""], figures).lstrip()]
+    for key, of in found.items():
+        if isinstance(of, dict) and of:
+            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items()))
+    return "\n".join(parts)
 
 
 def describe_domains(found: dict) -> str:
@@ -288,31 +276,18 @@ def describe_domains(found: dict) -> str:
 
 def describe_choices(found: dict) -> str:
     """Return the accuracies in per cent with their standard errors: of all questions, by group, by subject."""
-    measures, subjects = list(found["subject_mean"]), found["subjects"]
+    mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
     lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
     for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
-        if found[key]:
-            lines.append(f"  {found[key]} prompts {what} to fit")
+        lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
     cells = []
-    for name, of in ({"overall": found["overall"]} | found["groups"] | (subjects if len(subjects) > 1 else {})).items():
-        accuracies = (percent(of[measure], of[f"{measure}_stderr"]) for measure in measures)
+    for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
+        errors = ("" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean)
+        accuracies = [f"{100 * of[m]:.1f}{error}" for m, error in zip(mean, errors, strict=True)]
         cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
-    if len(subjects) > 1:
-        cells.append(["mean of subjects", "", "", *(percent(mean, None) for mean in found["subject_mean"].values())])
-    return "\n".join([*lines, table(["", "n", "chance", *measures], cells)])
-
-
-def percent(fraction: float, error: float | None) -> str:
-    return f"{100 * fraction:.1f}" + ("" if error is None else f" +- {100 * error:.1f}")
-
-
-def describe_figures(found: dict) -> str:
-    """Return single figures in lines, then the dicts of figures; lists are for the JSON file only."""
-    parts = [table(["", ""], [[key, of] for key, of in found.items() if not isinstance(of, dict | list)]).lstrip()]
-    for key, of in found.items():
-        if isinstance(of, dict) and of:
-            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items()))
-    return "\n".join(parts)
+    if subjects:
+        cells.append(["mean of subjects", "", "", *(f"{100 * of:.1f}" for of in mean.values())])
+    return "\n".join([*lines, table(["", "n", "chance", *mean], cells)])
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
@@ -381,5 +356,5 @@ if __name__ == "__main__":
             run |= {"dtype": str(loaded.dtype).removeprefix("torch."), "seconds": time.perf_counter() - begin}
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
         if world.is_main:
-            print(f"\n{describe_result(task, results[task])}", flush=True)
+            print(f"\n{describe(task, results[task])}", flush=True)
     ranks.close()

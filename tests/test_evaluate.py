@@ -339,7 +339,7 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--score={base}/rows.jsonl"], "score needs out, the file for the scored rows"),
     (["--score={base}/rows.jsonl", "--out=x.json"], "for the scored rows, called .jsonl; got 'x.json'"),
     (["--score={base}/rows.jsonl", "--data=x", "--out=x.jsonl"], "score and data are both given"),
-    (["--tasks=win_rate", "--data=a", "--judge=m"], "judge and base_url belong together"),
+    (["--tasks=win_rate", "--data=a", "--judge=m"], "judge, base_url and out belong together"),
     (["--tasks=win_rate", "--data={base}/rows.jsonl", "--init_from={base}/reward"], "needs two files of answers"),
     (["--tasks=preference", "--data={base}/rows.jsonl"], "holds no reward model"),
     (["--dat=x"], "did you mean 'data'"),
@@ -354,9 +354,9 @@ def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     (["--data={base}/zh.txt", "--shots=2"], "shots=2 is only for mmlu"),
     (["--tasks=perplexity,preference", "--data=perplexity: {base}/zh.txt; preference: {base}/rows.jsonl"],
      "preference measures a reward model, perplexity a language model"),
-    (["--tasks=perplexity,mmlu", "--data=perplexity: {base}/zh.txt; mmlu: nowhere"], "no test/*.csv in nowhere"),
+    (["--tasks=perplexity,mmlu", "--data=perplexity: {base}/zh.txt; mmlu: nowhere"], "no file matches 'nowhere'"),
     (["--tasks=preference", "--data=nowhere", "--init_from={base}/reward"], "no file matches 'nowhere'"),
-    (["--tasks=win_rate", "--data=a,nowhere", "--init_from={base}/reward"], "cannot read 'a'"),
+    (["--tasks=win_rate", "--data=a,nowhere", "--init_from={base}/reward"], "no file matches 'a'"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run, base, flags, why):
     (base / "bare").mkdir(exist_ok=True)
@@ -490,18 +490,20 @@ def test_tables_are_aligned_where_characters_are_wide():
 
 def test_figures_of_any_task_are_shown():
     found = {"n": 3, "rate": 0.25, "note": "x", "rows": [1], "left": {"long": 2}}
-    shown = evaluate.describe_figures(found)
+    shown = evaluate.describe("generation", found)
     assert re.findall(r"^(\w+) +(\S+)$", shown, re.MULTILINE)[:3] == [("n", "3"), ("rate", "0.2500"), ("note", "x")]
     assert "left: long 2" in shown
     assert "rows" not in shown
 
 
 def test_an_interval_and_a_rate_that_nothing_decided_are_shown():
-    assert evaluate.describe_figures({"win_rate": 0.5, "interval": (0.25, 0.75)}).splitlines() == [
+    assert evaluate.describe("win_rate", {"win_rate": 0.5, "interval": (0.25, 0.75)}).splitlines() == [
+        "win_rate",
         "win_rate            0.5000",
         "interval  0.2500 to 0.7500",
     ]
-    assert [line.split() for line in evaluate.describe_figures({"win_rate": None, "interval": None}).splitlines()] == [
+    lines = evaluate.describe("win_rate", {"win_rate": None, "interval": None}).splitlines()
+    assert [line.split() for line in lines[1:]] == [
         ["win_rate", "-"],
         ["interval", "-"],
     ]

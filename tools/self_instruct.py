@@ -11,6 +11,7 @@ of threads, kills and retries. Wang et al., Self-Instruct (arXiv:2212.10560); Ta
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure
 from groundup.errors import UserError
 from groundup.files import readers, row_formats
-from groundup.scores.client import Endpoint, Journal, Reply, ask_in_order
+from groundup.scores.client import Endpoint, Journal, Reply, read_key
 from groundup.text import dedup
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
@@ -44,11 +45,8 @@ fields = '{"temperature": 1.0, "max_tokens": 4096}'  # what else a request holds
 language = "en"  # of the new tasks: en | zh | both (requests take turns)
 tasks_per_request = 10  # asked for
 demos = 4  # tasks shown in a request
-own_demos = 1  # of these, made by earlier requests
 rouge = 0.7  # ROUGE-L from which on an instruction is too similar to a seed or an earlier one
-blocked = "image,picture,pictures,photo,video,audio,draw,attached,图片,图像,照片,视频,音频,附件"  # in an instruction
-refusals = "as an ai,i'm sorry,i am sorry,i cannot,作为一个ai,作为人工智能,抱歉,我无法"  # beginnings of an output
-parallel = 8  # requests at once, at most LAG = 32
+parallel = 8  # requests at once, at most 32
 timeout = 300.0  # seconds without a byte of an answer
 max_retries = 8  # of a request, after HTTP 429, 5xx, a timeout, a broken connection
 retry_wait = 1.0  # seconds before the first retry, then twice as many each time; Retry-After counts if it is longer
@@ -58,6 +56,11 @@ seed = 1337  # decides which tasks are shown
 LAG = 32  # requests
 MIN_UNITS, MAX_UNITS = 3, 150  # words or single Chinese characters of an instruction; Alpaca takes 4 to 150 words
 DEMO_CHARS = 1500  # longer tasks are not shown
+BLOCKED = re.compile(  # what an instruction must not ask for: the model can only read and write text
+    r"(?<![A-Za-z0-9])(image|pictures?|photo|video|audio|draw|attached)(?![A-Za-z0-9])|图片|图像|照片|视频|音频|附件",
+    re.IGNORECASE,
+)
+REFUSALS = ("as an ai", "i'm sorry", "i am sorry", "i cannot", "作为一个ai", "作为人工智能", "抱歉", "我无法")
 FORM = {"en": ("Instruction: ", "Input: ", "Output: ", "<noinput>"), "zh": ("指令：", "输入：", "输出：", "<无>")}
 PROMPT = {
     "en": """You write tasks to train a language model with. It reads and writes text and can do nothing else.
@@ -117,19 +120,17 @@ def seed_of(row: object) -> tuple[Task | None, str]:
     question, output = (turn["content"].strip() for turn in turns)
     head = str(row.get("instruction") or "").strip()
     head = head if head and question.startswith(head) else question
-    problem = "" if question and output else "empty question or answer"
-    return Task(head, question[len(head) :].strip(), output), problem
+    return Task(head, question[len(head) :].strip(), output), "" if question and output else "empty question or answer"
 
 
 def prompt_text(tasks: list[Task], language: str, asked: int) -> str:
     """Return the request: what to write, then the tasks to show, numbered from 1; new ones go on from there."""
-    instruction, input, output, none = FORM[language]
-    head = PROMPT[language].format(shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked)
-    rows = [
-        f"{n}. {instruction}{task.instruction}\n{n}. {input}{task.input or none}\n{n}. {output}{task.output}\n###\n"
-        for n, task in enumerate(tasks, 1)
-    ]
-    return head + "".join(rows)
+    marks, none = FORM[language][:3], FORM[language][3]
+    text = PROMPT[language].format(shown=len(tasks), asked=asked, first=len(tasks) + 1, last=len(tasks) + asked)
+    for n, task in enumerate(tasks, 1):
+        parts = (task.instruction, task.input or none, task.output)
+        text += "".join(f"{n}. {mark}{part}\n" for mark, part in zip(marks, parts, strict=True)) + "###\n"
+    return text
 
 
 def parse_tasks(text: str, is_cut: bool) -> tuple[list[Task], Counter[str]]:
@@ -172,10 +173,6 @@ class Growth:
     def __init__(self, c: SimpleNamespace, given: list[Task]) -> None:
         self.c, self.given = c, given
         self.known = [units_of(task) for task in given]
-        words = [re.escape(word.strip()) for word in c.blocked.split(",") if word.strip()]
-        edged = [rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])" if word.isascii() else word for word in words]
-        self.blocked = re.compile("|".join(edged) or "(?!)", re.IGNORECASE)
-        self.refusals = tuple(word.strip().lower() for word in c.refusals.split(",") if word.strip())
         self.tasks: list[Task] = []
         self.requests: list[int] = []  # that each task came from
         self.dropped: Counter[str] = Counter()
@@ -185,20 +182,18 @@ class Growth:
         return len(self.tasks) >= self.c.n_tasks or self.n_barren >= self.c.patience
 
     def prompts(self) -> Iterator[str]:
-        """Yield what to ask, until the growth is done."""
-        request = self.n_requests
-        while not self.is_done():
-            yield self.prompt(request)
-            request += 1
-
-    def prompt(self, request: int) -> str:
-        """Return what to ask: the same text whatever of the LAG requests before has been answered."""
-        c, rng = self.c, random.Random(f"{self.c.seed}:{request}")
-        language = ("en", "zh")[request % 2] if c.language == "both" else c.language
-        own = choose(rng, self.tasks[: bisect_right(self.requests, request - LAG)], language, c.own_demos)
-        shown = own + choose(rng, self.given, language, c.demos - len(own))
-        rng.shuffle(shown)
-        return prompt_text(shown, language, c.tasks_per_request)
+        """Yield what to ask, until the growth is done: the same text whatever of the LAG requests before has been
+        answered."""
+        c = self.c
+        for request in itertools.count(self.n_requests):
+            if self.is_done():
+                return
+            rng = random.Random(f"{c.seed}:{request}")
+            language = ("en", "zh")[request % 2] if c.language == "both" else c.language
+            own = choose(rng, self.tasks[: bisect_right(self.requests, request - LAG)], language, 1)
+            shown = own + choose(rng, self.given, language, c.demos - len(own))
+            rng.shuffle(shown)
+            yield prompt_text(shown, language, c.tasks_per_request)
 
     def take(self, reply: Reply) -> bytes:
         """Return new lines for `out` from the next request's reply. Tasks past n_tasks are not looked at."""
@@ -224,19 +219,15 @@ class Growth:
         units, in_it = units_of(task)
         if not MIN_UNITS <= len(units) <= MAX_UNITS:
             return "too_short" if len(units) < MIN_UNITS else "too_long"
-        if self.blocked.search(task.instruction):
+        if BLOCKED.search(task.instruction):
             return "blocked_word"
-        if task.output.lower().startswith(self.refusals) or task.output in (task.instruction, task.input):
+        if task.output.lower().startswith(REFUSALS) or task.output in (task.instruction, task.input):
             return "no_answer"
         for other, in_other in self.known:
             n, length = len(units) - len(in_it - in_other), len(units) + len(other)  # lcs <= n: most end here
             if 2 * n / length >= self.c.rouge and 2 * common_length(units, other) / length >= self.c.rouge:
                 return "duplicate" if units == other else "similar"
         return ""
-
-    def report(self) -> str:
-        dropped = ", ".join(f"{reason} {n:,}" for reason, n in sorted(self.dropped.items())) or "nothing"
-        return f"{len(self.tasks):,} tasks, {self.n_requests:,} requests, {self.n_tokens:,} tokens; left out: {dropped}"
 
 
 def units_of(task: Task) -> tuple[list[int], set[int]]:
@@ -258,24 +249,19 @@ def check(c: SimpleNamespace) -> None:
     least = min(c.n_tasks, c.tasks_per_request, c.patience, c.demos, c.max_retries + 1)
     if not c.seeds or not c.out or not c.model or not re.match("https?://", c.base_url):
         raise UserError("config: give seeds, out, model, and a base_url that begins with http:// or https://")
-    if not 1 <= c.parallel <= LAG or not 0 < c.rouge <= 1 or not 0 <= c.own_demos <= c.demos:
-        raise UserError(f"config: parallel is 1 to {LAG}, rouge above 0 to 1, own_demos 0 to demos")
-    if least < 1 or c.timeout <= 0 or c.retry_wait < 0 or c.language not in ("en", "zh", "both"):
-        raise UserError("config: counts and timeout must be above 0, language en, zh or both")
-    if not isinstance(row_formats.unpacked(c.fields), dict):
-        raise UserError(f"config: fields must be a JSON object, got {c.fields!r}")
-    if c.api_key_env and not os.environ.get(c.api_key_env):
-        raise UserError(f"config: there is no environment variable {c.api_key_env!r}, as api_key_env says")
+    if least < 1 or c.timeout <= 0 or c.retry_wait < 0 or not 1 <= c.parallel <= LAG or not 0 < c.rouge <= 1:
+        raise UserError(f"config: counts and timeout must be above 0, rouge up to 1, parallel up to {LAG}")
+    if c.language not in PROMPT | {"both": ""} or not isinstance(row_formats.unpacked(c.fields), dict):
+        raise UserError(f"config: language is en, zh or both, fields a JSON object; got {c.language!r}, {c.fields!r}")
 
 
 def run(c: SimpleNamespace) -> None:
     """Ask until there are n_tasks."""
     check(c)
-    given = read_seeds(c.seeds)
-    names = ("model", "fields", "language", "tasks_per_request", "demos", "own_demos", "rouge", "blocked", "refusals")
-    settings = {name: getattr(c, name) for name in (*names, "seed")}
+    key, given, path = read_key(c.api_key_env), read_seeds(c.seeds), c.out + ".journal"
+    names = ("model", "fields", "language", "tasks_per_request", "demos", "rouge", "seed")
+    settings = {name: getattr(c, name) for name in names}
     settings["seeds"] = hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
-    path = c.out + ".journal"
     if os.path.exists(c.out) and not os.path.exists(path):
         raise UserError(f"self_instruct: {c.out} exists, but not {path}; use another out")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -283,22 +269,20 @@ def run(c: SimpleNamespace) -> None:
     lines = [growth.take(reply) for reply in journal.replies if not growth.is_done()]
     Path(c.out + ".tmp").write_bytes(b"".join(lines))
     os.replace(c.out + ".tmp", c.out)
-    key = os.environ[c.api_key_env].strip() if c.api_key_env else ""
-    how = (json.loads(c.fields), c.parallel, c.timeout, c.max_retries, c.retry_wait)
-    replies = ask_in_order(
-        Endpoint(c.base_url, c.model, key, *how), growth.prompts(), growth.n_requests, min(2 * c.parallel, LAG)
-    )
+    how = (c.parallel, c.timeout, c.max_retries, c.retry_wait)
+    endpoint = Endpoint(c.base_url, c.model, key, json.loads(c.fields), *how)
     bar = tqdm(total=c.n_tasks, initial=len(growth.tasks), unit="task", disable=None)
-    with journal.file, open(c.out, "ab") as file, bar, contextlib.closing(replies):
+    replies = journal.ask(endpoint, growth.prompts(), min(2 * c.parallel, LAG))
+    with open(c.out, "ab") as file, bar, contextlib.closing(replies):
         for reply in replies:
-            journal.add(reply._asdict())
             file.write(growth.take(reply))
             file.flush()
-            bar.set_postfix(requests=growth.n_requests, left_out=growth.dropped.total(), refresh=False)
             bar.update(len(growth.tasks) - bar.n)
             if growth.is_done():
                 break
-    print(growth.report())
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in sorted(growth.dropped.items())) or "nothing"
+    what = f"{len(growth.tasks):,} tasks, {growth.n_requests:,} requests, {growth.n_tokens:,} tokens"
+    print(f"{what}; left out: {dropped}")
     if len(growth.tasks) < c.n_tasks:
         raise UserError(f"self_instruct: {c.patience} requests in a row gave no new task; see {path}")
 

@@ -3,6 +3,7 @@
 A request is repeated while the endpoint is busy or broken. A reply is on disk before it is used.
 """
 
+import contextlib
 import fcntl
 import http.client
 import json
@@ -11,7 +12,6 @@ import random
 import re
 import socket
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -61,35 +61,20 @@ class Unreachable(Trouble):
     """Nothing listens at the address, or there is no such address."""
 
 
-class Waits:
-    """Prints one line per wait, not one for each of the requests that wait together."""
-
-    def __init__(self) -> None:
-        self.lock, self.until = threading.Lock(), 0.0
-
-    def say(self, line: str, pause: float) -> None:
-        with self.lock:
-            now = time.monotonic()
-            if now >= self.until:
-                self.until = now + pause
-                tqdm.write(line, file=sys.stderr)
-
-
 def ask_in_order(endpoint: Endpoint, prompts: Iterator[str], begin: int, most: int) -> Iterator[Reply]:
     """Yield the replies in the order of the prompts. Raise UserError when retries fail.
 
     begin: number of the first request, which is sent alone: if nobody answers, there is no use in waiting. Then up to
     `most` prompts are taken ahead, so that a slow reply does not hold up the others. Close early to cancel the rest.
     """
-    waits, waiting = Waits(), deque()
-    numbered = enumerate(prompts, begin)
+    waiting, numbered = deque(), enumerate(prompts, begin)
     pool = ThreadPoolExecutor(endpoint.parallel)
     try:
         for number, prompt in islice(numbered, 1):
-            yield ask(endpoint, prompt, f"request {number}", waits, is_first=True)
+            yield ask(endpoint, prompt, f"request {number}", is_first=True)
         while True:
             for number, prompt in islice(numbered, most - len(waiting)):
-                waiting.append(pool.submit(ask, endpoint, prompt, f"request {number}", waits))
+                waiting.append(pool.submit(ask, endpoint, prompt, f"request {number}"))
             if not waiting:
                 return
             yield waiting.popleft().result()
@@ -97,7 +82,7 @@ def ask_in_order(endpoint: Endpoint, prompts: Iterator[str], begin: int, most: i
         pool.shutdown(cancel_futures=True)
 
 
-def ask(endpoint: Endpoint, prompt: str, name: str, waits: Waits, is_first: bool = False) -> Reply:
+def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> Reply:
     """Return the reply to one user message. Raise UserError if retries are used up or cannot help.
 
     Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says. `name` is printed. is_first:
@@ -113,7 +98,7 @@ def ask(endpoint: Endpoint, prompt: str, name: str, waits: Waits, is_first: bool
                 raise UserError(f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url") from None
         pause = min(max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT)
         if attempt < endpoint.max_retries:
-            waits.say(f"{name}: {what}; again in {pause:.1f} s", pause)
+            tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
             time.sleep(pause)
     times = f"{endpoint.max_retries + 1} times"
     raise UserError(f"chat: {endpoint.base_url}: {what}, {times}; give the same command when it answers again")
@@ -127,7 +112,11 @@ def post(endpoint: Endpoint, body: bytes) -> Reply:
         call.add_unredirected_header("Authorization", f"Bearer {endpoint.key}")  # never to another host
     try:
         with urllib.request.urlopen(call, timeout=endpoint.timeout) as response:
-            return reply_of(json.loads(response.read()))
+            values = json.loads(response.read())
+        choice, usage = values["choices"][0], values.get("usage") or {}
+        text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji of a cut reply
+        return Reply(text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0))
     except urllib.error.HTTPError as error:
         return failed(endpoint.base_url, error)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
@@ -135,13 +124,6 @@ def post(endpoint: Endpoint, body: bytes) -> Reply:
         raise (Unreachable if nobody else Trouble)(f"{type(error).__name__} {error}", 0.0) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
-
-
-def reply_of(values: dict) -> Reply:
-    choice, usage = values["choices"][0], values.get("usage") or {}
-    text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji of a cut reply
-    return Reply(text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0))
 
 
 def failed(base_url: str, error: urllib.error.HTTPError) -> Reply:
@@ -184,6 +166,14 @@ class Journal:
             raise UserError(f"chat: {path} is damaged ({error}); use another out") from None
         if changed:
             raise UserError(f"chat: {path} was made with {', '.join(changed)}; use another out")
+
+    def ask(self, endpoint: Endpoint, prompts: Iterator[str], most: int) -> Iterator[Reply]:
+        """Yield what ask_in_order does for the prompts after those that have replies; each is on disk before."""
+        with self.file, contextlib.closing(ask_in_order(endpoint, prompts, len(self.replies), most)) as replies:
+            for reply in replies:
+                self.add(reply._asdict())
+                self.replies.append(reply)
+                yield reply
 
     def add(self, values: dict) -> None:
         """Append a line and sync it to the disk."""

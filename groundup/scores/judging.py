@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +23,12 @@ from tqdm import tqdm
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
-from groundup.files import readers
 from groundup.generate import answers
-from groundup.scores.client import Endpoint, Journal, Reply, ask_in_order
+from groundup.scores.client import Endpoint, Journal, Reply
+from groundup.scores.likelihood import shared
 from groundup.scores.text_metrics import standard_error
-from groundup.tokens.corpus import names_of
-from groundup.tokens.pairs import PairReader, Tokenized
-from groundup.tokens.row_reader import SourceRows, read_source
+from groundup.tokens.pairs import PairReader
+from groundup.tokens.row_reader import read_source
 from groundup.train import ranks
 from tokenizer import Tokenizer
 
@@ -68,61 +66,33 @@ def evaluate_preference(
     model: RewardModel, tokenizer: Tokenizer, data: str, batch_size: int = 16, limit: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> dict:  # fmt: skip
-    """Return the figures of reward_model.measure with standard errors (accuracy_se), the accuracy of each part of
-    `data`, and `left_out` {reason: how many} with the `places` of the first ones. None = no pair to measure.
+    """Return the figures of reward_model.measure, the standard error of the accuracy, and `left_out` {reason: how many}
+    with the `places` of the first ones. None = no pair to measure.
 
     data: as reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks share the
     pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
-    sources = [read_pairs(path, tokenizer, model.cfg.block_size, limit) for path in paths]
-    found = [source.val or source.train for source in sources]
-    chosen, rejected = score_pairs(model, tokenizer, [pair for of_one in found for pair in of_one], batch_size, dtype)
-    lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for of_one in found for pair in of_one])
-    measured = reward_model.measure(chosen, rejected, *lengths.T)
-    accuracy = measured["accuracy"]
-    values = {"n": len(chosen), "accuracy": accuracy, "accuracy_se": standard_error(accuracy, len(chosen))} | measured
-    for name in reward_model.LENGTH_BUCKETS:
-        values[f"accuracy_se/{name}"] = standard_error(values[f"accuracy/{name}"], values[f"pairs/{name}"])
-    if len(paths) > 1:
-        parts = (chosen > rejected).double().split([len(of_one) for of_one in found])
-        of_each = zip(names_of(paths), parts, strict=True)
-        values |= {f"accuracy/{name}": part.mean().item() for name, part in of_each}
-    values = {name: None if math.isnan(value) else value for name, value in values.items()}
+    sources = [read_source(path, PairReader(tokenizer, model.cfg.block_size), 0.0) for path in paths]
+    pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
+    sides = [[*pair.prompt.tolist(), *side.tolist()] for pair in pairs for side in (pair.chosen, pair.rejected)]
+    scores = torch.tensor(shared_scores(model, tokenizer, sides, batch_size, dtype), dtype=torch.float64)
+    lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
+    found = reward_model.measure(scores[0::2], scores[1::2], *lengths.T)
+    found = {"n": len(pairs), "accuracy_se": standard_error(found["accuracy"], len(pairs))} | found
+    found = {name: None if math.isnan(value) else value for name, value in found.items()}
     left_out = sum((source.reader.dropped for source in sources), Counter())
-    places = [place for source in sources for place in source.reader.places]
-    return values | {"left_out": dict(left_out), "places": places}
-
-
-def read_pairs(path: str, tokenizer: Tokenizer, block_size: int, limit: int) -> SourceRows:
-    """As row_reader.read_source, with the first `limit` pairs only (0 = all). The rest of raw files is not read, and so
-    not counted as left out."""
-    if (Path(path) / "manifest.json").exists():
-        source = read_source(path, PairReader(tokenizer, block_size), 0.0)
-        return source._replace(train=source.train[: limit or None], val=source.val[: limit or None])
-    reader = PairReader(tokenizer, block_size)
-    rows = (row for file in readers.find_files(path) for row in reader.read(file))
-    found = [ids for _, ids in islice(rows, limit or None)]
-    reader.check(path, len(found))
-    return SourceRows(found, [], reader)
-
-
-def score_pairs(
-    model: RewardModel, tokenizer: Tokenizer, pairs: Sequence[Tokenized], batch_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of the chosen answers (n,) float64, and of the rejected ones."""
-    rows = [[*pair.prompt.tolist(), *side.tolist()] for pair in pairs for side in (pair.chosen, pair.rejected)]
-    scores = torch.tensor(shared_scores(model, tokenizer, rows, batch_size, dtype), dtype=torch.float64)
-    return scores[0::2], scores[1::2]
+    return found | {"left_out": dict(left_out), "places": [place for one in sources for place in one.reader.places]}
 
 
 def shared_scores(
     model: RewardModel, tokenizer: Tokenizer, rows: Sequence[list[int]], batch_size: int, dtype: torch.dtype
 ) -> list[float]:
     """reward_model.score_ids with the rows shared by the ranks: all give the same rows and get all scores."""
-    own = ranks.own_part(len(rows))
-    scores = reward_model.score_ids(model, [rows[i] for i in own], tokenizer.pad_id, batch_size, dtype)
-    found = ranks.merged(dict(zip(own, scores, strict=True)))
-    return [found[i] for i in range(len(rows))]
+
+    def score(own: range) -> list[float]:
+        return reward_model.score_ids(model, [rows[i] for i in own], tokenizer.pad_id, batch_size, dtype)
+
+    return shared(len(rows), score)
 
 
 # ---- two models on the same prompts ----------------------------------------------------------------------------------
@@ -131,21 +101,21 @@ def shared_scores(
 def read_answers(path: str) -> list[dict]:
     """Return [{"prompt": messages, "answer": the first completion, "finish_reason"}, ...] of a file of sample.py, in
     the order of the prompts. A text to continue counts as a user's message. Raise UserError for any other line."""
-    found = []
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge: cannot read {path!r}: {error}") from None
+    found = []
     for number, line in enumerate(lines, 1):
         try:
-            if line.strip():
-                row = json.loads(line)
-                fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
-                prompt = fields[answers.prompt_key(fields)]
-                messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-                first = row["completions"][0]
-                answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
-                found.append((row["index"], {"prompt": messages} | answer))
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
+            prompt, first = fields[answers.prompt_key(fields)], row["completions"][0]
+            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
+            found.append((row["index"], {"prompt": messages} | answer))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
             raise UserError(f"judge: {what}; give what its --out has written") from None
@@ -156,13 +126,11 @@ def matches_of(answers_a: Sequence[dict], answers_b: Sequence[dict]) -> tuple[li
     """Return the prompts that both answer, in the order of A, and how many only one of them does. The k-th answers to
     equal prompts belong together. Raise UserError if there is no common prompt."""
     of_a, of_b = by_prompt(answers_a), by_prompt(answers_b)
-    found = []
-    for key in [key for key in of_a if key in of_b]:
-        (a, finished_a), (b, finished_b) = of_a[key], of_b[key]
-        found.append(Match(json.loads(key[0]), a, b, finished_a, finished_b))
-    if not found:
+    pairs = [(key[0], of_a[key], of_b[key]) for key in of_a if key in of_b]
+    if not pairs:
         n = f"{len(of_a)} and {len(of_b)} prompts"
         raise UserError(f"judge: the two models answer no prompt in common ({n}); give both the same file of prompts")
+    found = [Match(json.loads(key), a, b, ended_a, ended_b) for key, (a, ended_a), (b, ended_b) in pairs]
     alone = {"only A answers": len(of_a) - len(found), "only B answers": len(of_b) - len(found)}
     return found, {reason: n for reason, n in alone.items() if n}
 
@@ -200,32 +168,27 @@ def verdict_by_rule(match: Match) -> Verdict | None:
 
 
 def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
-    """Count n, wins, ties and losses of A; none: {why there is no verdict: how many}; equal: ties of equal answers;
-    unfinished: matches in which only A's answer is unfinished, only B's, or both.
+    """Count n, wins, ties and losses of A; none: {why there is no verdict: how many}; unfinished: matches in which only
+    A's answer is unfinished, only B's, or both.
 
     win_rate: (wins + ties / 2) / verdicts, with its 95 % Wilson interval, which is a little too wide where there are
-    ties. longer_wins: fraction of the judge's wins and losses that went to the answer with more characters. If the
-    judge saw both orders: disagreements, matches in which it contradicted itself, and first_wins, the fraction of its
-    decisions for the answer shown first. None = nothing to divide by."""
+    ties. longer_wins: fraction of the judge's wins and losses that went to the answer with more characters.
+    disagreements: matches in which a judge that saw both orders contradicted itself. None = nothing to divide by."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
     judged = [(m, v) for m, v in zip(matches, verdicts, strict=True) if v.winner in "ab" and not v.reason]
-    decided = [(match, verdict) for match, verdict in judged if len(match.a) != len(match.b)]
-    longer = [(verdict.winner == "a") == (len(match.a) > len(match.b)) for match, verdict in decided]
-    found = {"n": len(verdicts), "wins": counts["a"], "ties": counts["tie"], "losses": counts["b"]}
-    found["equal"] = sum(verdict.reason == EQUAL for verdict in verdicts)
+    longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
     cut = Counter((match.finished_a, match.finished_b) for match in matches)
-    found["unfinished"] = {"only A": cut[False, True], "only B": cut[True, False], "both": cut[False, False]}
-    found["none"] = dict(Counter(verdict.reason for verdict in verdicts if verdict.winner == "none"))
-    found |= {"win_rate": rate, "interval": wilson(rate, n) if n else None}
-    found["longer_wins"] = sum(longer) / len(longer) if longer else None
-    orders = [verdict.orders for verdict in verdicts if verdict.orders]
-    if orders:
-        first = [said == shown for both in orders for said, shown in zip(both, "ab", strict=True) if said in "ab"]
-        found["disagreements"] = sum(one != other and "none" not in (one, other) for one, other in orders)
-        found["first_wins"] = sum(first) / len(first) if first else None
-    return found
+    orders = [verdict.orders for verdict in verdicts if verdict.orders and "none" not in verdict.orders]
+    return {
+        "n": len(verdicts), "wins": counts["a"], "ties": counts["tie"], "losses": counts["b"],
+        "unfinished": {"only A": cut[False, True], "only B": cut[True, False], "both": cut[False, False]},
+        "none": dict(Counter(verdict.reason for verdict in verdicts if verdict.winner == "none")),
+        "win_rate": rate, "interval": wilson(rate, n) if n else None,
+        "longer_wins": sum(longer) / len(longer) if longer else None,
+        "disagreements": sum(one != other for one, other in orders),
+    }  # fmt: skip
 
 
 def wilson(rate: float, n: int) -> tuple[float, float]:
@@ -244,20 +207,19 @@ def reward_judge(
 ) -> list[Verdict]:  # fmt: skip
     """The answer with the higher reward wins. Each is scored alone, so there is no order to favour. The ranks share
     the answers."""
-    rows = [
-        reward_model.answered_ids([*match.prompt, {"role": "assistant", "content": answer}], tokenizer)
-        for match in matches
-        for answer in (match.a, match.b)
-    ]
-    fits = [max(len(rows[2 * i]), len(rows[2 * i + 1])) <= model.cfg.block_size for i in range(len(matches))]
-    kept = [rows[2 * i + side] for i, fit in enumerate(fits) if fit for side in (0, 1)]
-    scores = iter(shared_scores(model, tokenizer, kept, batch_size, dtype))
-    too_long = Verdict("none", f"longer than the reward model's block_size={model.cfg.block_size}")
-    return [higher(next(scores), next(scores)) if fit else too_long for fit in fits]
-
-
-def higher(a: float, b: float) -> Verdict:
-    return Verdict("a" if a > b else "b" if b > a else "tie", scores=(a, b))
+    talks = [[*m.prompt, {"role": "assistant", "content": text}] for m in matches for text in (m.a, m.b)]
+    rows = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
+    most = model.cfg.block_size
+    pairs = [pair if max(map(len, pair)) <= most else () for pair in zip(rows[0::2], rows[1::2], strict=True)]
+    scores = iter(shared_scores(model, tokenizer, [ids for pair in pairs for ids in pair], batch_size, dtype))
+    verdicts = []
+    for pair in pairs:
+        if not pair:
+            verdicts.append(Verdict("none", f"longer than the reward model's block_size={most}"))
+            continue
+        a, b = next(scores), next(scores)
+        verdicts.append(Verdict("a" if a > b else "b" if b > a else "tie", scores=(a, b)))
+    return verdicts
 
 
 def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -> list[Verdict]:
@@ -276,16 +238,13 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
     kept = Journal(journal, {"model": endpoint.model, "fields": FIELDS, "matches": digest})
     replies = kept.replies
     bar = tqdm(total=len(prompts), initial=len(replies), desc="verdicts", leave=False, disable=None)
-    rest = iter(prompts[len(replies) :])
-    with kept.file, bar:
-        for reply in ask_in_order(endpoint, rest, len(replies), 2 * endpoint.parallel):
-            kept.add(reply._asdict())
-            replies.append(reply)
+    with bar:
+        for _ in kept.ask(endpoint, iter(prompts[len(replies) :]), 2 * endpoint.parallel):
             bar.update()
     if all(reply.finish == "refused" for reply in replies):
         raise UserError(f"judge: {endpoint.base_url} refuses every request: {replies[0].text}")
-    said = [verdict_of(reply) for reply in replies]
-    return [agreed(said[i], swap(said[i + 1])) for i in range(0, len(said), 2)]
+    said, swapped = map(verdict_of, replies[0::2]), map(verdict_of, replies[1::2])
+    return [agreed(one, {"a": "b", "b": "a"}.get(other, other)) for one, other in zip(said, swapped, strict=True)]
 
 
 def judge_prompt(match: Match, swapped: bool) -> str:
@@ -301,10 +260,6 @@ def verdict_of(reply: Reply) -> str:
     text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", reply.text, flags=re.DOTALL)
     marks = re.findall(r"\[\[\s*([ABC])\s*\]\]", text) if reply.finish not in ("length", "refused") else []
     return {"A": "a", "B": "b", "C": "tie"}[marks[-1]] if marks else "none"
-
-
-def swap(side: str) -> str:
-    return {"a": "b", "b": "a"}.get(side, side)
 
 
 def agreed(one: str, other: str) -> Verdict:
