@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -38,28 +38,17 @@ from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.text_mix import mix_texts
-from groundup.text import answer_pairs, dedup
+from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
-from groundup.text.inputs import check_unchanged, find_inputs, parse_sources, spool_stdin
+from groundup.text.inputs import find_inputs, look, parse_sources
 from groundup.text.pipeline import inspect_unit, plan_units, tokenize_unit
-from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, verify_directory, work_dir
+from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, read_prepared, work_dir
 from groundup.text.processes import run
-from groundup.text.recipe import Recipe, Source, parse_score
-from groundup.text.report import (
-    check_train,
-    exit_status,
-    nothing_kept,
-    print_problems,
-    report,
-    summarize,
-    write_dropped,
-    write_problems,
-    write_report,
-)
+from groundup.text.recipe import Recipe, parse_score
 from groundup.text.selection import Selection, SourceDocs, cut, select, single_text, split_sources
 from groundup.text.show import show_rows
-from groundup.text.units import EXACT, KEPT, Counts, Input, Unit, read_kept
-from groundup.text.writing import write_conversations, write_jsonl, write_single, write_splits
+from groundup.text.units import EXACT, KEPT, Counts, Input, read_kept
+from groundup.text.writing import write_rows, write_splits
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, write_json, write_manifest
@@ -119,7 +108,19 @@ overwrite = False  # replace out_dir even if it has no manifest.json of prepare.
 VERSION = 6  # of the output; a directory of another version is made again
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
-ORDERS = ("input", "hash", "length", "unigram", "bigram", "trigram", "score")
+CHOICES = {
+    "kind": ("text", "chat", "preference"), "txt_split": ("file", "blank", "line"), "quality": ("curated", "web"),
+    "order": ("input", "hash", "length", "unigram", "bigram", "trigram", "score"), "pattern": tuple(PATTERNS),
+    "decontaminate_action": ("drop", "cut"), "pair_by": ("", "dataset", "reward"),
+}  # fmt: skip
+NOT_NEGATIVE = (
+    "shard_tokens", "workers", "min_chars", "max_chars", "question_min_chars", "question_max_chars", "pack", "show",
+    "near_bands", "near_rows", "pair_margin", "length_within",
+)  # fmt: skip
+# Settings of one kind only, with the values that mean that they are not used.
+OF_TEXT = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
+OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
+OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
 
 # ---- tokens ----------------------------------------------------------------------------------
@@ -162,15 +163,27 @@ def train_tokenizer(parts: list[SourceDocs], chosen: Selection, single: str | No
     return tokenizer
 
 
+def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
+    """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
+    lacks a special token that this kind needs."""
+    exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    if not directory or kind == "preference" or (kind == "text" and not exists):
+        return None
+    tokenizer = Tokenizer.load(directory)
+    if kind == "chat" and min(tokenizer.im_start_id, tokenizer.im_end_id) < 0:
+        raise UserError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
+    if tokenizer.eot_id < 0 and kind == "text":
+        raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
+    return tokenizer
+
+
 # ---- all of it -------------------------------------------------------------------------------
 
 
-def build(
-    inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict,
-    lost: Counts | None = None,
-) -> dict:  # fmt: skip
-    """Make work/out, all that out_dir will hold, and return its manifest. info: more entries for the
-    manifest. lost: counts of lines that were unreadable when pairs were made."""
+def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict,
+          lost: Counts) -> dict:  # fmt: skip
+    """Make work/out, all that out_dir will hold, and return its manifest. info: more entries for the manifest.
+    lost: counts of lines that were unreadable when pairs were made."""
     out, workers = work / "out", config["workers"] or os.cpu_count() or 1
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -178,57 +191,49 @@ def build(
         info["decontaminate"] = {"items": evals.n_items, "unprotected": len(evals.unprotected)}
     units = plan_units(inputs, recipe)
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
-    counts = sum(run(inspect, units, workers, "read", work), lost or Counts())
-    unreadable, answers = [file for file in inputs if file.problem], info.get("answers", [])
-    print_problems(unreadable, counts)
-    write_problems(unreadable, [work / f"pairs_{k}.jsonl.problems" for k in range(len(answers))], units, work)
+    counts = sum(run(inspect, units, workers, "read", work), lost)
+    of_pairs = [work / f"pairs_{k}.jsonl.problems" for k in range(len(info.get("answers", [])))]
+    report.write_problems(inputs, of_pairs, counts, units, work)
     chosen = select(units, recipe, work) if units else None
-    if chosen is None or not (chosen.fates == KEPT).any():
-        raise nothing_kept(counts, chosen)
+    report.check_kept(counts, chosen)
     single = single_text(chosen, units, counts, work) if recipe.kind == "text" else None
     parts = split_sources(chosen, units, recipe)
-    check_train(parts)
-    summarize(info, inputs, counts, chosen, parts, recipe)
+    report.check_train(parts)
+    report.summarize(info, inputs, counts, chosen, parts, recipe)
+    if recipe.kind == "text" and tokenizer is None:
+        tokenizer = train_tokenizer(parts, chosen, single, recipe, config, work)
+        if config["tokenizer_dir"]:
+            tokenizer.save(config["tokenizer_dir"])
+            info["tokenizer"] = tokenizer.fingerprint()
+    if tokenizer:
+        tokenizer.save(out)  # where the workers load it
+    if tokenizer and single is None:
+        dtype, chat = token_dtype(tokenizer.vocab_size).str, recipe.kind == "chat"
+        tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.fingerprint(), work=work, chat=chat)
+        run(tokenize, units, workers, "tokenize", work)
     if recipe.kind == "text":
-        if tokenizer is None:
-            tokenizer = train_tokenizer(parts, chosen, single, recipe, config, work)
-            if config["tokenizer_dir"]:
-                tokenizer.save(config["tokenizer_dir"])
-                info["tokenizer"] = tokenizer.fingerprint()
-        if single is None:
-            tokenize(units, recipe, tokenizer, workers, work)
-            shards = write_splits(parts, chosen, recipe, tokenizer, work)
-        else:
-            tokenizer.save(out)
-            shards = write_single(single, recipe, tokenizer, work)
-    elif tokenizer:
-        tokenize(units, recipe, tokenizer, workers, work)
-    check_unchanged([file for file in inputs if not file.problem and not Path(file.path).is_relative_to(work)])
-    write_dropped(chosen, units, out)
-    write_report(info, answer_pairs.describe(answers), chosen, units, work)
-    if recipe.kind != "text":
-        splits = write_jsonl(parts, chosen, work)
-        manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": splits, "info": info}
-        if tokenizer:
-            write_conversations(splits, parts, chosen, tokenizer, work)
-            manifest |= {"tokenizer_fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
-            manifest |= {"dtype": token_dtype(tokenizer.vocab_size).name}
-        write_json(out / "manifest.json", manifest)
+        written = write_splits(parts, chosen, single, recipe, tokenizer, work)
+    else:
+        written = write_rows(parts, chosen, tokenizer, work)
+    for file in inputs:
+        made = Path(file.path).is_relative_to(work)
+        if not file.problem and not made and look(file.path, file.name, file.source) != file:
+            raise UserError(f"prepare: {file.name} changed while it was read; run again")
+    report.write_dropped(chosen, units, out)
+    report.write_report(info, chosen, units, work)
+    if recipe.kind == "text":
+        weights = {source.name: source.weight for source in recipe.sources if source.weight}
+        ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
+        manifest = write_manifest(out, *ids, written, info, weights)
+        if config["pack"]:
+            pack_documents(out, config["pack"])
         return manifest
-    weights = {source.name: source.weight for source in recipe.sources if source.weight}
-    ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
-    manifest = write_manifest(out, *ids, shards, info, weights)
-    if config["pack"]:
-        pack_documents(out, config["pack"])
+    manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": written, "info": info}
+    if tokenizer:
+        manifest |= {"tokenizer_fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
+        manifest |= {"dtype": token_dtype(tokenizer.vocab_size).name}
+    write_json(out / "manifest.json", manifest)
     return manifest
-
-
-def tokenize(units: list[Unit], recipe: Recipe, tokenizer: Tokenizer, workers: int, work: Path) -> None:
-    """Write the ids of all units into their files."""
-    tokenizer.save(work / "out")  # where the workers load it
-    dtype, fingerprint = token_dtype(tokenizer.vocab_size).str, tokenizer.fingerprint()
-    function = partial(tokenize_unit, dtype=dtype, fingerprint=fingerprint, work=work, chat=recipe.kind == "chat")
-    run(function, units, workers, "tokenize", work)
 
 
 def load_evals(recipe: Recipe, work: Path) -> Evals | None:
@@ -245,96 +250,58 @@ def load_evals(recipe: Recipe, work: Path) -> Evals | None:
 
 def check_config(config: dict) -> Recipe:
     """Return the recipe of a configuration. Raise UserError if a setting is invalid or has no effect."""
+    kind, hold_out, near, fold = (config[key] for key in ("kind", "hold_out", "near", "fold"))
     for key in ("input", "out_dir"):
         if not config[key] and not (key == "out_dir" and config["show"]):
             raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
-    choices = {"kind": ("text", "chat", "preference"), "order": ORDERS}
-    choices |= {"decontaminate_action": ("drop", "cut"), "pattern": tuple(PATTERNS)}
-    choices |= {"pair_by": ("", "dataset", "reward")}
-    for key, allowed in choices.items():
-        if config[key] not in allowed:
-            raise UserError(f"config: {key} must be one of {', '.join(filter(None, allowed))}, got {config[key]!r}")
-    for source in sources:
-        for key, allowed in (("txt_split", ("file", "blank", "line")), ("quality", ("curated", "web"))):
-            if getattr(source, key) not in allowed:
-                raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {getattr(source, key)!r}")
+    for settings in (config, *map(vars, sources)):
+        for key, allowed in CHOICES.items():
+            if key in settings and settings[key] not in allowed:
+                hint = f"one of {', '.join(filter(None, allowed))}"
+                raise UserError(f"config: {key} must be {hint}, got {settings[key]!r}")
+    for key in NOT_NEGATIVE:
+        if config[key] < (key == "shard_tokens"):
+            raise UserError(f"config: {key} must be at least {int(key == 'shard_tokens')}, got {config[key]}")
     val, test = config["val_fraction"], config["test_fraction"]
     if not (0 <= val and 0 <= test and val + test < 1):
         raise UserError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
-    least = {"shard_tokens": 1, "workers": 0, "min_chars": 0, "max_chars": 0, "question_min_chars": 0, "pack": 0}
-    for key, minimum in (least | {"question_max_chars": 0, "near_bands": 0, "near_rows": 0, "show": 0,
-                              "pair_margin": 0, "length_within": 0}).items():  # fmt: skip
-        if config[key] < minimum:
-            raise UserError(f"config: {key} must be at least {minimum}, got {config[key]}")
-    if not 0 <= config["hold_out"] < 1:
-        raise UserError(f"config: hold_out must be from 0 to below 1, got {config['hold_out']}")
-    if not 0 <= config["near"] <= 1:
-        raise UserError(f"config: near must be from 0 (off) to 1, got {config['near']}")
-    fold = re.fullmatch(r"(\d+)/(\d+)", config["fold"])
-    if config["fold"] and not (fold and 1 <= int(fold[1]) <= int(fold[2]) and int(fold[2]) > 1):
-        raise UserError(f"config: fold={config['fold']!r} is not i/k with 1 <= i <= k, such as 2/5")
+    if not (0 <= hold_out < 1 and 0 <= near <= 1):
+        what = f"hold_out must be from 0 to below 1, got {hold_out}; near from 0 (off) to 1, got {near}"
+        raise UserError(f"config: {what}")
+    part = re.fullmatch(r"(\d+)/(\d+)", fold)
+    if fold and not (part and 1 <= int(part[1]) <= int(part[2]) and int(part[2]) > 1):
+        raise UserError(f"config: fold={fold!r} is not i/k with 1 <= i <= k, such as 2/5")
     if config["vocab_size"] < SMALLEST:
         what = f"vocab_size={config['vocab_size']}"
         raise UserError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
-    check_kind(config)
-    if config["kind"] != "text" and any(source.weight for source in sources):
-        raise UserError(f"config: input: weight has no effect with kind={config['kind']}; weigh when you train")
-    if config["order"] == "score" and not config["score"]:
-        raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")
-    return make_recipe(config, sources)
-
-
-def check_kind(config: dict) -> None:
-    """Raise UserError if a setting has no effect with this kind of document."""
-    for_text = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
-    for_pairs = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
-    idle = {"question_min_chars": 0, "question_max_chars": 0} if config["kind"] == "text" else for_text
-    idle |= {} if config["kind"] == "chat" else {"hold_out": 0}
-    idle |= {} if config["kind"] == "preference" else for_pairs
-    for key, default in idle.items():
-        if config[key] != default:
-            raise UserError(f"config: {key}={config[key]} has no effect with kind={config['kind']}; leave it out")
+    idle = (OF_ROWS if kind == "text" else OF_TEXT) | ({} if kind == "chat" else {"hold_out": 0})
+    for key, unused in (idle | ({} if kind == "preference" else OF_PAIRS)).items():
+        if config[key] != unused:
+            raise UserError(f"config: {key}={config[key]} has no effect with kind={kind}; leave it out")
     for key, by in (("pair_margin", ("reward",)), ("length_within", ("dataset", "reward"))):
         if config[key] and config["pair_by"] not in by:
             raise UserError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")
-
-
-def make_recipe(config: dict, sources: tuple[Source, ...]) -> Recipe:
+    if kind != "text" and any(source.weight for source in sources):
+        raise UserError(f"config: input: weight has no effect with kind={kind}; weigh when you train")
+    parse_score(config["score"])
+    if config["order"] == "score" and not config["score"]:
+        raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")
+    bands, rows = dedup.bands_for(near) if near else (0, 0)
     own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
-    recipe = Recipe(**(own | {"sources": sources, "aids": aids(config)}))
-    ranges = parse_score(recipe.score)
-    if any(bound.endswith("%") for _, *bounds in ranges[1:] for bound in bounds):
-        raise UserError("config: score: only the first key may have bounds in per cent")
-    if recipe.near and not (recipe.near_bands and recipe.near_rows):
-        bands, rows = dedup.bands_for(recipe.near)
-        recipe = replace(recipe, near_bands=recipe.near_bands or bands, near_rows=recipe.near_rows or rows)
-    return recipe
+    own |= {"near_bands": config["near_bands"] or bands, "near_rows": config["near_rows"] or rows}
+    return Recipe(**own, sources=sources, aids=aids(config))
 
 
 def aids(config: dict) -> str:
     """Return one sha256 of the files that settings name, as their content decides the result. Raise UserError."""
-    files = [config["keep"].rpartition(":")[0]] if config["keep"] else []
+    files = [config["keep"].rpartition(":")[0]]
     for key in ("decontaminate", "prompts_from"):
-        files += readers.find_files(config[key]) if config[key] else []
+        files += readers.find_files(config[key])
     try:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files if file)).hexdigest()
     except OSError as error:
         raise UserError(f"config: cannot read {error.filename}: {error.strerror}") from None
-
-
-def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
-    """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
-    lacks a special token that this kind needs."""
-    exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    if not directory or kind == "preference" or (kind == "text" and not exists):
-        return None
-    tokenizer = Tokenizer.load(directory)
-    if kind == "chat" and min(tokenizer.im_start_id, tokenizer.im_end_id) < 0:
-        raise UserError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
-    if tokenizer.eot_id < 0 and kind == "text":
-        raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
-    return tokenizer
 
 
 def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
@@ -352,52 +319,53 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
         return [about for block in threads.map(lambda block: list(map(entry, block)), blocks) for about in block]
 
 
-def decisive(info: dict) -> dict:
-    """Return {name: value} of all that decides the content of a prepared directory, from its manifest's info."""
-    inputs = {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in info.get("inputs", [])}
-    whole = {key: info.get(key) for key in ("tokenizer", "answers")}
-    recipe = {key: value for key, value in info.get("recipe", {}).items() if key != "near_engine"}  # no key any more
-    return whole | recipe | inputs
-
-
 def difference(info: dict, old: dict) -> str:
-    """Return what differs between this run and a directory with the info `old`, "" if nothing does."""
+    """Return what differs between this run and a directory whose manifest has the info `old`, "" if nothing does."""
     if not old:
         return "nothing complete is there yet"
     if old.get("prepare") != VERSION:
         return "prepare.py"
-    now, was = decisive(info), decisive(old)
+    now, was = (
+        {key: one.get(key) for key in ("tokenizer", "answers")} | one["recipe"]
+        | {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in one["inputs"]}
+        for one in (info, old)
+    )  # fmt: skip
     changed = [name for name in was | now if was.get(name) != now.get(name)]
     return ", ".join(changed[:5]) or ("the order of the inputs" if list(was) != list(now) else "")
+
+
+def read_inputs(recipe: Recipe, config: dict, work: Path) -> tuple[list[Input], list[dict], Counts]:
+    """Return the inputs, with pairs instead of answers, and what `answer_pairs.replace_answers` tells about these."""
+    inputs = find_inputs(recipe.sources, Path(config["out_dir"]), work, recipe.kind)
+    unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
+    if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
+        raise UserError(unreadable[0])
+    return answer_pairs.replace_answers(inputs, config, work) if config["pair_by"] else (inputs, [], Counts())
 
 
 def main(config: dict) -> int:
     """Prepare out_dir, or verify, or show. Return the exit status: 1 if a file could not be read to its end."""
     if config["verify"]:
-        return verify_directory(Path(config["verify"]))
+        report.print_splits(read_prepared(Path(config["verify"]), every_byte=True))
+        print(f"prepare: {config['verify']} is as it was written")
+        return 0
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "units").mkdir()
             load_evals(recipe, Path(folder))
-            sources, names = readable_twice(recipe, Path(folder), config)
-            recipe = replace(recipe, sources=sources)
-            return show_rows(recipe, config["show"], config["tokenizer_dir"], Path(folder), names)
+            inputs, _, _ = read_inputs(recipe, config, Path(folder))
+            tokenizer = Tokenizer.load(config["tokenizer_dir"]) if config["tokenizer_dir"] else None
+            return show_rows(inputs, recipe, config["show"], tokenizer, Path(folder))
     with work_dir(out_dir) as work:
-        inputs, manifest = find_inputs(recipe.sources, out_dir, work, recipe.kind), complete_manifest(out_dir)
-        unreadable = [f"prepare: cannot read {file.name}: {file.problem}" for file in inputs if file.problem]
-        if unreadable and (recipe.strict or len(unreadable) == len(inputs)):
-            raise UserError(unreadable[0])
-        answers, lost = [], Counts()
-        if config["pair_by"]:
-            inputs, answers, lost = answer_pairs.replace_answers(inputs, config, work)
+        (inputs, answers, lost), manifest = read_inputs(recipe, config, work), complete_manifest(out_dir)
         tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
-        to_train = to_train if recipe.kind == "text" else "none"
         before = manifest.get("info", {})
         info = {
             "prepare": VERSION,
             "recipe": recipe.settings() | {key: config[key] for key in ("pack", *PAIR_KEYS)},
-            "tokenizer": tokenizer.fingerprint() if tokenizer else to_train,
+            "tokenizer": tokenizer.fingerprint() if tokenizer else to_train if recipe.kind == "text" else "none",
             "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)
@@ -408,28 +376,9 @@ def main(config: dict) -> int:
             manifest = build(inputs, recipe, tokenizer, work, config, info, lost)
             write_config(config, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")
             publish(work, out_dir)
-            report(manifest, time.perf_counter() - start)
+            report.print_report(manifest, time.perf_counter() - start)
     print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")
-    return exit_status(manifest["info"], len(inputs), config["max_bad_fraction"])
-
-
-def readable_twice(recipe: Recipe, folder: Path, config: dict) -> tuple[tuple[Source, ...], dict[str, str]]:
-    """Return the sources with files instead of standard input and with pairs instead of answers, so that they can be
-    read more than once, and {path: name given by the user} of these files."""
-    sources, names = [], {}
-    if config["pair_by"]:
-        inputs = find_inputs(recipe.sources, Path(), folder, recipe.kind)
-        pairs, _, _ = answer_pairs.replace_answers(inputs, config, folder)
-        names = {file.path: file.name for file in pairs}
-    for number, source in enumerate(recipe.sources):
-        paths = [name.strip() for name in source.input.split(",")]
-        if config["pair_by"]:
-            paths = [file.path for file in pairs if file.source == number]
-        elif "-" in paths:
-            path = str(spool_stdin(folder))
-            paths, names = [path if name == "-" else name for name in paths], {path: "-"}
-        sources.append(replace(source, input=",".join(paths)))
-    return tuple(sources), names
+    return report.exit_status(manifest["info"], len(inputs), config["max_bad_fraction"])
 
 
 if __name__ == "__main__":

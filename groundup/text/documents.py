@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Item(NamedTuple):
     problem: str = ""  # a conversation or pair: why it cannot be trained on
     trimmed: bool = False  # a conversation: it went on after the last answer
     scores: tuple[float, ...] = ()
-    place: tuple[int, int] | None = None  # a pair made of answers: their line and byte
+    offset: int | None = None  # a pair made of answers: the byte of their line
 
     @property
     def compared(self) -> str:
@@ -47,113 +46,75 @@ class Item(NamedTuple):
         return f"{self.row[:-1]}, {self.notes[1:]}" if self.notes else self.row or self.text
 
 
-Clean = Callable[[str], str]
-
-
-def understand(
-    row: object, kind: str, text_key: str, score_keys: tuple[str, ...], clean: Clean
-) -> tuple[Item | None, str]:
-    """Return (the cleaned item of a row, "") or (None, what is wrong)."""
-    scores = tuple(as_score(row, key) for key in score_keys)
-    if kind == "text":
-        text, problem = row_formats.document_of(row, text_key)
-        return (None, problem) if problem else (Item(clean(text), len(text.encode()), scores=scores), "")
-    if kind == "chat":
-        messages, problem = row_formats.messages_of(row)
-        return (None, problem) if problem else (chat_item(messages, scores, clean), "")
-    pair, problem = row_formats.pair_of(row)
-    return (None, problem) if problem else (pair_item(row, pair, scores, clean), "")
-
-
-def chat_item(messages: list[dict], scores: tuple[float, ...], clean: Clean) -> Item:
-    cleaned = [message | {"content": clean(message["content"])} for message in messages]
-    problem = row_formats.chat_problem(cleaned)
-    answered = cleaned if problem else row_formats.trim_chat(cleaned)
-    row = json.dumps({"messages": answered}, ensure_ascii=False)
-    return Item(
-        dialogue_text(answered), len(dialogue_text(messages).encode()), row=row, question=first_question(answered),
-        problem=problem, trimmed=len(answered) < len(cleaned), scores=scores,
-    )  # fmt: skip
-
-
-def pair_item(row: dict, pair: row_formats.Pair, scores: tuple[float, ...], clean: Clean) -> Item:
-    prompt = [message | {"content": clean(message["content"])} for message in pair.prompt]
-    cleaned = row_formats.Pair(prompt, clean(pair.chosen), clean(pair.rejected))
-    before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
-    answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
-    problem = "" if answered else "answer missing"
-    place = row.get(ANSWER_PLACE)
-    return Item(
-        text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
-        pair_notes(row), dialogue_text(prompt), first_question(prompt),
-        "unfinished answer" if row_formats.is_unfinished(row, pair) else problem, scores=scores,
-        place=tuple(place) if isinstance(place, list) else None,
-    )  # fmt: skip
-
-
-def pair_notes(row: dict) -> str:
-    """Return a pair's PAIR_NUMBERS and the model that made its answers, as JSON; "" if a row has none of them."""
-    numbers = ((key, as_score(row, key)) for key in PAIR_NUMBERS)
-    notes: dict = {key: value for key, value in numbers if math.isfinite(value)}
-    notes |= {"made_by": row["made_by"]} if isinstance(row.get("made_by"), str) else {}
-    return json.dumps(notes, ensure_ascii=False) if notes else ""
-
-
-@lru_cache(maxsize=8)
-def load_rules(source: Source, keep: str, aids: str) -> quality.Rules:
-    """Return the rules of a source, from the cache if `aids` (sha256 of the files that settings name) is the same."""
-    return quality.Rules(
-        source.quality, off=source.rules_off, on=source.rules_on, min_chars=source.min_chars,
-        max_chars=source.max_chars, keep=keep,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def evals_of(path: Path, aids: str) -> Evals:
-    """Return the evaluation text saved in a file. aids: as for load_rules."""
-    return Evals.load(path)
-
-
-@lru_cache(maxsize=8)
-def questions_in(files: str, aids: str, steps: cleaning.Cleaning) -> frozenset[str]:
-    """Return the cleaned first questions of the conversations in files. aids: as for load_rules. Raise UserError if a
-    row is not a conversation with a question."""
-    found = set()
-    for path in readers.find_files(files):
-        for record in readers.read_records(path):
-            messages, problem = row_formats.messages_of(streams.mended(record.value))
-            question = cleaning.clean(first_question(messages), steps).strip()
-            if not question:
-                what = f"prompts_from: {path}:{record.line}: {record.problem or problem or 'no question'}"
-                raise UserError(f"prepare: {what}; give conversations, such as a held_out.jsonl")
-            found.add(question)
-    return frozenset(found)
-
-
 class Judge:
-    """Decides which documents of a source pass, each on its own, before they are compared with each other."""
+    """Reads the documents of a source and decides which pass, each on its own."""
 
     def __init__(self, source: Source, recipe: Recipe, work: Path) -> None:
-        self.recipe, self.source = recipe, source
+        self.recipe, self.source, self.ranges = recipe, source, parse_score(recipe.score)
         steps = cleaning.WEB if source.quality == "web" else cleaning.CURATED
-        self.cleaning = replace(steps, punctuation=recipe.punctuation)
-        self.rules = load_rules(source, recipe.keep, recipe.aids)
-        self.ranges = parse_score(recipe.score)
-        self.evals = evals_of(work / "evals.npz", recipe.aids) if recipe.decontaminate else None
-        listed = recipe.prompts_from
-        self.questions = questions_in(listed, recipe.aids, self.cleaning) if listed else None
+        self.clean = partial(cleaning.clean, cleaning=replace(steps, punctuation=recipe.punctuation))
+        self.rules = quality.Rules(
+            source.quality, source.rules_off, source.rules_on, source.min_chars, source.max_chars, recipe.keep
+        )
+        self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
+        self.questions = self.read_questions() if recipe.prompts_from else None
+        columns = text_keys.columns_of(source.text_key) if recipe.kind == "text" else None
+        self.columns = columns and columns + [one.key for one in self.ranges]  # to read of parquet files; None = all
+
+    def read_questions(self) -> set[str]:
+        """Return the cleaned first questions of the conversations in recipe.prompts_from. Raise UserError."""
+        found = set()
+        for path in readers.find_files(self.recipe.prompts_from):
+            for record in readers.read_records(path):
+                messages, problem = row_formats.messages_of(streams.mended(record.value))
+                question = self.clean(first_question(messages)).strip()
+                if not question:
+                    what = f"prompts_from: {path}:{record.line}: {record.problem or problem or 'no question'}"
+                    raise UserError(f"prepare: {what}; give conversations, such as a held_out.jsonl")
+                found.add(question)
+        return found
+
+    def clean_messages(self, messages: list[dict]) -> list[dict]:
+        return [message | {"content": self.clean(message["content"])} for message in messages]
 
     def understand(self, row: object) -> tuple[Item | None, str]:
-        keys = tuple(key for key, _, _ in self.ranges)
-        return understand(row, self.recipe.kind, self.source.text_key, keys, self.clean)
+        """Return (the cleaned item of a row, "") or (None, what is wrong)."""
+        kind = self.recipe.kind
+        if kind == "text":
+            found, problem = row_formats.document_of(row, self.source.text_key)
+        else:
+            found, problem = row_formats.messages_of(row) if kind == "chat" else row_formats.pair_of(row)
+        if problem:
+            return None, problem
+        if kind == "text":
+            item = Item(self.clean(found), len(found.encode()))
+        else:
+            item = self.chat_item(found) if kind == "chat" else self.pair_item(row, found)
+        return item._replace(scores=tuple(as_score(row, one.key) for one in self.ranges)), ""
 
-    def columns(self) -> list[str] | None:
-        """Return the columns to read of a parquet file, None for all."""
-        columns = text_keys.columns_of(self.source.text_key) if self.recipe.kind == "text" else None
-        return columns and columns + [key for key, _, _ in self.ranges]
+    def chat_item(self, messages: list[dict]) -> Item:
+        cleaned = self.clean_messages(messages)
+        problem = row_formats.chat_problem(cleaned)
+        answered = cleaned if problem else row_formats.trim_chat(cleaned)
+        row = json.dumps({"messages": answered}, ensure_ascii=False)
+        return Item(
+            dialogue_text(answered), len(dialogue_text(messages).encode()), row=row, question=first_question(answered),
+            problem=problem, trimmed=len(answered) < len(cleaned),
+        )  # fmt: skip
 
-    def clean(self, text: str) -> str:
-        return cleaning.clean(text, self.cleaning)
+    def pair_item(self, row: dict, pair: row_formats.Pair) -> Item:
+        prompt = self.clean_messages(pair.prompt)
+        cleaned = row_formats.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
+        before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
+        answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
+        problem = "" if answered else "answer missing"
+        place = row.get(ANSWER_PLACE)
+        return Item(
+            text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
+            pair_notes(row), dialogue_text(prompt), first_question(prompt),
+            "unfinished answer" if row_formats.is_unfinished(row, pair) else problem,
+            offset=place[1] if isinstance(place, list) else None,
+        )  # fmt: skip
 
     def judge(self, item: Item) -> tuple[str, str]:
         """Return (reason, detail) of the first rule that a cleaned item breaks, ("kept", "") if none."""
@@ -173,10 +134,20 @@ class Judge:
 
     def contaminated(self, items: list[Item], units: dedup.Units) -> dict[int, str]:
         """Return {index of an item: its text that is also in an evaluation file}."""
-        if self.evals is None or not items:
-            return {}
         found: dict[int, str] = {}
-        for place, length in zip(*self.evals.find(units), strict=True):
-            i = int(np.searchsorted(units.starts, place, "right")) - 1
-            found.setdefault(i, items[i].compared[units.begins[place] : units.ends[place + length - 1]])
+        if self.evals and items:
+            for place, length in zip(*self.evals.find(units), strict=True):
+                i = int(np.searchsorted(units.starts, place, "right")) - 1
+                found.setdefault(i, items[i].compared[units.begins[place] : units.ends[place + length - 1]])
         return found
+
+
+load_judge = lru_cache(maxsize=1)(Judge)  # for many units of a source; recipe.aids changes with the files it reads
+
+
+def pair_notes(row: dict) -> str:
+    """Return a pair's PAIR_NUMBERS and the model that made its answers, as JSON; "" if a row has none of them."""
+    numbers = ((key, as_score(row, key)) for key in PAIR_NUMBERS)
+    notes: dict = {key: value for key, value in numbers if math.isfinite(value)}
+    notes |= {"made_by": row["made_by"]} if isinstance(row.get("made_by"), str) else {}
+    return json.dumps(notes, ensure_ascii=False) if notes else ""

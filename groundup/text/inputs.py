@@ -1,15 +1,14 @@
 """Find the files that prepare.py reads: sources and their settings, paths and globs, standard input."""
 
-import json
 import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from stat import S_ISREG
 
+from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, streams
@@ -18,50 +17,50 @@ from groundup.text.units import Input
 from groundup.tokens.token_files import file_sha256
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
-OWN_KEYS = ("weight", "text_key", "txt_split", "quality", "rules_off", "rules_on", "min_chars", "max_chars")
+OWN = {
+    "weight": float, "text_key": str, "txt_split": str, "quality": str, "rules_off": str, "rules_on": str,
+    "min_chars": int, "max_chars": int,
+}  # fmt: skip
 
 
 def parse_sources(config: dict) -> tuple[Source, ...]:
     """Return the sources named in `input` with their settings, or one without a name. Raise UserError."""
-    general = {key: config[key] for key in OWN_KEYS if key != "weight"}
+    general = {key: config[key] for key in OWN if key != "weight"}
     parts = [part for part in config["input"].split(";") if part.strip()]
-    if not any(NAMED.fullmatch(part) for part in parts):
+    matches = [NAMED.fullmatch(part) for part in parts]
+    if not any(matches):
         return (Source(input=config["input"], **general),)
-    sources = []
-    for part in parts:
-        named = NAMED.fullmatch(part)
-        if not named:
-            raise UserError(f"config: input: {part.strip()!r} is not of the form 'name: files, key=value, ...'")
-        items = [item.strip() for item in named[2].split(",") if item.strip()]
-        own = dict(item.split("=", 1) for item in items if item.partition("=")[0].strip() in OWN_KEYS)
-        paths = [item for item in items if item.partition("=")[0].strip() not in OWN_KEYS]
-        if "-" in paths and any("-" in source.input.split(",") for source in sources):
-            raise UserError("config: input: standard input (-) can be read once only")
-        if not paths:
-            raise UserError(f"config: input: source {named[1]} names no files")
-        sources.append(make_source(named[1], ",".join(paths), general, own))
+    if not all(matches):
+        part = parts[matches.index(None)].strip()
+        raise UserError(f"config: input: {part!r} is not of the form 'name: files, key=value, ...'")
+    sources = tuple(make_source(*match.groups(), general) for match in matches)
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
         raise UserError(f"config: input: two sources have the same name: {', '.join(names)}")
     if len({source.weight > 0 for source in sources}) > 1:
         raise UserError("config: input: give a weight to every source, or to none")
-    return tuple(sources)
+    if sum("-" in source.input.split(",") for source in sources) > 1:
+        raise UserError("config: input: standard input (-) can be read once only")
+    return sources
 
 
-def make_source(name: str, paths: str, general: dict, own: dict[str, str]) -> Source:
-    settings: dict = dict(general)
-    for key, text in own.items():
-        kind = {"weight": float, "min_chars": int, "max_chars": int}.get(key.strip(), str)
+def make_source(name: str, text: str, general: dict) -> Source:
+    """Return a source of 'files, key=value, ...'; its own settings win over the general ones. Raise UserError."""
+    files, settings = [], dict(general)
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        key, _, value = (word.strip() for word in item.partition("="))
+        if key not in OWN:
+            files.append(item)
+            continue
         try:
-            settings[key.strip()] = kind(text.strip())
+            settings[key] = OWN[key](value.replace("+", ",") if key.startswith("rules") else value)  # , ends a setting
+            if OWN[key] is not str and not 0 <= settings[key] < math.inf:
+                raise ValueError
         except ValueError:
-            raise UserError(f"config: input: {key}={text} of source {name} is not a number") from None
-    for key in ("rules_off", "rules_on"):
-        settings[key] = settings[key].replace("+", ",")  # a comma would end the setting
-    for key in ("weight", "min_chars", "max_chars"):
-        if not 0 <= settings.get(key, 0) < math.inf:
-            raise UserError(f"config: input: {key}={settings[key]} of source {name} must be 0 or more")
-    return Source(name, paths, **settings)
+            raise UserError(f"config: input: {key}={value} of source {name} is not a number, 0 or more") from None
+    if not files:
+        raise UserError(f"config: input: source {name} names no files")
+    return Source(name, ",".join(files), **settings)
 
 
 def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: str = "text") -> list[Input]:
@@ -71,22 +70,19 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
     for number, source in enumerate(sources):
         n_before = len(found)
         for name in filter(None, (part.strip() for part in source.input.split(","))):
-            if name == "python-docs":
-                files = [made_file(write_documents(docs_rows(kind), work / "python-docs.jsonl"), name, number)]
-            elif name == "-":
-                files = [made_file(spool_stdin(work), name, number)]
+            if name in ("python-docs", "-"):
+                made = spool_stdin(work) if name == "-" else write_rows(docs_rows(kind), work / "python-docs.jsonl")
+                files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
             else:
-                files = [look(path, path, number) for path in readers.find_files(name) if not is_within(path, out_dir)]
+                files = [look(path, path, number) for path in readers.find_files(name)]
             for file in files:
+                if out_dir.name and out_dir.resolve() in Path(file.path).resolve().parents:
+                    continue
                 if found.setdefault(file.path, file).source != number:
                     print(f"prepare: {file.name} is in an earlier source already, and is left out of {source.name}")
         if len(found) == n_before and source.name:
             print(f"prepare: warning: source {source.name} has no files of its own")
     return list(found.values())
-
-
-def is_within(path: str, directory: Path) -> bool:
-    return bool(directory.name) and directory.resolve() in Path(path).resolve().parents
 
 
 def look(path: str | Path, name: str, source: int) -> Input:
@@ -100,18 +96,6 @@ def look(path: str | Path, name: str, source: int) -> Input:
     return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
 
 
-def made_file(path: Path, name: str, source: int) -> Input:
-    """Return `look` of a file that each run writes again, with a stamp made of its content instead of its time."""
-    return look(path, name, source)._replace(stamp=file_sha256(path))
-
-
-def write_documents(texts: Iterable[str | dict], path: Path) -> Path:
-    with open(path, "w", encoding="utf-8") as f:
-        for text in texts:
-            f.write(json.dumps(text, ensure_ascii=False) + "\n")
-    return path
-
-
 def spool_stdin(work: Path) -> Path:
     """Write standard input to a file, which can be read twice and in parts. Return its path, .json or .txt."""
     path = work / "stdin.txt"
@@ -120,9 +104,3 @@ def spool_stdin(work: Path) -> Path:
     with streams.open_stream(str(path)) as stream:
         kind = readers.container("-", stream.peek(), "file")
     return path.rename(work / "stdin.json") if kind in ("array", "values", "jsonl") else path
-
-
-def check_unchanged(inputs: list[Input]) -> None:
-    for file in inputs:
-        if look(file.path, file.name, file.source) != file:
-            raise UserError(f"prepare: {file.name} changed while it was read; run again")

@@ -7,11 +7,12 @@ units. units.py lists the files of a unit.
 
 import hashlib
 import json
-import os
-import struct
+from collections import Counter
 from contextlib import closing
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from struct import unpack
 from typing import TextIO
 
 import numpy as np
@@ -20,21 +21,9 @@ from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.splits import is_held_out, split_position
 from groundup.text import dedup
-from groundup.text.documents import Item, Judge
+from groundup.text.documents import Item, load_judge
 from groundup.text.recipe import Recipe
-from groundup.text.units import (
-    REASONS,
-    ROW,
-    SHOWN,
-    Counts,
-    Input,
-    Part,
-    Sample,
-    Unit,
-    counts_from,
-    read_kept,
-    unit_fates,
-)
+from groundup.text.units import REASONS, ROW, SHOWN, Counts, Input, Part, Sample, Unit, read_json, read_kept, unit_fates
 from groundup.tokens.token_files import write_json
 from tokenizer import Tokenizer
 
@@ -43,7 +32,6 @@ GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
-KEY = struct.Struct("<QQ")
 
 
 def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
@@ -111,27 +99,58 @@ def signatures_of(items: list[Item], units: dedup.Units, n_perm: int) -> np.ndar
 class Inspector:
     """Writes the files of one unit, batch by batch."""
 
-    def __init__(self, unit: Unit, recipe: Recipe, work: Path, judge: Judge) -> None:
-        self.unit, self.recipe, self.judge = unit, recipe, judge
+    def __init__(self, unit: Unit, recipe: Recipe, work: Path) -> None:
+        self.unit, self.recipe = unit, recipe
+        self.judge = load_judge(recipe.sources[unit.source], recipe, work)
         self.counts = Counts()
         self.samples: dict[str, list[Sample]] = {}
         self.n_rows, self.n_bytes = 0, 0
         self.batch: list[tuple[Item, int, int]] = []  # items with their part of the unit and the offset of their record
         self.room = BATCH_CHARS
         self.rows, self.docs, self.sigs = (open(unit.file(work, what), "wb") for what in ("rows", "docs", "sigs"))
+        self.problems = open(unit.file(work, "problems"), "w", encoding="utf-8")
 
     def close(self) -> None:
-        for file in (self.rows, self.docs, self.sigs):
+        for file in (self.rows, self.docs, self.sigs, self.problems):
             file.close()
 
-    def add(self, item: Item, part: int, offset: int) -> None:
-        """Add a cleaned item to the batch, and `flush` a full batch."""
-        self.batch.append((item, part, offset))
-        self.room -= len(item.text)
-        if self.room <= 0:
-            self.flush()
+    def read(self, number: int, limit: int | None) -> None:
+        """Add the cleaned documents of a part to the batch, and count what could not be read. limit: of documents."""
+        part, counts = self.unit.parts[number], self.counts
+        problems, passed = Problems(part.name, self.problems, self.recipe.strict), 0
+        rows = readers.read_rows(part.path, self.judge.understand, self.judge.source.txt_split, part.begin, part.end,
+                                 problems, self.judge.columns)  # fmt: skip
+        for row in islice(rows, limit):
+            item = row.value
+            counts.records += 1
+            offset = row.offset if item.offset is None else item.offset
+            n_left = 0 if item.text.isspace() else len(item.text.encode())
+            counts.bytes_read += item.n_read
+            counts.bytes_cleaned += item.n_read - n_left
+            if not n_left:
+                counts.lost["empty"] += 1
+                self.problems.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
+                continue
+            counts.mended["unanswered_turns_cut"] += item.trimmed
+            pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
+            counts.split_huge += len(pieces) - 1
+            passed += len(pieces)
+            for piece in pieces:
+                self.batch.append((item._replace(text=piece), number, offset))
+                self.room -= len(piece)
+                if self.room <= 0:
+                    self.flush()
+        counts.records += problems.problems.total()
+        counts.lost += problems.problems
+        counts.mended += problems.mended  # which leaves out counts of 0
+        counts.shown = (counts.shown + problems.shown)[:SHOWN]
+        counts.passed[part.name] += passed
+        counts.bad += {part.name: problems.problems.total()}  # which leaves out 0, too
+        if problems.problems["truncated_file"]:
+            counts.torn.append(part.name)
 
     def flush(self) -> None:
+        """Judge and write the documents of the batch."""
         batch, self.batch, self.room = self.batch, [], BATCH_CHARS
         items = [item for item, _, _ in batch]
         verdicts = [self.judge.judge(item) for item in items]
@@ -141,17 +160,17 @@ class Inspector:
         keys = [dedup.exact_key(item.row or item.text) for item in items]
         if found:
             for k, text in found.items():
-                self._contaminated(passed[k], text, items, verdicts)
+                self.cut_or_drop(passed[k], text, items, verdicts)
             passed = [i for i in passed if verdicts[i][0] == "kept"]
             units = dedup.units([items[i].compared for i in passed])
         if self.recipe.near:
             n_perm = self.recipe.near_bands * self.recipe.near_rows
             signatures = signatures_of([items[i] for i in passed], units, n_perm)
             self.sigs.write(np.ascontiguousarray(signatures, "<u4").data)
-        rows = [self._write(items[i], *batch[i][1:], keys[i], *verdicts[i]) for i in range(len(items))]
+        rows = [self.write(items[i], *batch[i][1:], keys[i], *verdicts[i]) for i in range(len(items))]
         self.rows.write(np.array(rows, ROW).data)
 
-    def _contaminated(self, i: int, text: str, items: list[Item], verdicts: list[tuple[str, str]]) -> None:
+    def cut_or_drop(self, i: int, text: str, items: list[Item], verdicts: list[tuple[str, str]]) -> None:
         """Drop a document, or cut the evaluation text out of it if the rest passes the rules."""
         if self.recipe.decontaminate_action == "cut" and self.recipe.kind == "text":
             item = items[i]._replace(text=self.judge.evals.cut(items[i].text))
@@ -162,8 +181,8 @@ class Inspector:
                 return
         verdicts[i] = "contaminated", repr(text)
 
-    def _write(self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str) -> tuple:
-        """Write the document if it passed, and return its ROW."""
+    def write(self, item: Item, part: int, offset: int, key: bytes, reason: str, detail: str) -> tuple:
+        """Write the document if it passed, else keep a sample; return its ROW."""
         raw, begin, kept, kind = item.text.encode(), self.n_bytes, b"", self.recipe.kind
         position = split_position(item.prompt.encode() if kind == "preference" else raw)
         if reason == "kept":
@@ -171,94 +190,45 @@ class Inspector:
             self.docs.write(kept)
             self.n_bytes += len(kept)
         else:
-            self._sample(reason, Sample(position, self.n_rows, self._where(part, offset), detail, item.text[:300]))
+            held = self.samples.setdefault(reason, [])
+            where = f"{self.unit.parts[part].name} at byte {offset}"
+            held.append(Sample(position, self.n_rows, where, detail, item.text[:300]))
+            if len(held) >= 4 * SHOWN:
+                self.samples[reason] = sorted(held)[:SHOWN]
         self.n_rows += 1
         score = item.scores[0] if item.scores else float("nan")
-        halves, held_out = KEY.unpack(key), kind == "chat" and is_held_out(item.question, self.recipe.hold_out)
+        halves, held_out = unpack("<QQ", key), kind == "chat" and is_held_out(item.question, self.recipe.hold_out)
         return halves, position, begin, len(kept), len(raw), part, offset, score, REASONS.index(reason), held_out
 
-    def _where(self, part: int, offset: int) -> str:
-        return f"{self.unit.parts[part].name} at byte {offset}"
 
-    def _sample(self, reason: str, sample: Sample) -> None:
-        held = self.samples.setdefault(reason, [])
-        held.append(sample)
-        if len(held) >= 4 * SHOWN:
-            self.samples[reason] = sorted(held)[:SHOWN]
-
-
-def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path) -> Counts:
+def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path, limit: int | None = None) -> Counts:
     """Read, clean and filter the documents of a unit, write its files (see units.py), and return the counts. If an
-    earlier run finished the unit, only read its counts."""
+    earlier run finished the unit, only read its counts. limit: documents to read of each part, None = all."""
     done, key = unit.file(work, "json"), unit.key(recipe, version)
-    try:
-        before = json.loads(done.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        before = {}
+    before = read_json(done)
     if before.get("key") == key:
-        return counts_from(before["counts"])
+        return Counts(**{name: Counter(n) if isinstance(n, dict) else n for name, n in before["counts"].items()})
     done.unlink(missing_ok=True)  # it says that the files are complete, and they are about to be replaced
-    judge = Judge(recipe.sources[unit.source], recipe, work)
-    inspector = Inspector(unit, recipe, work, judge)
-    with open(unit.file(work, "problems"), "w", encoding="utf-8") as problems_file, closing(inspector):
-        for number, part in enumerate(unit.parts):
-            read_part(part, number, inspector, judge, problems_file)
+    with closing(Inspector(unit, recipe, work)) as inspector:
+        for number in range(len(unit.parts)):
+            inspector.read(number, limit)
         inspector.flush()
     samples = {reason: sorted(held)[:SHOWN] for reason, held in sorted(inspector.samples.items())}
     write_json(done, {"key": key, "counts": vars(inspector.counts), "samples": samples})
     return inspector.counts
 
 
-def read_part(part: Part, number: int, inspector: Inspector, judge: Judge, problems_file: TextIO) -> None:
-    """Give the cleaned documents of a part to the inspector, and count in it what could not be read."""
-    counts, recipe = inspector.counts, judge.recipe
-    problems, passed = Problems(part.name, problems_file, recipe.strict), 0
-    rows = readers.read_rows(
-        part.path, judge.understand, judge.source.txt_split, part.begin, part.end, problems, judge.columns()
-    )
-    for row in rows:
-        counts.records += 1
-        text, n_read = row.value.text, row.value.n_read
-        offset = row.value.place[1] if row.value.place else row.offset
-        n_left = 0 if text.isspace() else len(text.encode())
-        counts.bytes_read += n_read
-        counts.bytes_cleaned += n_read - n_left
-        if not n_left:
-            counts.lost["empty"] += 1
-            problems_file.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
-            continue
-        counts.mended["unanswered_turns_cut"] += row.value.trimmed
-        pieces = pieces_of(text) if recipe.kind == "text" else [text]
-        counts.split_huge += len(pieces) - 1
-        for piece in pieces:
-            passed += 1
-            inspector.add(row.value._replace(text=piece), number, offset)
-    counts.records += problems.problems.total()
-    counts.lost += problems.problems
-    counts.mended += problems.mended  # which leaves out counts of 0
-    counts.shown = (counts.shown + problems.shown)[:SHOWN]
-    counts.passed[part.name] += passed
-    if problems.problems:
-        counts.bad[part.name] += problems.problems.total()
-    if problems.problems["truncated_file"]:
-        counts.torn.append(part.name)
+load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.load(directory))
 
 
-@lru_cache(maxsize=1)
-def load_tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
-    return Tokenizer.load(directory)
-
-
-def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> int:
-    """Write the ids of the documents of a unit that work/fates.npy keeps, and return how many ids. If an earlier run
-    finished the unit, only count them."""
-    done = unit.file(work, "tokenized")
-    fates = unit_fates(unit, work)
+def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> None:
+    """Write the ids of the documents of a unit that work/fates.npy keeps, unless an earlier run finished the unit."""
+    done, fates = unit.file(work, "tokenized"), unit_fates(unit, work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
-    inspected = json.loads(unit.file(work, "json").read_text(encoding="utf-8"))["key"]
+    inspected = read_json(unit.file(work, "json"))["key"]
     key = hashlib.sha256(repr((inspected, fingerprint, dtype)).encode() + fates.tobytes()).hexdigest()
-    if done.exists() and done.read_text(encoding="utf-8") == key:
-        return unit.file(work, "tokens").stat().st_size // np.dtype(dtype).itemsize
+    if read_json(done).get("key") == key:
+        return
     done.unlink(missing_ok=True)
     lengths = []
     with open(unit.file(work, "tokens"), "wb") as tokens, open(unit.file(work, "mask"), "wb") as masks:
@@ -268,7 +238,4 @@ def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bo
             tokens.write(np.asarray(ids).astype(dtype).data)
             masks.write(np.array(mask, np.uint8).data)
     np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
-    with open(f"{done}.tmp", "w", encoding="utf-8") as f:
-        f.write(key)
-    os.replace(f"{done}.tmp", done)
-    return sum(lengths)
+    write_json(done, {"key": key})

@@ -1,7 +1,6 @@
-"""Make a prepared directory in a locked, hidden directory beside it, rename it when complete, verify it later."""
+"""Make a prepared directory in a locked, hidden directory beside it, rename it when complete, check it later."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -10,14 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files.splits import SPLITS
 from groundup.text.pipeline import UNIT_BYTES
 from groundup.text.processes import WorkerLost, wait_for_workers
-from groundup.text.report import print_splits
+from groundup.text.units import read_json
 from groundup.tokens.chat_files import map_tokens
 from groundup.tokens.packing import PackedData
-from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify_sha256
-from groundup.tokens.token_files import verify as verify_tokens
+from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify, verify_sha256
 from tokenizer import FILES, Tokenizer
 
 OWN = re.compile(
@@ -38,10 +35,9 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
             (work / "old").rename(out_dir)  # killed between the two renames of `publish`
         try:
             yield work
-        except ValueError as error:
+        except UserError as error:
             done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
-            of_input = isinstance(error, UserError) and not isinstance(error, WorkerLost)
-            if of_input and done < UNIT_BYTES:  # little is lost
+            if not isinstance(error, WorkerLost) and done < UNIT_BYTES:  # little is lost
                 remove(work)
             raise
         remove(work)
@@ -78,33 +74,39 @@ def lock(work: Path, out_dir: Path) -> int:
         os.close(handle)  # of a directory that the run before has removed meanwhile
 
 
+def read_prepared(directory: Path, every_byte: bool = False) -> dict:
+    """Return the manifest of a prepared directory after a check of its tokenizer and of the sizes of its files, or with
+    every_byte of their content. Raise UserError, or KeyError, TypeError or OSError for a damaged or missing file."""
+    manifest = read_json(directory / "manifest.json")
+    if manifest.get("format") == ROWS_FORMAT:
+        for entry in manifest["splits"].values():
+            tokens, path = entry.get("tokens", {}), directory / entry["file"]
+            if path.stat().st_size != entry["bytes"]:
+                raise UserError(f"prepare: {path} does not have {entry['bytes']} bytes; rerun prepare.py")
+            if tokens:
+                map_tokens(directory, tokens, manifest["dtype"])
+            if every_byte:
+                for name, sha256 in ({path.name: entry["sha256"]} | tokens.get("sha256", {})).items():
+                    verify_sha256(directory / name, sha256)
+    else:
+        manifest = (verify if every_byte else read_manifest)(directory)
+        for split in manifest["splits"]:
+            TokenData(directory, split)
+        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
+            for name in manifest.get("sources", {"": {}}):
+                PackedData(directory, pack, name)
+    fingerprint = manifest.get("tokenizer_fingerprint")
+    if fingerprint and Tokenizer.load(directory).fingerprint() != fingerprint:
+        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
+    return manifest
+
+
 def complete_manifest(out_dir: Path) -> dict:
     """Return manifest.json of a directory whose files are all there, {} for any other directory."""
     try:
-        manifest = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["format"] == ROWS_FORMAT:
-            files = {entry["file"]: entry["bytes"] for entry in manifest["splits"].values()}
-            complete = all((out_dir / name).stat().st_size == n for name, n in files.items())
-            return manifest if complete and chat_tokens_fit(out_dir, manifest) else {}
-        for split in read_manifest(out_dir)["splits"]:
-            TokenData(out_dir, split)  # compares the sizes
-        if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:
-            for name in manifest.get("sources", {"": {}}):
-                PackedData(out_dir, pack, name)
-        same_tokenizer = Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError
+        return read_prepared(out_dir)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
         return {}
-    return manifest if same_tokenizer else {}
-
-
-def chat_tokens_fit(out_dir: Path, manifest: dict) -> bool:
-    """Return whether the tokenizer made the token files of conversations. Raise UserError if a size is wrong."""
-    if "tokenizer_fingerprint" not in manifest:
-        return True
-    for split, entry in manifest["splits"].items():
-        if split in SPLITS:
-            map_tokens(out_dir, entry["tokens"], manifest["dtype"])
-    return Tokenizer.load(out_dir).fingerprint() == manifest["tokenizer_fingerprint"]
 
 
 def check_replaceable(out_dir: Path, overwrite: bool) -> None:
@@ -115,18 +117,12 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
         raise UserError(f"prepare: out_dir={out_dir} is a file; choose another")
     paths = sorted(path.relative_to(out_dir) for path in out_dir.rglob("*") if not path.is_dir())
     others = [path for path in paths if not OWN.fullmatch(path.name) or len(path.parts) > 2]
-    empty = [path.name for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
-    if others or empty:
-        what = str(others[0]) if others else empty[0]
-        raise UserError(f"prepare: {out_dir} holds {what}, which is not ours; move it, or use another out_dir")
-    if paths and not overwrite:
-        try:
-            known = json.loads((out_dir / "manifest.json").read_text(encoding="utf-8"))["format"]
-        except (OSError, ValueError, KeyError, TypeError):
-            known = ""
-        if known not in (FORMAT, ROWS_FORMAT):
-            hint = "overwrite=True replaces it"
-            raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
+    others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
+    if others:
+        raise UserError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or use another out_dir")
+    if paths and not overwrite and read_json(out_dir / "manifest.json").get("format") not in (FORMAT, ROWS_FORMAT):
+        hint = "overwrite=True replaces it"
+        raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
 
 
 def publish(work: Path, out_dir: Path) -> None:
@@ -136,29 +132,3 @@ def publish(work: Path, out_dir: Path) -> None:
     if out_dir.exists():
         out_dir.rename(work / "old")
     (work / "out").rename(out_dir)
-
-
-def verify_directory(directory: Path) -> int:
-    """Check every byte of a prepared directory and print its splits. Raise UserError."""
-    if is_rows(directory):
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
-        for entry in manifest["splits"].values():
-            for name, sha256 in ({entry["file"]: entry["sha256"]} | entry.get("tokens", {}).get("sha256", {})).items():
-                verify_sha256(directory / name, sha256)
-        fits = chat_tokens_fit(directory, manifest)
-    else:
-        manifest = verify_tokens(directory)
-        fits = Tokenizer.load(directory).fingerprint() == manifest["tokenizer_fingerprint"]
-    if not fits:
-        raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
-    print_splits(manifest)
-    print(f"prepare: {directory} is as it was written")
-    return 0
-
-
-def is_rows(directory: Path) -> bool:
-    """Return whether a prepared directory holds conversations or pairs."""
-    try:
-        return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format"] == ROWS_FORMAT
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -24,13 +24,13 @@ class WorkerLost(UserError):
 
 def run(function: Callable[[Unit], Any], units: list[Unit], workers: int, what: str, work: Path) -> list[Any]:
     """Return function(unit) of every unit. Raise what a worker raised, WorkerLost if one was killed."""
-    results: list[Any] = [None] * len(units)
+    results, sizes = [None] * len(units), [sum(part.size for part in unit.parts) for unit in units]
     workers = min(workers, len(units))
     done = in_processes(function, units, workers, work) if workers > 1 else enumerate(map(function, units))
-    with tqdm(total=sum(unit.size for unit in units), unit="B", unit_scale=True, desc=what, disable=None) as progress:
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
         for number, result in done:
             results[number] = result
-            progress.update(units[number].size)
+            progress.update(sizes[number])
     return results
 
 
@@ -43,13 +43,11 @@ def in_processes(
     # On an error, too, the lifeline is closed first: the workers end, and the executor does not wait for their units.
     with ProcessPoolExecutor(workers, spawn, start_worker, (watched, work)) as executor, lifeline:
         tasks = {executor.submit(function, unit): number for number, unit in enumerate(units)}
-        for task in as_completed(tasks):
-            try:
-                result = task.result()
-            except BrokenProcessPool:
-                hint = "run again, with fewer workers if memory was short; what is done is not done again"
-                raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
-            yield tasks[task], result
+        try:
+            yield from ((tasks[task], task.result()) for task in as_completed(tasks))
+        except BrokenProcessPool:
+            hint = "run again, with fewer workers if memory was short; what is done is not done again"
+            raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
 
 
 def start_worker(watched: Connection, work: Path) -> None:

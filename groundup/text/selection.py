@@ -13,7 +13,7 @@ from groundup.errors import UserError
 from groundup.files.splits import SPLITS, assign
 from groundup.text import dedup
 from groundup.text.recipe import Recipe, Source, parse_score
-from groundup.text.units import EXACT, KEPT, NEAR, SCORE, Counts, Unit, read_kept, unit_fates, unit_rows
+from groundup.text.units import EXACT, KEPT, NEAR, ROW, SCORE, Counts, Unit, read_kept, unit_fates
 
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
@@ -41,15 +41,28 @@ class Selection:
         return "{} at byte {}".format(*self.place(row, units))
 
 
+class SourceDocs(NamedTuple):
+    """The kept documents of one source."""
+
+    source: Source
+    units: list[Unit]
+    rows: np.ndarray  # (n,) index in Selection.rows, in order
+    splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
+
+
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
     """Drop exact copies, then near copies, of the documents that passed. Write work/fates.npy and starts.npy."""
-    per_unit = [unit_rows(unit, work) for unit in units]
-    rows = np.concatenate(per_unit)
-    starts = np.cumsum([0, *map(len, per_unit)])
+    per_unit = [np.fromfile(unit.file(work, "rows"), ROW) for unit in units]
+    rows, starts = np.concatenate(per_unit), np.cumsum([0, *map(len, per_unit)])
     del per_unit
     partner, similarity = np.full(len(rows), -1, np.int64), np.ones(len(rows), np.float32)
     chosen = Selection(rows, rows["reason"].copy(), starts, partner, similarity)
-    drop_by_percentile(chosen, recipe)
+    for _, least, most, shares in parse_score(recipe.score)[:1]:
+        left = np.flatnonzero(chosen.fates == KEPT)
+        if shares and len(left):
+            scores = rows["score"][left]
+            low, high = np.percentile(scores, (least, most))
+            chosen.fates[left[(scores < low) | (scores > high)]] = SCORE
     left = np.flatnonzero(chosen.fates == KEPT)
     if recipe.exact and len(left):
         first = dedup.first_copies(rows["key"][left])
@@ -57,21 +70,9 @@ def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
         chosen.fates[left[copies]], chosen.partner[left[copies]] = EXACT, left[first[copies]]
     if recipe.near:
         drop_near(chosen, units, recipe, work)
-    for name, array in (("starts", chosen.starts), ("fates", chosen.fates)):
-        np.save(work / f"{name}.npy", array)
+    np.save(work / "starts.npy", chosen.starts)
+    np.save(work / "fates.npy", chosen.fates)
     return chosen
-
-
-def drop_by_percentile(chosen: Selection, recipe: Recipe) -> None:
-    """Drop documents outside the per cent bounds of the first score key, over the documents that are left."""
-    for _, *bounds in parse_score(recipe.score)[:1]:
-        left = np.flatnonzero(chosen.fates == KEPT)
-        scores = chosen.rows["score"][left]
-        low, high = (float(bound.removesuffix("%")) if bound.endswith("%") else None for bound in bounds)
-        if len(left) and low is not None:
-            chosen.fates[left[scores < np.percentile(scores, low)]] = SCORE
-        if len(left) and high is not None:
-            chosen.fates[left[scores > np.percentile(scores, high)]] = SCORE
 
 
 def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) -> None:
@@ -94,16 +95,6 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     chosen.partner[copies], chosen.similarity[copies] = candidates[found.partner], found.similarity
 
 
-def splits_of(positions: np.ndarray, recipe: Recipe, name: str) -> np.ndarray:
-    """Return the splits of `assign`; print a warning if val was empty and got a document."""
-    by_prompt = recipe.kind == "preference"
-    splits, moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
-    if moved:
-        of, share = f" of source {name}" if name else "", recipe.fold or recipe.val_fraction
-        print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
-    return splits
-
-
 def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
     """Return a single document cut into train, val and test, in this order, by the fractions of its characters.
 
@@ -117,39 +108,28 @@ def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
     return text[:val_begin], text[val_begin:test_begin], text[test_begin:]
 
 
-class SourceDocs(NamedTuple):
-    """The kept documents of one source."""
-
-    source: Source
-    units: list[Unit]
-    rows: np.ndarray  # (n,) index in Selection.rows, in order
-    splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
-
-
 def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits. Pairs of all sources are split together: a prompt
-    may be in several sources, and must not be in two splits."""
-    of_unit = np.array([unit.source for unit in units], np.int64)
-    of_row = np.repeat(of_unit, np.diff(chosen.starts))
-    found = []
+    may be in several sources, and must not be in two splits. Print a warning if val or held_out was empty."""
+    of_row = np.repeat(np.array([unit.source for unit in units], np.int64), np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
-    of_pairs = np.zeros(len(chosen.rows), np.uint8)
-    if recipe.kind == "preference":
-        of_pairs[kept] = splits_of(chosen.rows["position"][kept], recipe, "")
-    for number, source in enumerate(recipe.sources):
-        rows = kept[of_row[kept] == number]
-        own = [unit for unit in units if unit.source == number]
-        if recipe.kind == "preference":
-            found.append(SourceDocs(source, own, rows, of_pairs[rows]))
-            continue
-        held_out = chosen.rows["held_out"][rows]
+    by_prompt = recipe.kind == "preference"
+    splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
+    rows_of = [kept[of_row[kept] == number] for number in range(len(recipe.sources))]
+    names = [source.name for source in recipe.sources]
+    for name, rows in [("", kept)] if by_prompt else zip(names, rows_of, strict=True):
+        of, held_out = f" of source {name}" if name else "", chosen.rows["held_out"][rows]
         if recipe.hold_out and len(rows) and not held_out.any():
-            of = f" of source {source.name}" if source.name else ""
             print(f"prepare: warning: hold_out={recipe.hold_out} takes none of so few conversations{of}")
-        splits = np.full(len(rows), ROW_SPLITS.index("held_out"), np.uint8)
-        splits[~held_out] = splits_of(chosen.rows["position"][rows[~held_out]], recipe, source.name)
-        found.append(SourceDocs(source, own, rows, splits))
-    return found
+        rows = rows[~held_out]
+        positions, share = chosen.rows["position"][rows], recipe.fold or recipe.val_fraction
+        splits[rows], moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
+        if moved:
+            print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
+    return [
+        SourceDocs(source, [unit for unit in units if unit.source == number], rows_of[number], splits[rows_of[number]])
+        for number, source in enumerate(recipe.sources)
+    ]
 
 
 def single_text(chosen: Selection, units: list[Unit], counts: Counts, work: Path) -> str | None:

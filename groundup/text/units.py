@@ -68,10 +68,6 @@ class Unit(NamedTuple):
     source: int
     parts: list[Part]
 
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
     def file(self, work: Path, what: str) -> Path:
         return work / "units" / f"{self.number:06d}.{what}"
 
@@ -97,10 +93,6 @@ class Counts:
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     shown: list[str] = field(default_factory=list)  # the first problems, in words
 
-    def failed(self) -> set[str]:
-        """Return the files that could not be read, or not to the end."""
-        return {*self.torn, *(name for name in self.bad if not self.passed[name])}
-
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
@@ -115,26 +107,18 @@ class Sample(NamedTuple):
     excerpt: str
 
 
-def counts_from(plain: dict) -> Counts:
-    """Return the Counts that were stored as JSON."""
-    counters = {name: Counter(plain[name]) for name in ("lost", "mended", "bad", "passed")}
-    return Counts(**(plain | counters))
-
-
-def read_samples(units: list[Unit], work: Path) -> Iterator[tuple[Unit, str, Sample]]:
-    for unit in units:
-        for reason, held in json.loads(unit.file(work, "json").read_text(encoding="utf-8"))["samples"].items():
-            yield from ((unit, reason, Sample(*sample)) for sample in held)
-
-
-def unit_rows(unit: Unit, work: Path) -> np.ndarray:
-    """Return the rows of an inspected unit, (n,) ROW."""
-    return np.fromfile(unit.file(work, "rows"), ROW)
+def read_json(path: Path) -> dict:
+    """Return the object in a JSON file, {} if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_kept(unit: Unit, work: Path, fates: np.ndarray) -> Iterator[tuple[int, str]]:
     """Yield (row number, document) of the documents of a unit whose fate, (n,) uint8, is KEPT."""
-    rows = unit_rows(unit, work)
+    rows = np.fromfile(unit.file(work, "rows"), ROW)
     with open(unit.file(work, "docs"), "rb") as f:
         for i in np.flatnonzero(fates == KEPT).tolist():
             f.seek(int(rows["begin"][i]))

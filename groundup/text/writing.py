@@ -1,7 +1,7 @@
 """Copy the tokens or rows of units, in their final order, into the files of each split."""
 
 import json
-from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,118 +22,90 @@ class Tokens:
     OPEN = 64  # files at once: a system allows a process some 1,000
 
     def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path) -> None:
-        self.docs, self.dtype, self.work = docs, dtype, work
         lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
         empty = np.zeros(0, np.int64)
         self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in docs.units
         self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # (n,) in its unit's ids
         self.length = np.concatenate([empty, *lengths])  # (n,)
-        self.mapped: dict[int, np.ndarray] = {}
+        self.empty = np.zeros(0, dtype)
+        self.map = lru_cache(self.OPEN)(lambda unit: np.memmap(docs.units[unit].file(work, "tokens"), dtype, "r"))
 
     def ids(self, i: int) -> np.ndarray:
-        unit, begin, length = int(self.unit[i]), int(self.begin[i]), int(self.length[i])
-        if unit not in self.mapped and length:
-            if len(self.mapped) == self.OPEN:
-                del self.mapped[next(iter(self.mapped))]
-            self.mapped[unit] = np.memmap(self.docs.units[unit].file(self.work, "tokens"), self.dtype, "r")
-        return self.mapped[unit][begin : begin + length] if length else np.zeros(0, self.dtype)
+        begin, length = int(self.begin[i]), int(self.length[i])
+        return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
 
 
-def document_order(docs: SourceDocs, tokens: Tokens, chosen: Selection, recipe: Recipe) -> np.ndarray:
+def document_order(docs: SourceDocs, tokens: Tokens, chosen: Selection, order: str) -> np.ndarray:
     """Return the order in which a source's documents are written, (n,) int64."""
-    if recipe.order == "input":
+    if order == "input":
         return np.arange(len(docs.rows))
-    if recipe.order == "hash":
-        return np.argsort(chosen.rows["position"][docs.rows], kind="stable")
-    if recipe.order == "length":
+    if order == "length":
         return np.argsort(tokens.length, kind="stable")
-    if recipe.order == "score":
-        return np.argsort(chosen.rows["score"][docs.rows], kind="stable")
-    model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[recipe.order])
-    for i in np.flatnonzero(docs.splits == 0).tolist():
-        model.add(tokens.ids(i))
+    if order in ("hash", "score"):
+        return np.argsort(chosen.rows["position" if order == "hash" else "score"][docs.rows], kind="stable")
+    model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[order])
     added = (docs.splits == 0).tolist()
+    for i in np.flatnonzero(added).tolist():
+        model.add(tokens.ids(i))
     return np.argsort([model.difficulty(tokens.ids(i), added[i]) for i in range(len(added))], kind="stable")
 
 
-def write_splits(
-    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path
-) -> list[dict]:
-    """Copy the tokens into the shards of their sources and splits. Return the shards for the manifest."""
+def write_splits(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, tokenizer: Tokenizer,
+                 work: Path) -> list[dict]:  # fmt: skip
+    """Write the tokens into the shards of their sources and splits; return the shards for the manifest. `single`, if it
+    is not None, is the only document, which is cut into the splits."""
     dtype, shards = token_dtype(tokenizer.vocab_size), []
+    if single is not None:
+        print("prepare: there is only one document; it is cut into the splits")
     for part in parts:
-        tokens = Tokens(part, dtype, work)
-        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
-        order = document_order(part, tokens, chosen, recipe)
-        n_bytes = chosen.rows["n_bytes"][part.rows]
-        for number, split in enumerate(SPLITS):
-            writer = new_writer(split, recipe, tokenizer, work, part.source.name)
-            for i in order[part.splits[order] == number].tolist():
-                writer.add(tokens.ids(i), int(n_bytes[i]))
+        if single is None:
+            tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
+            assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
+            order = document_order(part, tokens, chosen, recipe.order)
+            documents = (((tokens.ids(i), int(n_bytes[i])) for i in order[part.splits[order] == number].tolist())
+                         for number in range(len(SPLITS)))  # fmt: skip
+        else:
+            texts = cut(single, recipe) if len(part.rows) else ("", "", "")
+            documents = ([(tokenizer.encode_array(text), len(text.encode()))] if text else [] for text in texts)
+        for split, own in zip(SPLITS, documents, strict=True):
+            writer = ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens,
+                                 part.source.name)  # fmt: skip
+            for ids, n in own:
+                writer.add(ids, n)
             shards += writer.close()
     return shards
 
 
-def new_writer(split: str, recipe: Recipe, tokenizer: Tokenizer, work: Path, name: str) -> ShardWriter:
-    return ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens, name)
-
-
-def write_single(text: str, recipe: Recipe, tokenizer: Tokenizer, work: Path) -> list[dict]:
-    print("prepare: there is only one document; it is cut into the splits")
-    shards = []
-    for split, part in zip(SPLITS, cut(text, recipe), strict=True):
-        writer = new_writer(split, recipe, tokenizer, work, recipe.sources[0].name)
-        if part:
-            writer.add(tokenizer.encode_array(part), len(part.encode()))
-        shards += writer.close()
-    return shards
-
-
-def write_jsonl(parts: list[SourceDocs], chosen: Selection, work: Path) -> dict:
-    """Write conversations or pairs as train.jsonl, val.jsonl, ... Return {split: its entry in the manifest}."""
-    splits = {}
-    names = [part.source.name for part in parts]
+def write_rows(parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, work: Path) -> dict:
+    """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and masks of
+    conversations beside them, but for those held out. Return {split: its entry in the manifest}."""
+    entries = {}
     for number, split in enumerate(ROW_SPLITS):
-        path, n_rows = work / "out" / f"{split}.jsonl", 0
+        inside, path = np.zeros(len(chosen.rows), bool), work / "out" / f"{split}.jsonl"
+        for part in parts:
+            inside[part.rows] = part.splits == number
+        if not inside.any():
+            continue
+        writer = None
+        if tokenizer and split in SPLITS:
+            writer = ConversationWriter(work / "out", split, token_dtype(tokenizer.vocab_size))
         with open(path, "w", encoding="utf-8") as f:
-            for unit, own in units_of_split(number, parts, chosen):
-                name = names[unit.source]
+            for name, unit in ((part.source.name, unit) for part in parts for unit in part.units):
+                own = inside[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
                 for _, row in read_kept(unit, work, np.where(own, KEPT, EXACT)):
                     f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
-                    n_rows += 1
-        if n_rows:
-            sha256 = file_sha256(path)
-            splits[split] = {"file": path.name, "rows": n_rows, "bytes": path.stat().st_size, "sha256": sha256}
-        else:
-            path.unlink()
-    return splits
+                if writer:
+                    copy_conversations(unit, own, writer, work)
+        entries[split] = {"file": path.name, "rows": int(inside.sum()), "bytes": path.stat().st_size}
+        entries[split] |= {"sha256": file_sha256(path)} | ({"tokens": writer.close()} if writer else {})
+    return entries
 
 
-def units_of_split(number: int, parts: list[SourceDocs], chosen: Selection) -> Iterator[tuple[Unit, np.ndarray]]:
-    """Yield the units in order, each with (n,) bool: which of its documents are in that split."""
-    inside = np.zeros(len(chosen.rows), bool)
-    for part in parts:
-        inside[part.rows] = part.splits == number
-    for unit in (unit for part in parts for unit in part.units):
-        yield unit, inside[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
-
-
-def write_conversations(
-    splits: dict, parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer, work: Path
-) -> None:
-    """Write the ids and masks of the rows of write_jsonl in their order, without those held out. Add the files to the
-    manifest's entries in `splits`."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    for number, split in enumerate(SPLITS):
-        if split not in splits:
-            continue
-        writer = ConversationWriter(work / "out", split, dtype)
-        for unit, own in units_of_split(number, parts, chosen):
-            kept = unit_fates(unit, work) == KEPT
-            ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
-            tokens = np.fromfile(unit.file(work, "tokens"), dtype)
-            mask = np.fromfile(unit.file(work, "mask"), np.uint8)
-            for i in np.flatnonzero(own[kept]).tolist():
-                place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
-                writer.add(tokens[place], mask[place])
-        splits[split]["tokens"] = writer.close()
+def copy_conversations(unit: Unit, own: np.ndarray, writer: ConversationWriter, work: Path) -> None:
+    """Copy the ids and masks of some documents of a unit. own: (n,) bool, which."""
+    ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
+    kinds = (("tokens", writer.tokens.dtype), ("mask", "u1"))
+    tokens, mask = (np.fromfile(unit.file(work, what), kind) for what, kind in kinds)
+    for i in np.flatnonzero(own[unit_fates(unit, work) == KEPT]).tolist():
+        place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+        writer.add(tokens[place], mask[place])

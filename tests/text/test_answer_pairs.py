@@ -313,7 +313,7 @@ def test_places_are_those_of_the_answers(tmp_path, capsys):
     capsys.readouterr()
     assert prepare.main(KEYS | settings | {"kind": "preference", "show": 9, "min_chars": 1}) == 0
     shown = capsys.readouterr().out
-    assert f"==== {path}: " in shown and shown.count(f"-- {path}:2: ") == 2 and "pairs_0" not in shown
+    assert f"==== {path}\n" in shown and shown.count(f"-- {path} at byte {byte}\n") == 2 and "pairs_0" not in shown
 
 
 def test_lines_that_are_no_answers_are_told_as_those_of_other_files(tmp_path, capsys):

@@ -550,8 +550,8 @@ def test_show_tells_format_tokens_and_what_is_dropped(tmp_path, tok, capsys):
     rows = [{"text": pieces(3)[0]}, {"text": pieces(3)[0].upper()}, {"text": "short"}, {"txt": "unknown"}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     out = shown(capsys, input=str(path), show=9, tokenizer_dir=tok)
-    assert "JSON objects, one per line" in out and "4 rows: 1 would be kept, 3 not" in out
-    assert f"exact_duplicate: as {path}:1" in out and "DROPPED: min_length" in out
+    assert "4 rows: 1 would be kept, 3 not" in out
+    assert f"exact_duplicate: 1.00 like {path} at byte 0" in out and "DROPPED: min_length" in out
     assert "NOT UNDERSTOOD: " in out and "txt" in out.partition("NOT UNDERSTOOD")[2]
     tokenizer = Tokenizer.load(tok)
     assert len(tokenizer.encode(rows[0]["text"])) > 100
@@ -575,11 +575,6 @@ def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
     assert plain == learnt.replace("|", "")
     out = shown(capsys, input=str(tmp_path / "x.jsonl"), show=1, tokenizer_dir=tok)
     assert "NOT UNDERSTOOD" in out and "chat" in out  # as a text it is nothing
-
-
-def test_show_looks_into_a_prepared_directory(prepared, capsys):
-    out = shown(capsys, input=str(prepared), show=2)
-    assert "2,0" not in out and "prepared, " in out and out.count("-- document") == 2 and "<|endoftext|>|" in out
 
 
 # ---- runs that follow runs ---------------------------------------------------------------------
@@ -647,13 +642,15 @@ def test_two_runs_in_one_process_do_not_share_tokenizer_or_questions(tmp_path, t
         assert texts_of(tmp_path / f"c{k}") == [t for i, t in enumerate(pieces(20)) if i != k]
 
 
-def test_a_copy_of_something_dropped_is_kept(tmp_path, tok):
+def test_a_copy_of_something_dropped_is_kept(tmp_path, tok, capsys):
     good = pieces(6)
     rows = [{"text": good[0], "bpb": 9.0}, *({"text": t, "bpb": 0.5} for t in good)]
     common = {"input": write_rows(tmp_path / "x.jsonl", rows), "tokenizer_dir": tok, "near": 0.0, "val_fraction": 0.0}
     run(tmp_path / "out", score="bpb=0..1", **common)
     assert texts_of(tmp_path / "out") == good
     assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"score": 1}
+    out = shown(capsys, show=9, score="bpb=0..1", **common | {"input": str(common["input"])})
+    assert "7 rows: 6 would be kept, 1 not" in out and "DROPPED: score: bpb 9 is outside 0..1" in out
 
 
 def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys):
@@ -758,10 +755,10 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
         ({"question_min_chars": 3}, "question_min_chars=3 has no effect with kind=text"),
         ({"kind": "chat", "input": "a: x, weight=1"}, "weight has no effect with kind=chat; weigh when you train"),
         ({"input": "a: -; b: -"}, "standard input (-) can be read once only"),
-        ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a must be 0 or more"),
-        ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a must be 0 or more"),
-        ({"score": "bpb=5%..950%"}, "per cent are from 0 to 100"),
-        ({"score": "bpb=3..1"}, "the least comes first"),
+        ({"input": "a: x, weight=nan; b: y, weight=1"}, "weight=nan of source a is not a number, 0 or more"),
+        ({"input": "a: x, min_chars=-5"}, "min_chars=-5 of source a is not a number, 0 or more"),
+        ({"score": "bpb=5%..950%"}, "per cent from 0 to 100"),
+        ({"score": "bpb=3..1"}, "the least first"),
     ],
 )
 def test_settings_that_cannot_work_are_one_line(settings, said):
