@@ -290,7 +290,7 @@ def check_config(config: dict) -> Recipe:
     bands, rows = dedup.bands_for(near) if near else (0, 0)
     own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
     own |= {"near_bands": config["near_bands"] or bands, "near_rows": config["near_rows"] or rows}
-    return Recipe(**own, sources=sources, aids=aids(config))
+    return Recipe(**(own | {"sources": sources, "aids": aids(config)}))
 
 
 def aids(config: dict) -> str:
