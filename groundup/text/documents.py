@@ -52,7 +52,7 @@ class Judge:
     def __init__(self, source: Source, recipe: Recipe, work: Path) -> None:
         self.recipe, self.source, self.ranges = recipe, source, parse_score(recipe.score)
         steps = cleaning.WEB if source.quality == "web" else cleaning.CURATED
-        self.clean = partial(cleaning.clean, cleaning=replace(steps, punctuation=recipe.punctuation))
+        self.clean = partial(cleaning.clean, steps=replace(steps, punctuation=recipe.punctuation))
         self.rules = quality.Rules(
             source.quality, source.rules_off, source.rules_on, source.min_chars, source.max_chars, recipe.keep
         )
