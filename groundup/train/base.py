@@ -13,12 +13,11 @@ from tokenizer import Tokenizer, chat_ready
 
 
 class Base(NamedTuple):
-    """What tuning starts from: directory of the weights (None = a tiny new model), chat tokenizer, number of its ids
-    that these weights were trained with, architecture."""
+    """What tuning starts from."""
 
-    source: Path | None
-    tokenizer: Tokenizer
-    n_known: int
+    source: Path | None  # directory of the weights; None = a tiny new model
+    tokenizer: Tokenizer  # with chat tokens
+    n_known: int  # how many of its ids the weights were trained with
     cfg: ModelConfig
 
 
@@ -47,8 +46,7 @@ def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> M
 def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
     """Return how many of the tokenizer's ids the weights in `source` were trained with: all, or the first ones if it
     extends their tokenizer. Raise UserError for any other tokenizer. whose: its owner, for the message."""
-    n_rows = checkpoint.load_config(source).vocab_size
-    directory = checkpoint.tokenizer_dir(source)
+    n_rows, directory = checkpoint.load_config(source).vocab_size, checkpoint.tokenizer_dir(source)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         if tokenizer.vocab_size > n_rows:
             raise UserError(f"config: {whose} has {tokenizer.vocab_size} token ids, {source} only {n_rows}")
@@ -57,12 +55,12 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
     if known.fingerprint() == tokenizer.fingerprint():
         return n_rows
     same = known.pieces.items() <= tokenizer.pieces.items() and known.special_ids <= tokenizer.special_ids
-    if not same or tokenizer.vocab_size <= known.vocab_size:
-        raise UserError(
-            f"config: {whose} was not tokenized with the tokenizer of {source}, nor with one that extends it; "
-            f"rerun prepare.py with --tokenizer_dir={source}"
-        )
-    return known.vocab_size
+    if same and tokenizer.vocab_size > known.vocab_size:
+        return known.vocab_size
+    raise UserError(
+        f"config: {whose} was not tokenized with the tokenizer of {source}, nor with one that extends it; "
+        f"rerun prepare.py with --tokenizer_dir={source}"
+    )
 
 
 def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
@@ -80,12 +78,10 @@ def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
 
 
 def load_start(model: Transformer, source: Path, n_known: int) -> None:
-    """Load the weights in `source`. If the model has more rows for tokens, those from n_known on become the mean of the
-    others."""
+    """Load the weights in `source`. Rows for tokens from n_known on become the mean of the others."""
     same_rows = checkpoint.load_config(source).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not checkpoint.is_adapter(source):
-        checkpoint.load_weights(model, source)
-        return
+        return checkpoint.load_weights(model, source)
     start = checkpoint.load_model(source, block_size=model.cfg.block_size)
     resize_vocab(start, model.cfg.vocab_size, n_known)
     model.load_state_dict(start.state_dict())
@@ -95,15 +91,13 @@ def frozen_base(resume_from: Path | None, source: Path | None) -> str:
     """Return the directory of the weights that adapters are added to; a resumed run keeps its own, even if init_from
     now resolves to another. Mark a step of a run, so that the run does not delete it."""
     if resume_from and checkpoint.is_adapter(resume_from):
-        base = checkpoint.base_of(resume_from)
-    elif source:
-        base = source.resolve()
-    else:
+        source = checkpoint.base_of(resume_from)
+    if not source:
         return ""
-    if checkpoint.STEP_NAME.fullmatch(base.name):
+    if checkpoint.STEP_NAME.fullmatch(source.resolve().name):
         with contextlib.suppress(OSError):  # a directory of others, that cannot be written to
-            (base / checkpoint.KEEP).touch()
-    return str(base)
+            (source / checkpoint.KEEP).touch()
+    return str(source.resolve())
 
 
 def adapters_of(config: dict) -> LoRAConfig:

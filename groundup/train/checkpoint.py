@@ -7,11 +7,9 @@
         score.json checksums.json                            validation loss; CRC-32 of the other files, written last
       latest -> step_000200   best -> step_000150   best2 -> step_000100
 
-AutoModelForCausalLM.from_pretrained("out/demo/latest") opens it with no export; load_model also reads Hugging Face
-directories of the architectures that model.py builds. Opening a checkpoint never runs code: weights are safetensors,
-state is plain data (torch.load with weights_only=True). A model with adapters is saved as peft does, with
-model_config.json: what is trained, and the directory of the frozen weights. A kill -9 during a save loses that save
-only: nothing is removed before its successor is complete.
+AutoModelForCausalLM.from_pretrained("out/demo/latest") opens it as it is. Opening a checkpoint never runs code: weights
+are safetensors, state is plain data (torch.load with weights_only=True). A model with adapters is saved as peft does,
+with model_config.json. A kill -9 during a save loses that save only: nothing is removed before its successor is whole.
 """
 
 import hashlib
@@ -239,11 +237,9 @@ def checksum(path: Path) -> str:
 def reason_of(error: BaseException) -> str:
     """Return one line of why: the system's words if there are any (torch says "unexpected pos 704" of a full disk)."""
     cause = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+    while cause is not None and not getattr(cause, "strerror", None):
         cause = cause.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return cause.strerror if cause else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- find -----------------------------------------------------------------------------------------------------------
@@ -259,10 +255,9 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
     for path in sorted(paths, key=step_of, reverse=True):
         try:
             check_bytes(path)
+            return path
         except UserError as error:
             report(f"{error}; trying the checkpoint before it")
-        else:
-            return path
     if paths:
         raise UserError(f"checkpoint: all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
     return None
@@ -308,10 +303,9 @@ def resolve(init_from: str | Path) -> Path:
         resolve(base_of(path))  # an adapter without its base should show now
     if is_adapter(path) or (path / "config.json").exists():
         return path
-    latest = find_latest(path)
-    if latest is None:
-        raise UserError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
-    return resolve(latest)
+    if latest := find_latest(path):
+        return resolve(latest)
+    raise UserError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
 
 
 def newest_run(root: str | Path = "out") -> Path:
@@ -430,7 +424,7 @@ def copy_weights(model: Transformer, directory: str | Path, leave: Collection[st
         if model.cfg.tie_embeddings:
             huggingface.drop_tied_head(tensors, directory)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
-        huggingface.check_fit(params, tensors, directory)
+        huggingface.check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
         for name, p in params.items():
             p.copy_(tensors[name][:])
 

@@ -88,10 +88,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | cuda
 
 
 def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:

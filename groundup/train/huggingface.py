@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError, listed
-from groundup.train.lora import LoRAConfig, add_lora, lora_config_of
+from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
@@ -40,9 +40,8 @@ PREFIX = "base_model.model."  # peft puts this before Hugging Face's names
 # Keys of adapter_config.json that do not change what is computed here, or that the weights' names tell.
 NEUTRAL_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform",
-    "layers_pattern", "fan_in_fan_out", "ensure_weight_tying", "megatron_core", "runtime_config", "qalora_group_size",
-    "eva_config", "init_lora_weights",
+    "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "fan_in_fan_out", "ensure_weight_tying",
+    "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "init_lora_weights",
 }  # fmt: skip
 
 
@@ -166,12 +165,12 @@ def drop_tied_head(tensors: dict[str, Any], directory: str | Path) -> None:
         raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight differs from them")
 
 
-def check_fit(params: dict[str, Tensor], tensors: dict[str, Any], directory: str | Path) -> None:
-    """Raise UserError unless `tensors`, slices of a file in `directory`, can be copied into `params` one by one."""
-    problems = [f"{name} is missing" for name in params if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in params]
-    for name in (name for name in params if name in tensors):
-        shape, want, dtype = tuple(tensors[name].get_shape()), tuple(params[name].shape), tensors[name].get_dtype()
+def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], directory: str | Path) -> None:
+    """Raise UserError unless `tensors`, slices of a file in `directory`, are one for each name and shape."""
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
+    for name in (name for name in shapes if name in tensors):
+        shape, want, dtype = tuple(tensors[name].get_shape()), shapes[name], tensors[name].get_dtype()
         if shape != want:
             problems.append(f"{name} has shape {shape} and not {want}")
         elif dtype not in DTYPES:
@@ -250,11 +249,8 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
             raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
         if model.cfg.tie_embeddings:
             drop_trained_head(tensors, config, directory)
-        with torch.device("meta"):
-            adapted = Transformer(model.cfg)
-            add_lora(adapted, cfg)
-        want = {name: p for name, p in adapted.named_parameters() if ".lora_" in name or name in tensors}
-        check_fit(want, tensors, directory)
+        shapes = weight_shapes(model.cfg, cfg).items()
+        check_fit({name: shape for name, shape in shapes if ".lora_" in name or name in tensors}, tensors, directory)
         if present is None:
             add_lora(model, cfg)
         params = dict(model.named_parameters())

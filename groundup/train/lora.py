@@ -1,10 +1,5 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685), and which parameters are trained.
 
-    set_trainable(model, "embed,lm_head,lora", LoRAConfig(rank=8))      freeze the rest, add adapters
-    trainable_table(cfg, "lora", LoRAConfig())                          count trained parameters without a model
-    merge_(model)                                                       adapters into the weights: a plain model again
-    resize_vocab(model, 64_000)                                         rows for the tokens of another language
-
 Beside a frozen matrix W stands a trained product of two thin ones: y = W x + alpha/r B A x, with A (r, in) and
 B (out, r). B starts at zero, so the model starts as the same function. huggingface.py has peft's files.
 """
@@ -35,19 +30,15 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         names = [name.strip() for name in self.modules]  # "q_proj, v_proj" may have been split at the comma
-        unknown = [repr(name) for name in names if name not in MODULES]
+        unknown = ", ".join(repr(name) for name in names if name not in MODULES)
         if unknown or not names:
-            hint = "; train the embedding and the head whole, with trainable='embed,lm_head,lora'" if unknown else ""
-            raise UserError(
-                f"lora: modules must be some of {', '.join(MODULES)}, got {', '.join(unknown) or 'none'}{hint}"
-            )
+            hint = "; embedding and head are trained whole, with trainable='embed,lm_head,lora'"
+            raise UserError(f"lora: modules must be some of {', '.join(MODULES)}, got {unknown or 'none'}{hint}")
         # In the model's order and once each, so that equal choices are equal configurations.
         object.__setattr__(self, "modules", tuple(name for name in MODULES if name in names))
         if self.rank < 1 or not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
-            raise UserError(
-                f"lora: rank={self.rank} must be at least 1, alpha={self.alpha} positive, "
-                f"dropout={self.dropout} from 0 to below 1"
-            )
+            which = f"rank={self.rank} must be at least 1, alpha={self.alpha} positive"
+            raise UserError(f"lora: {which}, dropout={self.dropout} from 0 to below 1")
 
     @property
     def scale(self) -> float:
@@ -100,11 +91,10 @@ def add_lora(model: Transformer, cfg: LoRAConfig) -> None:
     Call before compiling the blocks and before `DDP(model)`."""
     if lora_config_of(model) is not None:
         raise UserError("lora: the model has adapters already; merge them first (tools/merge.py)")
-    for block in model.layers:
-        for parent in list(block.modules()):
-            for name, child in list(parent.named_children()):
-                if name in cfg.modules:
-                    setattr(parent, name, LoRALinear(child.weight, cfg).train(child.training))
+    for parent in (part for block in model.layers for part in (block.self_attn, block.mlp)):
+        for name in cfg.modules:
+            if (child := getattr(parent, name, None)) is not None:
+                setattr(parent, name, LoRALinear(child.weight, cfg).train(child.training))
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -131,9 +121,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Switch the adapters off within the context: the reference model of preference training. Other trained weights
     (embedding, head, ...) stay as they are now."""
     layers = [layer for _, layer in adapters(model)]
-    for layer in layers:
-        layer.enabled = False
     try:
+        for layer in layers:
+            layer.enabled = False
         yield
     finally:
         for layer in layers:
@@ -182,23 +172,35 @@ def choose(names: list[str], trainable: str, lora: LoRAConfig) -> tuple[set[str]
         chosen |= found
     twice = [name for name in names if name in chosen and name.split(".")[-2] in lora.modules]
     if twice and "lora" in parts:
-        raise UserError(
-            f"lora: trainable={trainable!r} would train {twice[0]} beside its adapter; "
-            "take that module out of the adapters' modules, or out of trainable"
-        )
+        raise UserError(f"lora: trainable={trainable!r} would train {twice[0]} beside its adapter; take out either")
     return chosen, "lora" in parts
 
 
+def weight_shapes(cfg: ModelConfig, lora: LoRAConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of a model's parameters, with adapters if `lora` is given. Building the model on the meta
+    device would do, but imports torch._dynamo."""
+    C, D, V, F = cfg.n_embd, cfg.head_dim, cfg.vocab_size, cfg.ffn_dim
+    queries, keys = cfg.n_head * D, cfg.n_kv_head * D
+    block = {"input_layernorm": (C,), "self_attn.q_proj": (queries, C), "self_attn.k_proj": (keys, C)}
+    block |= {"self_attn.v_proj": (keys, C), "self_attn.o_proj": (C, queries)}
+    block |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)} if cfg.qk_norm else {}
+    block |= {"post_attention_layernorm": (C,), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C), "mlp.down_proj": (C, F)}
+    for name, shape in list(block.items()) if lora else []:
+        if name.rpartition(".")[2] in lora.modules:
+            block |= {f"{name}.lora_A": (lora.rank, shape[1]), f"{name}.lora_B": (shape[0], lora.rank)}
+    shapes = {"embed_tokens.weight": (V, C)}
+    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(cfg.n_layer) for name, shape in block.items()}
+    return shapes | {"norm.weight": (C,)} | ({} if cfg.tie_embeddings else {"lm_head.weight": (V, C)})
+
+
 def trainable_table(cfg: ModelConfig, trainable: str, lora: LoRAConfig) -> dict[str, int]:
-    """Return the numbers of parameters {"trainable", "total", "adapters"}, without allocating them."""
-    with torch.device("meta"):
-        model = Transformer(cfg)
-        set_trainable(model, trainable, lora)
-    return {
-        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "total": sum(p.numel() for p in model.parameters()),
-        "adapters": sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name),
-    }
+    """Return the numbers of parameters {"trainable", "total", "adapters"} without building the model."""
+    plain = weight_shapes(cfg)
+    chosen, with_adapters = choose(list(plain), trainable, lora)
+    total = sum(map(math.prod, plain.values()))
+    adapters = sum(map(math.prod, weight_shapes(cfg, lora).values())) - total if with_adapters else 0
+    trained = sum(math.prod(plain[name]) for name in chosen) + adapters
+    return {"trainable": trained, "total": total + adapters, "adapters": adapters}
 
 
 @torch.no_grad()

@@ -204,6 +204,10 @@ def test_the_table_is_what_a_model_counts(shape: dict | str, trainable: str) -> 
     assert table["trainable"] == sum(p.numel() for p in params.values() if p.requires_grad)
     assert table["total"] == sum(p.numel() for p in params.values())
     assert table["adapters"] == sum(p.numel() for name, p in params.items() if "lora" in name)
+    shapes = {name: tuple(p.shape) for name, p in params.items()}
+    assert lora.weight_shapes(cfg, cfg_lora if "lora" in trainable else None) == shapes
+    plain = [name for name in shapes if "lora" not in name]
+    assert list(lora.weight_shapes(cfg)) == plain  # in the model's order
 
 
 def test_parts() -> None:
