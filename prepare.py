@@ -66,7 +66,7 @@ pattern = (
     "gpt4"  # how a trained bpe tokenizer splits text into words: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
 )
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
-text_key = ""  # field or fields with the text: 'text', 'a.b', 'title,body', 'title + "\n" + body'; "" = detected
+text_key = ""  # field or fields with the text: 'text', 'a.b' or 'title,body'; "" = detected
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop

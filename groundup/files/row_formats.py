@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from groundup.files.text_keys import BadRow, fill, keys_of, parse_text_key, text
+from groundup.files.text_keys import BadRow, keys_of, parse_text_key, text
 
 
 class Pair(NamedTuple):
@@ -33,11 +33,12 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
 
     Raise UserError for a malformed text_key only.
     """
-    template = parse_text_key(text_key) if text_key else None
+    if text_key:
+        parse_text_key(text_key)  # also if there is no row that it fits
     if isinstance(row, str):
         return row, ""
     try:
-        return (fill(template, row, lists=True) if template and isinstance(row, dict) else read(row, "text")), ""
+        return (text(text_key, row, lists=True) if text_key and isinstance(row, dict) else read(row, "text")), ""
     except BadRow as problem:
         return "", str(problem)
 
@@ -187,6 +188,10 @@ def encyclopedia(row: dict) -> str:
     """Return title, summary, then every section with its heading."""
     sections = [text("title?,content?", section) for section in list_at("sections", row, dict, "objects")]
     return "\n".join(filter(None, [text("title?,summary?", row), *sections]))
+
+
+def article(row: dict) -> str:
+    return "\n".join(filter(None, [text("title?", row) + text("desc?", row), text("content", row)]))
 
 
 def poem(row: dict) -> str:
@@ -417,7 +422,7 @@ DOCUMENTS = (
     RowFormat("completions", "completion", partial(text, "completion")),
     RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia),
     RowFormat("poems (chinese-poetry)", "author,paragraphs", poem),
-    RowFormat("articles with a source", "data_src,title,content", partial(text, 'title? + desc? + "\\n" + content')),
+    RowFormat("articles with a source", "data_src,title,content", article),
     RowFormat("articles or answers (WuDao, webtext2019zh)", "title,content", partial(text, "title?,desc?,content")),
     RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
     RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer")),

@@ -1,6 +1,5 @@
-"""text_key: which text of a row is meant, as in text, a.b, title,body or title + "\\n" + body."""
+"""text_key: which text of a row is meant, as in text, a.b or title,body."""
 
-import ast
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,60 +16,29 @@ class Name(NamedTuple):
     optional: bool
 
 
-Template = tuple[tuple[str | Name, ...], ...]  # parts on lines of their own, each of pieces one after the other
-PIECE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^"'+,?]+\??)\s*([+,]|$)""", re.DOTALL)
-
-
 @lru_cache(maxsize=256)
-def parse_text_key(text_key: str) -> Template:
-    r"""Return how to make a text from a row. Raise UserError.
+def parse_text_key(text_key: str) -> tuple[Name, ...]:
+    """Return the names in a text_key. Raise UserError.
 
-    text                    the text under this key
-    a.b                     the text under b within a; a list of texts, or of one in each element of a, makes lines
-    title,body              each on a line of its own; an empty one makes no line
-    title + "\n\n" + body   joined as in Python
-    desc?                   may be missing, null or empty
+    text         the text under this key
+    a.b          the text under b within a; a list of texts, or of one in each element of a, makes lines
+    title,body   each on a line of its own; an empty one makes no line
+    desc?        may be missing, null or empty
     """
-    parts: list[list[str | Name]] = [[]]
-    position, separator = 0, "+"
-    while separator:
-        match = PIECE.match(text_key, position)
-        piece = match[1].strip() if match else ""
-        if not piece or piece == "?" or "" in piece.rstrip("?").split("."):
-            raise UserError(
-                f"data: cannot understand text_key={text_key!r} at {text_key[position:][:20]!r}; write text, a.b, "
-                'title,body or title + "\\n" + body, with ? behind what may be missing'
-            )
-        is_literal = piece[0] in "\"'"
-        parts[-1].append(unquote(piece) if is_literal else Name(tuple(piece.rstrip("?").split(".")), piece[-1] == "?"))
-        position, separator = match.end(), match[2]
-        if separator == ",":
-            parts.append([])
-    return tuple(map(tuple, parts))
+    names = [piece.strip() for piece in text_key.split(",")]
+    for name in names:
+        if not re.fullmatch(r"[^.?]+(\.[^.?]+)*\??", name):
+            hint = "write text, a.b or title,body, with ? behind what may be missing"
+            raise UserError(f"data: cannot understand {name!r} in text_key={text_key!r}; {hint}")
+    return tuple(Name(tuple(name.rstrip("?").split(".")), name.endswith("?")) for name in names)
 
 
-def unquote(literal: str) -> str:
-    try:
-        return ast.literal_eval(literal)
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"data: text_key has the string {literal}, which Python cannot read: {error}") from None
-
-
-def text(text_key: str, row: dict) -> str:
-    return fill(parse_text_key(text_key), row)
-
-
-def fill(template: Template, row: dict, lists: bool = False) -> str:
-    lines = []
-    for pieces in template:
-        texts = [piece if isinstance(piece, str) else text_at(row, piece, lists) for piece in pieces]
-        if any(text for piece, text in zip(pieces, texts, strict=True) if isinstance(piece, Name)):
-            lines.append("".join(texts))
-    return "\n".join(lines)
+def text(text_key: str, row: dict, lists: bool = False) -> str:
+    """Return the text that is meant; lists: a list of texts is joined by newlines. Raise BadRow if there is none."""
+    return "\n".join(filter(None, (text_at(row, name, lists) for name in parse_text_key(text_key))))
 
 
 def text_at(row: dict, name: Name, lists: bool) -> str:
-    """Return the text under a name; lists: a list of texts is joined by newlines. Raise BadRow for anything else."""
     found = value_at(row, name.path)
     if lists and isinstance(found, list) and found and all(isinstance(part, str) for part in found):
         return "\n".join(found)
@@ -93,10 +61,7 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
 
 def columns_of(text_key: str) -> list[str] | None:
     """Return the columns of a table that text_key needs; None = it may need any. Raise UserError."""
-    if not text_key:
-        return None
-    names = [piece.path[0] for pieces in parse_text_key(text_key) for piece in pieces if isinstance(piece, Name)]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(name.path[0] for name in parse_text_key(text_key))) if text_key else None
 
 
 def keys_of(row: dict) -> str:

@@ -13,19 +13,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Which steps `clean` takes, in this order. Line ends always become "\\n"."""
+    """Which steps `clean` takes beyond line ends, controls, zero-width characters and NFC."""
 
-    controls: bool = True  # drop NUL and the other ASCII control characters, except tab and line end
-    zero_width: bool = True  # drop byte order marks and zero-width characters, except joiners that join something
-    nfc: bool = True  # compose characters that Unicode writes in two ways; full-width forms stay
-    trailing_blanks: bool = True  # drop blanks at line ends
-    blank_lines: bool = True  # keep at most one blank line in a row
-    white_space_runs: bool = True  # keep at most 256 white space characters in a row: tiktoken fails at about a million
-    strip: bool = True
-    punctuation: bool = False  # full-width marks between Chinese characters, no mark twice in a row
+    white_space: bool = True  # no blanks at line ends, at most one blank line and 256 white space characters in a row
+    punctuation: bool = False  # Chinese: full-width marks between Chinese characters, no mark twice in a row
 
 
-CURATED = Cleaning(trailing_blanks=False, blank_lines=False, white_space_runs=False, strip=False)
+CURATED = Cleaning(white_space=False)
 WEB = Cleaning()
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
 ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
@@ -45,21 +39,18 @@ def clean(text: str, steps: Cleaning) -> str:
     """Return the cleaned text; cleaning it again changes nothing. The check before a step is faster than the step."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if steps.controls:
-        text = CONTROLS.sub("", text)
+    text = CONTROLS.sub("", text)
     if not text.isascii():
-        if steps.zero_width:
-            text = ZERO_WIDTH.sub("", text)
-            text = JOINERS.sub(lambda joiner: joiner[0] if joins(joiner.string, joiner.start()) else "", text)
-        if steps.nfc:
-            text = unicodedata.normalize("NFC", text)
-    if steps.trailing_blanks and (text[-1:] in BLANKS or any(blank + "\n" in text for blank in BLANKS)):
-        text = TRAILING_BLANKS.sub("", text)
-    if steps.blank_lines and "\n\n\n" in text:
-        text = re.sub("\n{3,}", "\n\n", text)
-    if steps.white_space_runs and len(text) > 256 and re.search(r"\s{8}", text[::32]):  # 257 hold 8 of every 32nd
-        text = LONG_RUN.sub(r"\1", text)
-    if steps.strip:
+        text = ZERO_WIDTH.sub("", text)
+        text = JOINERS.sub(lambda joiner: joiner[0] if joins(joiner.string, joiner.start()) else "", text)
+        text = unicodedata.normalize("NFC", text)  # full-width forms stay
+    if steps.white_space:
+        if text[-1:] in BLANKS or any(blank + "\n" in text for blank in BLANKS):
+            text = TRAILING_BLANKS.sub("", text)
+        if "\n\n\n" in text:
+            text = re.sub("\n{3,}", "\n\n", text)
+        if len(text) > 256 and re.search(r"\s{8}", text[::32]):  # 257 hold 8 of every 32nd
+            text = LONG_RUN.sub(r"\1", text)  # tiktoken fails at about a million
         text = text.strip()
     if steps.punctuation and language(text) == "zh":
         text = HALF_WIDTH.sub(lambda mark: FULL_WIDTH[mark[0]], text)

@@ -53,7 +53,7 @@ def make_source(name: str, text: str, general: dict) -> Source:
             files.append(item)
             continue
         try:
-            settings[key] = OWN[key](value.replace("+", ",") if key.startswith("rules") else value)  # , ends a setting
+            settings[key] = OWN[key](value.replace("+", ",") if OWN[key] is str else value)  # , ends a setting
             if OWN[key] is not str and not 0 <= settings[key] < math.inf:
                 raise ValueError
         except ValueError:

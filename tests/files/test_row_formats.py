@@ -140,11 +140,6 @@ TEMPLATES = {
     "title,a.b": "题\n深",
     "title, desc?, a.b": "题\n深",
     "title,空,a.b": "题\n深",
-    'title + "\\n\\n" + a.b': "题\n\n深",
-    "title+'：'+a.b": "题：深",
-    'title + desc? + "\\n" + a.b': "题\n深",
-    '"问：" + title, "答：" + a.b + "，+"': "问：题\n答：深，+",
-    '"述：" + desc?, title': "题",
     "two words": "两词",
     "missing.key?": "",
 }
@@ -173,7 +168,7 @@ def test_text_key_that_finds_no_text(text_key: str, problem: str) -> None:
 def test_lists_of_texts_make_lines() -> None:
     row = {"author": "李白", "paragraphs": ["床前明月光，", "疑是地上霜。"]}
     row["talk"] = [{"from": "a", "value": "一"}, {"value": "二"}]
-    assert document_of(row, 'author + ": " + paragraphs') == ("李白: 床前明月光，\n疑是地上霜。", "")
+    assert document_of(row, "author,paragraphs") == ("李白\n床前明月光，\n疑是地上霜。", "")
     assert document_of(row, "talk.value") == ("一\n二", "")
     assert document_of(row, "talk.from")[1].startswith("list, not text, under 'talk.from'")  # the second has none
     assert document_of({"a": []}, "a")[1].startswith("list, not text")
@@ -185,7 +180,7 @@ def test_a_string_needs_no_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "text_key", ["a,,b", "a+", "+a", ",", " ", '"open', "a..b", ".a", "?", "a?b", '"\\x"', 'a "b"']
+    "text_key", ["a,,b", ",", " ", "a..b", ".a", "?", "a?b"]
 )
 def test_malformed_text_keys(text_key: str) -> None:
     with pytest.raises(UserError) as error:
@@ -196,7 +191,7 @@ def test_malformed_text_keys(text_key: str) -> None:
 def test_columns() -> None:
     assert columns_of("") is None
     assert columns_of("text") == ["text"]
-    assert columns_of('title + "," + a.b, a.c?, desc?') == ["title", "a", "desc"]
+    assert columns_of("title, a.b, a.c?, desc?") == ["title", "a", "desc"]
 
 
 # ---- conversations ------------------------------------------------------------------------------------
@@ -583,7 +578,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(JSON, st.sampled_from(["", "text", "content.value?", 'title + "x" + desc?']))
+@given(JSON, st.sampled_from(["", "text", "content.value?", "title,desc?"]))
 def test_no_row_raises(row: object, text_key: str) -> None:
     text, problem = document_of(row, text_key)
     assert isinstance(text, str) and isinstance(problem, str) and not (text and problem)

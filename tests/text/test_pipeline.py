@@ -189,12 +189,12 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
     lines = "第一行，有几个字，够不够长呢？我想够了。\n二\n第三行也有几个字，比第二行长多了吧？\n"
     (tmp_path / "lines.txt").write_text(lines, "utf-8")
     spec = (f"wiki: {tmp_path}/wudao.json, weight=0.5, text_key=content; qa: {tmp_path}/qa.jsonl, weight=0.3, "
-            f'text_key=ask + "::" + answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
+            f'text_key=ask+answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
     run(tmp_path / "out", input=spec, tokenizer_dir=tok, val_fraction=0.1, near=0.0)
     both = {s: texts_of(tmp_path / "out", "train", s) + texts_of(tmp_path / "out", "val", s)
             for s in ("wiki", "qa", "zh")}  # fmt: skip
     assert sorted(both["wiki"]) == sorted(pieces(20))
-    assert sorted(both["qa"]) == sorted(t[:90] + "::" + t[90:] for t in pieces(60)[20:])
+    assert sorted(both["qa"]) == sorted(t[:90] + "\n" + t[90:] for t in pieces(60)[20:])
     assert len(both["zh"]) == 2
     sources = manifest_of(tmp_path / "out")["sources"]
     assert {name: entry["weight"] for name, entry in sources.items()} == {"wiki": 0.5, "qa": 0.3, "zh": 0.2}
