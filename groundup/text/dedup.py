@@ -52,27 +52,24 @@ def unit_codes() -> np.ndarray:
     codes = np.arange(0x110000, dtype=np.uint32)
     lower = [c.lower() for c in map(chr, range(0x20000))]  # no script beyond has cases
     codes[: len(lower)] = [ord(c) if len(c) == 1 else i for i, c in enumerate(lower)]
-    codes[0xFF01:0xFF5F] = codes[0x21:0x7F]
     is_unit = np.zeros(0x110000, bool)
     is_unit[:0x20000] = [unicodedata.category(chr(i))[0] in "LMN" for i in range(0x20000)]
-    is_unit[0xFF01:0xFF5F] = is_unit[0x21:0x7F]
     is_unit[0xE0100:0xE01F0] = True  # variation selectors, which are marks
     is_unit[0x2E80:0x2FD6] = True  # radicals, which stand for characters in text extracted from PDF
     is_unit[0x20000:0x3FFFE] = True
-    codes[~is_unit] = 0
+    for table in (codes, is_unit):
+        table[0xFF01:0xFF5F] = table[0x21:0x7F]
     for begin, end in ONE_CHARACTER_UNITS:
-        codes[begin:end] += SINGLE * is_unit[begin:end]
-    return codes
+        codes[begin:end] += SINGLE
+    return codes * is_unit
 
 
 @lru_cache(maxsize=1)
 def character_powers() -> tuple[np.ndarray, np.ndarray]:
     """Return CHARACTER_FACTOR ** i and CHARACTER_FACTOR ** -i modulo 2**64 for i = 0 .. SLICE."""
-    factors = np.full((2, SLICE + 1), CHARACTER_FACTOR, np.uint64)
-    factors[1] = pow(CHARACTER_FACTOR, -1, 2**64)
+    factors = np.array([[CHARACTER_FACTOR], [pow(CHARACTER_FACTOR, -1, 2**64)]], np.uint64).repeat(SLICE + 1, axis=1)
     factors[:, 0] = 1
-    powers = np.multiply.accumulate(factors, axis=1)
-    return powers[0], powers[1]
+    return tuple(np.multiply.accumulate(factors, axis=1))
 
 
 def units(texts: list[str]) -> Units:
@@ -90,8 +87,8 @@ def units(texts: list[str]) -> Units:
         if n and ends[-1] == SLICE and begins[-1]:  # the last unit may go on: read it again with the next slice
             n -= 1
             end = begin + int(begins[n])
-        for column, values in zip(columns, (hashes[:n], begins[:n] + begin, ends[:n] + begin), strict=True):
-            column.append(values)
+        for column, values in zip(columns, (hashes, begins + begin, ends + begin), strict=True):
+            column.append(values[:n])
         begin = end
     hashes, begins, ends = (np.concatenate(columns.pop(0)) for _ in range(3))  # free each before making the next
     starts = np.searchsorted(begins, text_begins)
@@ -153,8 +150,7 @@ def first_copies(keys: np.ndarray) -> np.ndarray:
     Takes 41 bytes of memory per row."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of equal rows comes first
     new = np.ones(len(keys), bool)
-    new[1:] = np.diff(keys[order, 0]) != 0
-    new[1:] |= np.diff(keys[order, 1]) != 0
+    new[1:] = (np.diff(keys[order], axis=0) != 0).any(axis=1)
     first = np.empty(len(keys), np.int64)
     first[order] = order[new][np.cumsum(new) - 1]
     return first
@@ -242,8 +238,7 @@ def bands_for(threshold: float) -> tuple[int, int]:
     if not 0 < threshold <= 1:
         raise UserError(f"dedup: the similarity of near duplicates must be above 0 and at most 1, got {threshold}")
     shapes = [(N_PERM // rows, rows) for rows in range(1, 33)]
-    low = [(bands, rows) for bands, rows in shapes if (1 / bands) ** (1 / rows) <= threshold - 0.07]
-    return low[-1] if low else shapes[0]
+    return [shape for shape in shapes if (1 / shape[0]) ** (1 / shape[1]) <= max(threshold - 0.07, 1 / N_PERM)][-1]
 
 
 def near_duplicates(signatures: np.ndarray, threshold: float, bands: int, rows: int) -> NearDuplicates:
@@ -272,7 +267,7 @@ def near_duplicates(signatures: np.ndarray, threshold: float, bands: int, rows: 
                 similarity.append(same[best])
                 continue
         index.keep(i)
-    columns = np.array(dropped, np.int64), np.array(partner, np.int64), np.array(similarity, np.float32)
+    columns = (np.array(*column) for column in ((dropped, np.int64), (partner, np.int64), (similarity, np.float32)))
     return NearDuplicates(*columns, index.capped)
 
 
@@ -300,15 +295,13 @@ class Buckets:
 
     def kept_beside(self, i: int) -> np.ndarray:
         """Return the kept documents that share a bucket with document i, ascending."""
-        buckets = self.table[i]
-        buckets = buckets[buckets >= 0]
-        filled = self.filled[buckets]
-        held = [self.member[b : b + n] for b, n in zip(self.begin[buckets].tolist(), filled.tolist(), strict=True) if n]
+        buckets = self.table[i][self.table[i] >= 0]
+        places = zip(self.begin[buckets].tolist(), self.filled[buckets].tolist(), strict=True)
+        held = [self.member[begin : begin + n] for begin, n in places if n]
         return np.unique(np.concatenate(held)) if held else np.empty(0, np.int32)
 
     def keep(self, i: int) -> None:
-        buckets = self.table[i]
-        buckets = buckets[buckets >= 0]
+        buckets = self.table[i][self.table[i] >= 0]
         free = buckets[self.filled[buckets] < COMPARED]
         self.member[self.begin[free] + self.filled[free]] = i
         self.filled[free] += 1
