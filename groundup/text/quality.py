@@ -1,12 +1,12 @@
 """Quality rules: which texts to keep, decided for each text alone, without a model; and n-gram difficulty.
 
-RULES has the limits with their sources, for Chinese ("zh") and for everything that is written with spaces ("en");
-MEASURES has what is measured.
+RULES has what is measured and the limits with their sources, for Chinese ("zh") and for everything that is written with
+spaces ("en").
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -25,55 +25,31 @@ class Rule(NamedTuple):
     sign: str  # < or >
     en: float | None  # None = no such rule for this language
     zh: float | None
-    group: str = "web"  # all (web and curated) or web
-    measure: str = ""  # a key of MEASURES, or a field of Grams if n is set; "" = the name of the rule
+    measure: Callable[["Features"], float] | str  # a field of Grams if n is set
     n: int = 0  # of n-grams
+    quality: str = "web"  # or all: web and curated
 
 
-# In the order in which they are tried; only the first that a text breaks is counted. Sources:
-# Gopher: Rae et al. 2021, appendix A1, table A1, as in datatrove's gopher_quality_filter and gopher_repetition_filter.
-# FineWeb: Penedo et al. 2024, as in datatrove's fineweb_quality_filter.
-# FineWeb-2: Penedo et al. 2025, its settings for Chinese (cmn_Hani.yml); counts of words there come from a segmenter.
-# CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.
-# A word is what white space separates. In Chinese two characters count as one word (own), so n-grams of words become
-# 2n-grams of characters.
-RULES = (
-    Rule("replacement_characters", ">", 0.001, 0.001, "all"),  # own; left by a wrong decoding
-    Rule("min_length", "<", 50, 200, "all", measure="length"),  # words, Gopher; characters, CWT
-    Rule("max_length", ">", 100_000, 200_000, "all", measure="length"),  # words, Gopher; characters, own
-    Rule("han_share", "<", None, 0.30),  # CWT
-    Rule("mean_line_length", "<", None, 10),  # CWT
-    Rule("short_words", "<", 3, None, measure="mean_word_length"),  # Gopher
-    Rule("long_words", ">", 10, None, measure="mean_word_length"),  # Gopher
-    Rule("hash_signs", ">", 0.1, 0.1),  # Gopher
-    Rule("ellipses", ">", 0.1, 0.1),  # Gopher
-    Rule("bullet_lines", ">", 0.9, 0.9),  # Gopher
-    Rule("ellipsis_lines", ">", 0.3, 0.3),  # Gopher
-    Rule("letters", "<", 0.8, 0.6),  # words with a letter, Gopher; characters that are letters, own
-    Rule("stop_words", "<", 2, 2),  # Gopher; FineWeb-2
-    Rule("terminal_punctuation", "<", 0.12, 0.106),  # FineWeb; FineWeb-2
-    Rule("short_lines", ">", 0.67, None),  # FineWeb
-    Rule("line_ends", ">", 0.3, 0.178),  # FineWeb; FineWeb-2
-    Rule("duplicate_lines", ">", 0.30, 0.287),  # Gopher; FineWeb-2
-    Rule("duplicate_line_characters", ">", 0.20, None),  # Gopher
-    Rule("any_duplicate_lines", ">", 0.01, 0.1, measure="duplicate_line_characters"),  # FineWeb; FineWeb-2
-    Rule("duplicate_paragraphs", ">", 0.30, 0.30),  # Gopher
-    Rule("duplicate_paragraph_characters", ">", 0.20, 0.20),  # Gopher
-    Rule("top_2_grams", ">", 0.20, 0.256, measure="top", n=2),  # Gopher; FineWeb-2; also the next ones
-    Rule("top_3_grams", ">", 0.18, 0.201, measure="top", n=3),
-    Rule("top_4_grams", ">", 0.16, 0.171, measure="top", n=4),
-    Rule("duplicate_5_grams", ">", 0.15, 0.198, measure="covered", n=5),
-    Rule("duplicate_6_grams", ">", 0.14, 0.182, measure="covered", n=6),
-    Rule("duplicate_7_grams", ">", 0.13, 0.167, measure="covered", n=7),
-    Rule("duplicate_8_grams", ">", 0.12, 0.154, measure="covered", n=8),
-    Rule("duplicate_9_grams", ">", 0.11, 0.14, measure="covered", n=9),
-    Rule("duplicate_10_grams", ">", 0.10, 0.127, measure="covered", n=10),
-    Rule("repeated_13_characters", ">", None, 0.5, measure="repeats", n=13),  # CWT
-)
-ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the lowest limit of the n-gram rules
-RULE_NAMES = (*(rule.name for rule in RULES), "keep")
-GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
-CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (own); a book is one text
+def length(f: "Features") -> int:
+    return len(f.text.strip()) if f.language == "zh" else len(f.words)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean, 0 of nothing."""
+    values = list(values)
+    return ratio(sum(values), len(values))
+
+
+def duplicates(parts: list[str]) -> float:
+    """Return the ratio of parts that occurred before."""
+    return ratio(len(parts) - len(set(parts)), len(parts))
+
+
+def duplicate_characters(parts: list[str]) -> float:
+    """Return the ratio of characters in parts that occurred before."""
+    total = sum(map(len, parts))
+    return ratio(total - sum(map(len, set(parts))), total)
+
 
 STOP_WORDS = {"en": ("the", "be", "to", "of", "and", "that", "have", "with")}  # Gopher
 STOP_WORDS["zh"] = tuple(  # FineWeb-2, Chinese: 22 characters
@@ -85,6 +61,49 @@ BULLETS = tuple("-*\u2022\u2023\u25b6\u25c6\u25cf\u25cb\u25e6\u25a0\u25a1\u25aa\
 ELLIPSES = ("...", "\u2026")
 TERMINAL = tuple(".!?\"'\u201d\u2019\u2026\u3002\uff01\uff1f\uff1b\u300d\u300f")  # C4's, with those of Chinese
 LETTER = re.compile(r"[^\W\d_]")
+
+# In the order in which they are tried; only the first that a text breaks is counted. Sources:
+# Gopher: Rae et al. 2021, appendix A1, table A1, as in datatrove's gopher_quality_filter and gopher_repetition_filter.
+# FineWeb: Penedo et al. 2024, as in datatrove's fineweb_quality_filter.
+# FineWeb-2: Penedo et al. 2025, its settings for Chinese (cmn_Hani.yml); counts of words there come from a segmenter.
+# CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.
+# A word is what white space separates. In Chinese two characters count as one word (own), so n-grams of words become
+# 2n-grams of characters.
+RULES = (
+    Rule("replacement_characters", ">", 0.001, 0.001, lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
+         quality="all"),  # own; left by a wrong decoding
+    Rule("min_length", "<", 50, 200, length, quality="all"),  # words, Gopher; characters, CWT
+    Rule("max_length", ">", 100_000, 200_000, length, quality="all"),  # words, Gopher; characters, own
+    Rule("han_share", "<", None, 0.30, lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible)),  # CWT
+    Rule("mean_line_length", "<", None, 10, lambda f: mean(map(len, f.lines))),  # CWT
+    Rule("short_words", "<", 3, None, lambda f: mean(map(len, f.words))),  # Gopher
+    Rule("long_words", ">", 10, None, lambda f: mean(map(len, f.words))),  # Gopher
+    Rule("hash_signs", ">", 0.1, 0.1, lambda f: ratio(f.text.count("#"), f.n_words)),  # Gopher
+    Rule("ellipses", ">", 0.1, 0.1, lambda f: ratio(sum(map(f.text.count, ELLIPSES)), f.n_words)),  # Gopher
+    Rule("bullet_lines", ">", 0.9, 0.9, lambda f: mean(line.startswith(BULLETS) for line in f.lines)),  # Gopher
+    Rule("ellipsis_lines", ">", 0.3, 0.3, lambda f: mean(line.endswith(ELLIPSES) for line in f.lines)),  # Gopher
+    Rule("letters", "<", 0.8, 0.6, lambda f: f.letters()),  # words with a letter, Gopher; characters, own
+    Rule("stop_words", "<", 2, 2, lambda f: f.stop_words()),  # Gopher; FineWeb-2
+    Rule("terminal_punctuation", "<", 0.12, 0.106, lambda f: mean(line.endswith(TERMINAL) for line in f.lines)),
+    # FineWeb; FineWeb-2
+    Rule("short_lines", ">", 0.67, None, lambda f: mean(len(line) <= 30 for line in f.lines)),  # FineWeb
+    Rule("line_ends", ">", 0.3, 0.178, lambda f: ratio(f.text.count("\n"), f.n_words)),  # FineWeb; FineWeb-2
+    Rule("duplicate_lines", ">", 0.30, 0.287, lambda f: duplicates(f.lines)),  # Gopher; FineWeb-2
+    Rule("duplicate_line_characters", ">", 0.20, None, lambda f: duplicate_characters(f.lines)),  # Gopher
+    Rule("any_duplicate_lines", ">", 0.01, 0.1, lambda f: duplicate_characters(f.lines)),  # FineWeb; FineWeb-2
+    Rule("duplicate_paragraphs", ">", 0.30, 0.30, lambda f: duplicates(f.paragraphs)),  # Gopher
+    Rule("duplicate_paragraph_characters", ">", 0.20, 0.20, lambda f: duplicate_characters(f.paragraphs)),  # Gopher
+    *(Rule(f"top_{n}_grams", ">", en, zh, "top", n)  # Gopher; FineWeb-2
+      for n, en, zh in ((2, 0.20, 0.256), (3, 0.18, 0.201), (4, 0.16, 0.171))),
+    *(Rule(f"duplicate_{n}_grams", ">", en, zh, "covered", n)  # Gopher; FineWeb-2
+      for n, en, zh in ((5, 0.15, 0.198), (6, 0.14, 0.182), (7, 0.13, 0.167), (8, 0.12, 0.154), (9, 0.11, 0.14),
+                        (10, 0.10, 0.127))),
+    Rule("repeated_13_characters", ">", None, 0.5, "repeats", 13),  # CWT
+)  # fmt: skip
+ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the lowest limit of the n-gram rules
+RULE_NAMES = (*(rule.name for rule in RULES), "keep")
+GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
+CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (own); a book is one text
 
 
 class Rules:
@@ -102,12 +121,12 @@ class Rules:
         self.settings = quality, off, on, min_chars, max_chars, keep
         if quality not in ("curated", "web"):
             raise UserError(f"filters: quality must be curated or web, got {quality!r}")
-        names = {rule.name for rule in RULES if rule.group in ("all", quality)} | {"keep"}
+        names = {rule.name for rule in RULES if rule.quality in ("all", quality)} | {"keep"}
         names = (names | named_rules(on, "on")) - named_rules(off, "off")
         lengths = CURATED_LENGTHS if quality == "curated" else {}
         lengths = lengths | {k: n for k, n in (("min_length", min_chars), ("max_length", max_chars)) if n}
         rules = [
-            rule._replace(measure="characters", en=n, zh=n) if (n := lengths.get(rule.name)) else rule
+            rule._replace(measure=lambda f: len(f.text.strip()), en=n, zh=n) if (n := lengths.get(rule.name)) else rule
             for rule in RULES if rule.name in names
         ]  # fmt: skip
         self.limits = {  # by language: (rule, limit) in order
@@ -171,9 +190,8 @@ class Features:
         return "en" if self.text.isascii() else language_of(self.class_counts)
 
     def measure(self, rule: Rule) -> float:
-        """Return what the rule measures; ratios are 0 where there is nothing to divide by."""
         if not rule.n:
-            return MEASURES[rule.measure or rule.name](self)
+            return rule.measure(self)
         doubled = self.language == "zh" and rule.measure != "repeats"  # that rule is for Chinese alone
         return getattr(self.grams.get(rule.n * (1 + doubled), NO_GRAMS), rule.measure)
 
@@ -235,40 +253,6 @@ class Features:
         if self.language == "zh":
             return sum(word in self.text for word in STOP_WORDS["zh"])
         return len({STOP_WORD_FORMS[word] for word in STOP_WORD_FORMS.keys() & self.numbered[1].keys()})
-
-
-def duplicates(parts: list[str]) -> float:
-    """Return the ratio of parts that occurred before."""
-    return ratio(len(parts) - len(set(parts)), len(parts))
-
-
-def duplicate_characters(parts: list[str]) -> float:
-    """Return the ratio of characters in parts that occurred before."""
-    total = sum(map(len, parts))
-    return ratio(total - sum(map(len, set(parts))), total)
-
-
-MEASURES: dict[str, Callable[[Features], float]] = {
-    "characters": lambda f: len(f.text.strip()),
-    "length": lambda f: len(f.text.strip()) if f.language == "zh" else len(f.words),
-    "replacement_characters": lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
-    "han_share": lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible),
-    "mean_line_length": lambda f: ratio(sum(map(len, f.lines)), len(f.lines)),
-    "mean_word_length": lambda f: ratio(sum(map(len, f.words)), len(f.words)),
-    "hash_signs": lambda f: ratio(f.text.count("#"), f.n_words),
-    "ellipses": lambda f: ratio(sum(map(f.text.count, ELLIPSES)), f.n_words),
-    "bullet_lines": lambda f: ratio(sum(line.startswith(BULLETS) for line in f.lines), len(f.lines)),
-    "ellipsis_lines": lambda f: ratio(sum(line.endswith(ELLIPSES) for line in f.lines), len(f.lines)),
-    "letters": Features.letters,
-    "stop_words": Features.stop_words,
-    "terminal_punctuation": lambda f: ratio(sum(line.endswith(TERMINAL) for line in f.lines), len(f.lines)),
-    "short_lines": lambda f: ratio(sum(len(line) <= 30 for line in f.lines), len(f.lines)),
-    "line_ends": lambda f: ratio(f.text.count("\n"), f.n_words),
-    "duplicate_lines": lambda f: duplicates(f.lines),
-    "duplicate_line_characters": lambda f: duplicate_characters(f.lines),
-    "duplicate_paragraphs": lambda f: duplicates(f.paragraphs),
-    "duplicate_paragraph_characters": lambda f: duplicate_characters(f.paragraphs),
-}
 
 
 def repeated(ids: np.ndarray, lengths: np.ndarray, wanted: tuple[int, ...], enough: float) -> dict[int, Grams]:
