@@ -232,7 +232,8 @@ def read_turns(value: object) -> list[dict]:
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow(f"{type(turns).__name__}, not a list of turns" if turns else "no turns")
-    return with_tools(list(map(read_turn, turns)), next((turn["tools"] for turn in turns if turn.get("tools")), None))
+    tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
+    return with_system(list(map(read_turn, turns)), {"tools": tools})
 
 
 def question_answer_turns(row: dict) -> list[dict]:
@@ -328,14 +329,17 @@ def as_json(value: object) -> str:
 
 def with_system(turns: list[dict], row: dict) -> list[dict]:
     """Put the row's own system prompt and tools into the first message."""
-    system = row.get("system")
+    system, tools = row.get("system"), unpacked(row.get("tools"))
+    if not system and not tools:
+        return turns
+    has_own = turns[0]["role"] == "system"
+    first = turns[0]["content"] if has_own else ""
     if system:
-        first = message("system", system)
-        own = turns[0]["role"] == "system"
-        if own and turns[0]["content"] not in ("", system):
-            first["content"] += "\n" + turns[0]["content"]
-        turns = [first, *turns[own:]]
-    return with_tools(turns, row.get("tools"))
+        first = message("system", system)["content"] + ("\n" + first if first not in ("", system) else "")
+    if tools:
+        lines = "\n".join(tool if isinstance(tool, str) else as_json(tool) for tool in list_of(tools))
+        first = (first + "\n\n" if first else "") + TOOLS_HEAD + lines + TOOLS_TAIL
+    return [message("system", first), *turns[has_own:]]
 
 
 TOOLS_HEAD = (  # the wording of Qwen2.5's chat template
@@ -347,17 +351,6 @@ TOOLS_TAIL = (
     '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
     "</tool_call>"
 )
-
-
-def with_tools(turns: list[dict], tools: object) -> list[dict]:
-    tools = unpacked(tools)
-    if not tools:
-        return turns
-    lines = "\n".join(tool if isinstance(tool, str) else as_json(tool) for tool in list_of(tools))
-    own = turns[0]["role"] == "system"
-    before = turns[0]["content"] + "\n\n" if own and turns[0]["content"] else ""
-    return [message("system", before + TOOLS_HEAD + lines + TOOLS_TAIL), *turns[own:]]
-
 
 # ---- preference pairs -------------------------------------------------------------------------------------
 

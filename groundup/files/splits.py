@@ -19,8 +19,7 @@ def first_question(messages: list[dict]) -> str:
 
 def is_held_out(question: str, fraction: float) -> bool:
     """Return whether a conversation is kept out of training, by its first question: tuning learns the answer to each
-    turn, so everything after that question goes with it. Another hash than that of the splits decides. A conversation
-    without a question never is: there is nothing to ask a model."""
+    turn. Another hash than that of the splits decides. A conversation without a question never is."""
     digest = blake2b(question.strip().encode(), digest_size=8, key=HOLD_OUT_KEY).digest()
     return bool(question.strip()) and int.from_bytes(digest, "little") < fraction * 2**64
 
@@ -31,31 +30,22 @@ def split_position(raw: bytes) -> int:
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
 
 
-def split_ends(val_fraction: float, test_fraction: float, fold: str) -> tuple[int, int, int]:
-    """Return (where val begins, where val ends, where test ends) in [0, 2**64]: test is in front, then val, or val is
-    the fold 'i/k', the rest is train."""
-    if fold:
-        i, k = map(int, fold.split("/"))
-        return 2**64 * (i - 1) // k, 2**64 * i // k, 0
-    test_end = int(test_fraction * 2**64)
-    return test_end, int((test_fraction + val_fraction) * 2**64), test_end
-
-
 def assign(
     positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = "", by_prompt: bool = False
 ) -> tuple[np.ndarray, bool]:
     """Return the index in SPLITS of each document, from their positions (n,) uint64, and whether val was empty and got
-    one. A single document, or with by_prompt a single prompt, is for training."""
-    val_begin, val_end, test_end = split_ends(val_fraction, test_fraction, fold)
-    last = np.uint64(val_end - 1) if val_end else np.uint64(0)
-    splits = np.zeros(len(positions), np.uint8)
-    if val_end > val_begin:
-        splits[(positions >= np.uint64(val_begin)) & (positions <= last)] = 1
-    if test_end:
-        splits[positions <= np.uint64(test_end - 1)] = 2
+    one. Test is in front, then val, or val is the fold 'i/k'; the rest is train. A single document, or with by_prompt a
+    single prompt, is for training."""
     if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
         return np.zeros(len(positions), np.uint8), False
-    moved = val_end > val_begin and len(positions) > 0 and not (splits == 1).any()
+    test_end = int(test_fraction * 2**64)
+    ends = test_end, test_end, int((test_fraction + val_fraction) * 2**64)
+    if fold:
+        i, k = map(int, fold.split("/"))
+        ends = 0, 2**64 * (i - 1) // k, 2**64 * i // k
+    in_test, before_val, before_train = ((positions <= np.uint64(max(end, 1) - 1)) & (end > 0) for end in ends)
+    splits = np.where(in_test, 2, before_train & ~before_val).astype(np.uint8)
+    moved = ends[2] > ends[1] and len(positions) > 0 and not (splits == 1).any()
     if moved:
         others = positions[splits == 0] if (splits == 0).any() else positions
         splits[positions == others.min()] = 1  # with its copies: no text is in two splits
