@@ -96,7 +96,7 @@ pair_by = ""  # preference: make pairs of answers (answer_pairs.py): dataset | r
 pair_margin = 0.0  # pair_by=reward: minimum difference of the two rewards; 0 = any
 length_within = 0.0  # pair_by: the longer answer may have 0.2 = 20 % more characters; 0 = any length
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
-order = "input"  # of documents: input | hash (shuffled) | length, unigram, bigram, trigram, score (easy first)
+order = "input"  # of documents: input | hash (shuffled) | length | score (smallest first)
 pack = 0  # also write rows of so many tokens that start with a document, for pretrain.py --pack=True; 0 = no
 shard_tokens = 134_217_728  # tokens per file
 # errors
@@ -110,7 +110,7 @@ TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little 
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {
     "kind": ("text", "chat", "preference"), "txt_split": ("file", "blank", "line"), "quality": ("curated", "web"),
-    "order": ("input", "hash", "length", "unigram", "bigram", "trigram", "score"), "pattern": tuple(PATTERNS),
+    "order": ("input", "hash", "length", "score"), "pattern": tuple(PATTERNS),
     "decontaminate_action": ("drop", "cut"), "pair_by": ("", "dataset", "reward"),
 }  # fmt: skip
 NOT_NEGATIVE = (

@@ -1,4 +1,4 @@
-"""Quality rules: which texts to keep, decided for each text alone, without a model; and n-gram difficulty.
+"""Quality rules: which texts to keep, decided for each text alone, without a model.
 
 RULES has what is measured and the limits with their sources, for Chinese ("zh") and for everything that is written with
 spaces ("en").
@@ -317,53 +317,3 @@ def mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the hashes (uint64) of sequences that continue with these values. The factor is the golden ratio's."""
     hashes = (hashes + values) * np.uint64(0x9E3779B97F4A7C15)
     return hashes ^ (hashes >> np.uint64(29))
-
-
-class NgramModel:
-    """How difficult a text is, by how often its tokens followed each other in other texts: for a curriculum.
-
-    Bits per token by interpolation (Jelinek and Mercer 1980): p(w | u v) = 0.7 c(u v w) / c(u v) + 0.3 p(w | v), down
-    to p(w) = (c(w) + 1) / (N + different tokens + 1). Where the context was never seen, the lower order alone. Counts
-    are in tables of 2**bits slots, by hash: beyond some millions of different n-grams rare ones share a slot and look
-    more common, so count on a sample. order: 1, 2 or 3.
-    """
-
-    WEIGHT = 0.7  # of the higher order where its context is known (own)
-
-    def __init__(self, order: int = 3, bits: int = 22) -> None:
-        self.order, self.bits = order, bits
-        self.counts = np.zeros((order, 2**bits), np.int64)
-        self.n_tokens, self.n_different = 0, 0
-
-    def add(self, ids: np.ndarray) -> None:
-        """Count the n-grams of a text. ids: integers (n,), none negative."""
-        for n in range(1, self.order + 1):
-            slots, times = np.unique(self._slots(ids, n), return_counts=True)
-            self.n_different += int((self.counts[0, slots] == 0).sum()) if n == 1 else 0
-            self.counts[n - 1, slots] += times
-        self.n_tokens += len(ids)
-
-    def difficulty(self, ids: np.ndarray, added: bool = False) -> float:
-        """Return the mean of -log2 p over the tokens, in bits; 0.0 without tokens. added: the text was added, so take
-        its own counts away; otherwise the strangest text of all would be the easiest."""
-        if len(ids) == 0:
-            return 0.0
-        counts = []  # how often each n-gram was seen, by n: int64 (len(ids) - n + 1,)
-        for n in range(1, self.order + 1):
-            different, which, own = np.unique(self._slots(ids, n), return_inverse=True, return_counts=True)
-            counts.append((self.counts[n - 1, different] - own * added)[which])
-        p = (counts[0] + 1) / (self.n_tokens - added * len(ids) + self.n_different + 1)
-        for n in range(2, self.order + 1):
-            together, context = counts[n - 1], counts[n - 2][: len(counts[n - 1])]
-            higher = np.minimum(together / np.maximum(context, 1), 1.0)  # a shared slot can count more than its context
-            lower = p[n - 1 :]
-            p[n - 1 :] = np.where(context > 0, self.WEIGHT * higher + (1 - self.WEIGHT) * lower, lower)
-        return float(-np.log2(p).mean())
-
-    def _slots(self, ids: np.ndarray, n: int) -> np.ndarray:
-        """Return the slot of each n-gram, int64 (max(0, len(ids) - n + 1),)."""
-        ids = np.asarray(ids, np.uint64)
-        hashes = np.zeros(max(0, len(ids) - n + 1), np.uint64)
-        for i in range(n):
-            hashes = mix(hashes, ids[i : i + len(hashes)])
-        return (hashes >> np.uint64(64 - self.bits)).astype(np.int64)

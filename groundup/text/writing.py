@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from groundup.files.splits import SPLITS
-from groundup.text.quality import NgramModel
 from groundup.text.recipe import Recipe
 from groundup.text.selection import ROW_SPLITS, Selection, SourceDocs, cut
 from groundup.text.units import EXACT, KEPT, Unit, read_kept, unit_fates
@@ -41,13 +40,7 @@ def document_order(docs: SourceDocs, tokens: Tokens, chosen: Selection, order: s
         return np.arange(len(docs.rows))
     if order == "length":
         return np.argsort(tokens.length, kind="stable")
-    if order in ("hash", "score"):
-        return np.argsort(chosen.rows["position" if order == "hash" else "score"][docs.rows], kind="stable")
-    model = NgramModel({"unigram": 1, "bigram": 2, "trigram": 3}[order])
-    added = (docs.splits == 0).tolist()
-    for i in np.flatnonzero(added).tolist():
-        model.add(tokens.ids(i))
-    return np.argsort([model.difficulty(tokens.ids(i), added[i]) for i in range(len(added))], kind="stable")
+    return np.argsort(chosen.rows["position" if order == "hash" else "score"][docs.rows], kind="stable")
 
 
 def write_splits(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, tokenizer: Tokenizer,

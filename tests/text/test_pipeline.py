@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -252,8 +251,8 @@ def test_scores_filter_by_value_and_by_share(tmp_path, tok):
             run(tmp_path / "no", score=wrong, **common)
 
 
-@pytest.mark.parametrize("order", ["hash", "length", "unigram", "bigram", "trigram", "score"])
-def test_documents_can_be_ordered_by_difficulty(tmp_path, tok, order):
+@pytest.mark.parametrize("order", ["hash", "length", "score"])
+def test_documents_can_be_ordered(tmp_path, tok, order):
     rng = random.Random(0)
     rows = [{"text": t[: rng.randint(60, 200)], "loss": rng.random()} for t in pieces(80)]
     path = write_rows(tmp_path / "x.jsonl", rows)
@@ -267,22 +266,10 @@ def test_documents_can_be_ordered_by_difficulty(tmp_path, tok, order):
         keys = [float(int.from_bytes(digest, "little")) for digest in digests]
     elif order == "length":
         keys = [len(i) for i in ids]
-    elif order == "score":
+    else:
         loss = {row["text"]: row["loss"] for row in rows}
         keys = [loss[text] for text in found]
-    else:
-        counts = Counter(token for i in ids for token in i)
-        total = sum(counts.values())
-        keys = []
-        for i in ids:  # by the counts in the other documents
-            others, size = counts - Counter(i), total - len(i) + len(counts) + 1
-            keys.append(-np.mean([np.log2((others[token] + 1) / size) for token in i]))
-    assert len(found) > 60
-    if order in ("bigram", "trigram"):  # not what unigrams say, but not far from it
-        assert np.corrcoef(np.arange(len(keys)), keys)[0, 1] > 0.2
-    else:
-        steps = np.diff(keys)
-        assert (steps >= -1e-9).all()
+    assert len(found) > 60 and (np.diff(keys) >= 0).all()
 
 
 def test_folds_cover_every_document_once(tmp_path, tok):
