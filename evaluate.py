@@ -60,13 +60,10 @@ shots = 5  # solved examples before each multiple-choice question
 limit = 0  # documents per domain, questions per subject, conversations, pairs, rows; 0 = all
 text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
 txt_split = "file"  # perplexity, score: what a document is in plain text: file | blank (between blank lines) | line
-system = ""  # generation: system message of conversations that have none
-temperature = 0.0  # generation: 0 = greedy
-max_new_tokens = 256  # generation: per answer
+max_new_tokens = 256  # generation: per answer, which is decoded greedily
 judge = ""  # win_rate: model behind base_url that judges, in both orders; empty = the reward model in init_from
 base_url = ""  # of an OpenAI-compatible service
 api_key_env = ""  # name of the environment variable with its key; empty = none is sent
-seed = 1337  # of generation with a temperature
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
 
@@ -74,7 +71,6 @@ JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks, with their defaults
     ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"}, choices.TASKS: {"shots": 5},
-    ("generation",): {"system": "", "temperature": 0.0},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
 }  # fmt: skip
 DOMAIN_COLUMNS = {
@@ -89,20 +85,15 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     for name in names:
         if name not in TASKS:
             raise UserError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
-        if names.count(name) > 1:
-            raise UserError(f"config: tasks={tasks!r} names {name!r} twice; several sets of texts are domains of one")
     parts = [part.partition(":") for part in data.split(";") if part.strip()]
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         parts = [(names[0], ":", data)]
     found = {name.strip(): text.strip() for name, _, text in parts}
-    if len(found) < len(parts):
-        raise UserError(f"config: data={data!r} names a task twice")
-    for name in found.keys() - set(names):
-        raise UserError(f"config: data names {name!r}, which is not one of tasks={tasks!r}")
-    for name in names:
-        if not found.get(name):
-            example = f"--data='{'; '.join(f'{name}: FILES' for name in names)}'" if names[1:] else "--data=FILES"
-            raise UserError(f"config: task {name} has no data; give {example}")
+    if len(set(names)) < len(names) or len(found) < len(parts):
+        raise UserError(f"config: tasks={tasks!r} or data={data!r} names a task twice; texts are domains of one task")
+    if found.keys() != set(names) or not all(found.values()):
+        example = "; ".join(f"{name}: FILES" for name in names) if names[1:] else "FILES"
+        raise UserError(f"config: data={data!r} must be for tasks={tasks!r}; give --data='{example}'")
     return {name: found[name] for name in names}
 
 
@@ -119,7 +110,7 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
     """Raise UserError for settings that do not go together. wanted: {task: its data}."""
-    for key, least in {"batch_size": 1, "shots": 0, "limit": 0, "max_new_tokens": 1, "temperature": 0}.items():
+    for key, least in {"batch_size": 1, "shots": 0, "limit": 0, "max_new_tokens": 1}.items():
         if not config[key] >= least:
             raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
@@ -225,11 +216,11 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
     if task == "generation":
         params = SamplingParams(
-            max_new_tokens=config["max_new_tokens"], temperature=config["temperature"], seed=config["seed"],
-            eos_ids=tokenizer.stop_ids, banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
+            max_new_tokens=config["max_new_tokens"], temperature=0, eos_ids=tokenizer.stop_ids,
+            banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
         )  # fmt: skip
         with autocast(device, dtype):
-            return evaluate_generation(model, tokenizer, source, params, limit, size, config["system"])
+            return evaluate_generation(model, tokenizer, source, params, limit, size)
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
     paths = two_paths(source)

@@ -318,10 +318,10 @@ def test_data_of_one_and_of_several_tasks():
     ("mmul", "x", "there is no task 'mmul'; choose from perplexity"),
     ("", "x", "there is no task ''"),
     ("mmlu,ceval", "mmlu: x; ceval: y; mmlu: z", "names a task twice"),
-    ("perplexity,perplexity", "x", "tasks='perplexity,perplexity' names 'perplexity' twice"),
-    ("perplexity", "", "task perplexity has no data; give --data=FILES"),
-    ("mmlu,perplexity", "mmlu: x", "task perplexity has no data; give --data='mmlu: FILES; perplexity: FILES'"),
-    ("mmlu,perplexity", "mmlu: x; ceval: y", "data names 'ceval', which is not one of tasks='mmlu,perplexity'"),
+    ("perplexity,perplexity", "x", "tasks='perplexity,perplexity' or data='x' names a task twice"),
+    ("perplexity", "", "data='' must be for tasks='perplexity'; give --data='FILES'"),
+    ("mmlu,perplexity", "mmlu: x", "give --data='mmlu: FILES; perplexity: FILES'"),
+    ("mmlu,perplexity", "mmlu: x; ceval: y", "data='mmlu: x; ceval: y' must be for tasks='mmlu,perplexity'"),
 ])  # fmt: skip
 def test_tasks_and_data_that_do_not_go_together(tasks, data, why):
     with pytest.raises(UserError, match=re.escape(why)):
@@ -400,21 +400,21 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
 
     names = ("model", "tokenizer", "task", "directory", "shots", "batch_size", "device", "dtype", "limit", "block_size")
     monkeypatch.setattr(evaluate, "evaluate_choices", spy("choices", *names))
-    names = ("model", "tokenizer", "data", "params", "limit", "batch_size", "system")
+    names = ("model", "tokenizer", "data", "params", "limit", "batch_size")
     monkeypatch.setattr(evaluate, "evaluate_generation", spy("generation", *names))
     names = ("model", "tokenizer", "data", "batch_size", "limit", "dtype")
     monkeypatch.setattr(evaluate.judging, "evaluate_preference", spy("preference", *names))
     config = {"init_from": str(base / "model"), "block_size": 40, "stride": 0, "text_key": "", "txt_split": "file"}
-    config |= {"batch_size": 3, "limit": 9, "shots": 2, "system": "Hi", "temperature": 0.5}
-    config |= {"max_new_tokens": 11, "seed": 5}
+    config |= {"batch_size": 3, "limit": 9, "shots": 2}
+    config |= {"max_new_tokens": 11}
     subject = evaluate.load("language model", config, torch.device("cpu"), torch.float32)
     evaluate.measure("ceval_text", "DIR", subject, config)
     assert {"task": "ceval_text", "directory": "DIR", "shots": 2, "batch_size": 3}.items() <= calls["choices"].items()
     assert (calls["choices"]["limit"], calls["choices"]["block_size"]) == (9, 40)
     evaluate.measure("generation", "FILE", subject, config)
     of = calls["generation"]
-    assert (of["data"], of["limit"], of["batch_size"], of["system"]) == ("FILE", 9, 3, "Hi")
-    assert (of["params"].max_new_tokens, of["params"].temperature, of["params"].seed) == (11, 0.5, 5)
+    assert (of["data"], of["limit"], of["batch_size"]) == ("FILE", 9, 3)
+    assert (of["params"].max_new_tokens, of["params"].temperature) == (11, 0)
     assert of["params"].eos_ids == subject.tokenizer.stop_ids
     evaluate.measure("preference", "FILE", subject, config)
     of = calls["preference"]

@@ -147,24 +147,20 @@ def by_prompt(rows: Sequence[dict]) -> dict[tuple[str, int], tuple[str, bool]]:
 
 def win_rate(
     answers_a: Sequence[dict], answers_b: Sequence[dict], judge: Callable[[Sequence[Match]], list[Verdict]]
-) -> dict:  # fmt: skip
+) -> dict:
     """Return what `tally` says of A against B, and `matches`, a row for each with its verdict."""
     matches, left_out = matches_of(answers_a, answers_b)
-    verdicts = [verdict_by_rule(match) for match in matches]
-    open_ones = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    for i, verdict in zip(open_ones, judge([matches[i] for i in open_ones]), strict=True):
-        verdicts[i] = verdict
+    verdicts = {}
+    for i, match in enumerate(matches):  # those that need no judge
+        if match.finished_a != match.finished_b:
+            verdicts[i] = Verdict("a" if match.finished_a else "b", CUT)
+        elif match.a.strip() == match.b.strip() or not match.finished_a:
+            verdicts[i] = Verdict("tie", EQUAL if match.a.strip() == match.b.strip() else CUT)
+    others = [i for i in range(len(matches)) if i not in verdicts]
+    verdicts |= zip(others, judge([matches[i] for i in others]), strict=True)
+    verdicts = [verdicts[i] for i in range(len(matches))]
     rows = [match._asdict() | verdict._asdict() for match, verdict in zip(matches, verdicts, strict=True)]
     return tally(matches, verdicts) | {"left_out": left_out, "matches": rows}
-
-
-def verdict_by_rule(match: Match) -> Verdict | None:
-    """Return the verdict of a match that needs no judge, None of one that does."""
-    if match.finished_a != match.finished_b:
-        return Verdict("a" if match.finished_a else "b", CUT)
-    if match.a.strip() == match.b.strip():
-        return Verdict("tie", EQUAL)
-    return None if match.finished_a else Verdict("tie", CUT)
 
 
 def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:

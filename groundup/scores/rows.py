@@ -1,22 +1,17 @@
 """Files of rows with a model's scores, in the order of the rows; what has no score stays, and its problem is named.
 
-    python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl         # a language model's numbers
-    python prepare.py --input=scored.jsonl --score='bpb=0.3..1.5' --order=score ...       # texts, easy ones first
-    python prepare.py --input=scored.jsonl --kind=chat --score='ifd=5%..95%,bpb=..2' ...  # conversations
-    python reward.py --init_from=out/reward --score=answers.jsonl --out=scored.jsonl      # a reward model's
-
-A language model scores the answers of a conversation (each with its <|im_end|>, given all that precedes it, as sft.py
-trains on them) and the whole text of any other row (as a document of domains.py):
+A language model (evaluate.py --score) scores the answers of a conversation (each with its <|im_end|>, given all that
+precedes it, as sft.py trains on them) and the whole text of any other row (as a document of domains.py), for
+prepare.py --score='bpb=0.3..1.5,ifd=5%..95%' to choose from:
 
     loss  nats per token
     bpb   bits per byte of the answers or the text
     ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer (without <|im_end|>)
-          given its prompt, divided by those of the same tokens alone; null without a prompt. Above 1 the prompt does
-          not help.
+          given its prompt, divided by those of the same tokens alone. Above 1 the prompt does not help.
 
-A reward model adds "reward" to a conversation, that of its last answer, or to each finished one of the "completions" in
-a file of answers (files/answer_files.py); OUT.config.json says how these were made. A score of null comes with
-"score_problem" or "reward_problem". Older fields of these names are replaced.
+A reward model (reward.py --score) adds "reward" to a conversation, that of its last answer, or to each finished one of
+the "completions" in a file of answers (files/answer_files.py). A score of null comes with "score_problem" or
+"reward_problem". Older fields of these names are replaced.
 """
 
 import functools
@@ -65,20 +60,23 @@ def read_rows(
 
 
 def add_scores(
-    rows: Iterator, score: Callable[[list], Iterable[dict]], source: str, out: Path, key: str, n_rows: int,
-    problems_in: Callable[[dict], list[str]],
-) -> tuple[Counter, Path]:  # fmt: skip
+    rows: Iterator, score: Callable[[list], Iterable[dict]], source: str, out: Path, key: str, n_rows: int, field: str
+) -> tuple[Counter, Path]:
     """Append the scored rows, n_rows at a time, to a hidden file beside `out`, after those that it has. Return why rows
-    have no score, counted by reason, "" being those with one, and the file, which the caller renames.
+    or their completions have no score, as `field` says, counted by reason, "" being those with one, and the file, which
+    the caller renames.
 
     key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError if no row has a score.
     """
-    part, is_main = out.with_name(f".{out.name}.{key[:16]}.part"), ranks.own_part(1) == range(1)
-    if is_main:
-        part.parent.mkdir(parents=True, exist_ok=True)
-    n_done = ranks.gather_objects(whole_lines(part) if is_main else 0)[0]
-    if n_done and is_main:
+    part, is_main, n_done = out.with_name(f".{out.name}.{key[:16]}.part"), ranks.own_part(1) == range(1), 0
+    if is_main and part.exists():
+        with open(part, "rb+") as f:
+            content = f.read()
+            f.truncate(content.rfind(b"\n") + 1)  # a kill may leave half a line
+        n_done = content.count(b"\n")
         print(f"{out}: {n_done:,} rows were done already", flush=True)
+    n_done = ranks.gather_objects(n_done)[0]
+    out.parent.mkdir(parents=True, exist_ok=True)
     rows = islice(rows, n_done, None)
     while some := list(islice(rows, n_rows)):
         done = score(some)
@@ -88,22 +86,15 @@ def add_scores(
     problems = Counter()
     if is_main and part.exists():
         with open(part, encoding="utf-8") as f:
-            problems.update(problem for line in f for problem in problems_in(json.loads(line)))
+            for row in map(json.loads, f):
+                is_one = field == "score_problem" or field in row or "completions" not in row
+                parts = [row] if is_one else row["completions"]
+                problems.update(one.get(field, "").partition(":")[0] for one in parts)
     problems = ranks.gather_objects(problems)[0]
     if not problems[""]:
         part.unlink(missing_ok=True)
         raise UserError(f"score: no row of {source} has a score: {reasons(problems) or 'there is none'}")
     return problems, part
-
-
-def whole_lines(path: Path) -> int:
-    """Return how many lines of a file are whole, and cut off what follows them. 0 if there is no file."""
-    if not path.exists():
-        return 0
-    with open(path, "rb+") as f:
-        content = f.read()
-        f.truncate(content.rfind(b"\n") + 1)
-    return content.count(b"\n")
 
 
 def reasons(problems: Counter) -> str:
@@ -156,11 +147,8 @@ def write_losses(
         found = iter(score_tokens(model, rows, settings.batch_size, device, dtype))
         return [work.fields | numbers_of(work, found) for work in some]
 
-    def problems_in(row: dict) -> list[str]:
-        return [row.get("score_problem", "").partition(":")[0]]
-
     works = islice(works, settings.limit or None)
-    problems, part = add_scores(works, score, source, out, key, ROWS * settings.batch_size, problems_in)
+    problems, part = add_scores(works, score, source, out, key, ROWS * settings.batch_size, "score_problem")
     if is_main:
         os.replace(part, out)
     return problems, notes_of(report)
@@ -243,11 +231,7 @@ def write_rewards(
     def score(some: list[Talks]) -> list[dict]:
         return list(with_rewards(model, tokenizer, some, batch_size, dtype))
 
-    def problems_in(row: dict) -> list[str]:
-        parts = [row] if "reward_problem" in row else row.get("completions", [row])
-        return [part.get("reward_problem", "").partition(":")[0] for part in parts]
-
-    problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, problems_in)
+    problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, "reward_problem")
     if out not in map(Path, paths):
         answer_files.settings_path(out).unlink(missing_ok=True)  # first: they must never describe other answers
     os.replace(part, out)

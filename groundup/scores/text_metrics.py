@@ -47,9 +47,8 @@ class Generated(NamedTuple):
 
 
 def evaluate_generation(
-    model: Transformer, tokenizer: Tokenizer, data: str, params: SamplingParams, limit: int = 0, batch_size: int = 16,
-    system: str = "",
-) -> dict:  # fmt: skip
+    model: Transformer, tokenizer: Tokenizer, data: str, params: SamplingParams, limit: int = 0, batch_size: int = 16
+) -> dict:
     """Return the figures of measure_answers and measure_ends for the first `limit` (0 = all) conversations of `data`,
     `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
 
@@ -57,7 +56,7 @@ def evaluate_generation(
     the dtype of the autocast around the call. Of several samples of a prompt the first one counts."""
     check_libraries()
     questions, left_out, places = read_questions(data, limit)
-    answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size, system)
+    answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size)
     pairs = [(question, answer) for question, answer in zip(questions, answers, strict=True) if answer]
     if len(pairs) < len(questions):
         left_out[TOO_LONG] += len(questions) - len(pairs)
@@ -106,12 +105,11 @@ def files_of(data: str) -> list[str]:
 
 
 def generate_answers(
-    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[dict]], params: SamplingParams, batch_size: int,
-    system: str = "",
-) -> list[Generated | None]:  # fmt: skip
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[dict]], params: SamplingParams, batch_size: int
+) -> list[Generated | None]:
     """Return the answer to each conversation, None if the prompt is longer than the context. All ranks pass the same
     prompts, share the work and get all answers."""
-    ids = [prompt_ids(tokenizer, True, system, prompt) for prompt in prompts]
+    ids = [prompt_ids(tokenizer, True, "", prompt) for prompt in prompts]
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
 
     def answer(own: range) -> Iterator[Generated]:
@@ -155,13 +153,15 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
     references (by characters), bleu_13a for the others. They are never mixed, since their units differ."""
     from sacrebleu.metrics import BLEU
 
-    names = ["zh" if cleaning.language(reference) == "zh" else "13a" for reference in references]
+    texts: dict[str, list[tuple[str, str]]] = {"13a": [], "zh": []}
+    for answer, reference in zip(answers, references, strict=True):
+        texts["zh" if cleaning.language(reference) == "zh" else "13a"].append((answer, reference))
     found = {}
-    for name in sorted(set(names)):
-        of_name = [(a, r) for a, r, own in zip(answers, references, names, strict=True) if own == name]
-        metric, texts = BLEU(tokenize=name), [list(column) for column in zip(*of_name, strict=True)]
-        found[f"bleu_{name}"] = metric.corpus_score(texts[0], [texts[1]]).score
-        found |= {f"bleu_{name}_n": len(of_name), f"bleu_{name}_signature": str(metric.get_signature())}
+    for name, pairs in texts.items():
+        if pairs:
+            metric = BLEU(tokenize=name)
+            found[f"bleu_{name}"] = metric.corpus_score([a for a, _ in pairs], [[r for _, r in pairs]]).score
+            found |= {f"bleu_{name}_n": len(pairs), f"bleu_{name}_signature": str(metric.get_signature())}
     return found
 
 

@@ -193,12 +193,11 @@ def test_answers_are_the_engines(tiny):
     model, tokenizer = tiny
     prompts = [[{"role": "user", "content": "word " * 100}], *(row["messages"][:1] for row in CHATS[:3])]
     params = SamplingParams(max_new_tokens=20, temperature=0.7, eos_ids=tokenizer.stop_ids)
-    found = generate_answers(model, tokenizer, prompts, params, batch_size=2, system="Be brief.")
-    assert found == generate_answers(model, tokenizer, prompts, params, batch_size=5, system="Be brief.")
+    found = generate_answers(model, tokenizer, prompts, params, batch_size=2)
+    assert found == generate_answers(model, tokenizer, prompts, params, batch_size=5)
     assert found[0] is None
-    system = {"role": "system", "content": "Be brief."}
     for messages, answer in zip(prompts[1:], found[1:], strict=True):
-        ids = tokenizer.render([system, *messages], add_generation_prompt=True)[0]
+        ids = tokenizer.render(messages, add_generation_prompt=True)[0]
         completion = generate(model, tokenizer, [ids], params)[0].completions[0]
         assert (answer.text, answer.finish_reason) == (completion.text, completion.finish_reason)
         plain = [i for i in completion.ids if i not in tokenizer.stop_ids]
