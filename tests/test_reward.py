@@ -688,35 +688,6 @@ def test_the_debug_run_learns(run, tmp_path, monkeypatch):
     assert last["val_loss"] < 0.5 and last["accuracy"] > 0.75 and last["longer_wins"] < 0.6
 
 
-# ---- tools ----------------------------------------------------------------------------------------------------------
-
-
-def run_tool(name: str, monkeypatch, *flags: str) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "argv", [f"tools/{name}.py", *flags])
-    runpy.run_path(str(ROOT / "tools" / f"{name}.py"), run_name="__main__")
-
-
-def test_a_tool_says_what_it_lacks(base, monkeypatch):
-    init, pairs = f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}"
-    for name, flags, says in (
-        ("pair_baselines", [init], "data is empty"),
-        ("pair_baselines", [init, pairs, "--val_fraction=0"], "no pair is held out"),
-    ):
-        with pytest.raises(Exception, match=says) as caught:
-            run_tool(name, monkeypatch, *flags)
-        assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
-
-
-def test_a_share_of_all_held_out_pairs_comes_with_scipys_interval(base, monkeypatch, capsys):
-    from scipy.stats import binomtest
-
-    run_tool("pair_baselines", monkeypatch, f"--init_from={base / 'model'}", f"--data={base / 'pairs.jsonl'}")
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bag of words"))
-    n = int(line.split()[-3])
-    interval = binomtest(n, n).proportion_ci(method="wilson")  # manners alone tell these pairs apart
-    assert line.split(maxsplit=3)[3] == f"100.0% ({100 * interval.low:.1f} to 100.0) of {n} held-out pairs" and n < 20
-
 
 def test_every_shipped_config_trains(run, tmp_path):
     for path in sorted(ROOT.glob("config/*.py")):

@@ -1,9 +1,9 @@
 """Rows sft and dpo: tuning a model of random weights on conversations and preference pairs.
 
-sft compares packed rows with padded ones, in labelled tokens per second, and the memory of adapters with that of all
-weights. dpo compares steps of dpo.py with those of trl's DPOTrainer on the same pairs with the same ids: ours in
-batches of similar length, as dpo.py makes them, trl's in its random order. trl runs twice: with precomputed
-log-probabilities of the reference, as ours has them, and with a second model. Whole steps are timed, with loading.
+sft compares packed rows with padded ones, in labelled tokens per second. dpo compares steps of dpo.py with those of
+trl's DPOTrainer on the same pairs with the same ids: ours in batches of similar length, as dpo.py makes them, trl's in
+its random order. trl runs twice: with precomputed log-probabilities of the reference, as ours has them, and with a
+second model. Whole steps are timed, with loading.
 """
 
 import json
@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import timing
 import torch
-from bench_train import SHAPES, attempted, compile_ways, memory, shapes_of, wants_memory
+from bench_model import SHAPES, shapes_of
 from timing import Line, Options
 
 import ddp
@@ -33,7 +34,7 @@ from model import Transformer, cross_entropy
 from tokenizer import Tokenizer, chat_ready
 from tokenizer import train as train_tokenizer
 
-STEPS = {True: 2, False: 16}  # of a side in a round, with quick and without: dpo.py sorts the pairs of so many
+STEPS = 16  # of a side in a round: dpo.py sorts the pairs of so many
 LOSS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.0, "nll_weight": 0.0}
 LEARNING_RATE = 1e-6
 Side = tuple[Callable[[np.ndarray], float], torch.Tensor | None]  # (numbers of pairs -> seconds, reference's logps)
@@ -41,42 +42,33 @@ Side = tuple[Callable[[np.ndarray], float], torch.Tensor | None]  # (numbers of 
 
 def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path]:
     """Return (data, a tokenizer, a checkpoint of random weights with it)."""
-    data = options.keys["data"]
-    if not data:
-        data = f"{options.folder / kind}.jsonl"
-        rows = [json.dumps(row) + "\n" for _, row in zip(range(1000), docs_rows(kind), strict=False)]
+    timing.release()
+    data, base = options.data or f"{options.folder / kind}.jsonl", options.folder / shape
+    if not options.data:
+        rows = [json.dumps(row) + "\n" for row in islice(docs_rows(kind), 1000)]
         Path(data).write_text("".join(rows), encoding="utf-8")
     tokenizer = chat_ready(train_tokenizer(debug_texts(), 2048))
-    cfg = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, block_size=options.keys["block_size"])
+    cfg = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, block_size=options.block_size)
     torch.manual_seed(0)
-    (options.folder / shape).mkdir(exist_ok=True)
-    checkpoint.write_model(options.folder / shape, Transformer(cfg), tokenizer)
-    return data, tokenizer, options.folder / shape
+    base.mkdir()
+    checkpoint.write_model(base, Transformer(cfg), tokenizer)
+    return data, tokenizer, base
 
 
 # ---- sft ------------------------------------------------------------------------------------------------------------
 
 
 def sft_row(options: Options) -> Iterator[Line]:
-    """Labelled tokens/s of packed and of padded rows; then the memory of all weights and of adapters."""
-    for shape in shapes_of(options, ["tiny" if options.quick else "25M"]):
-        yield from attempted("sft", shape, "all", lambda shape=shape: layouts(shape, options))
-        if not wants_memory(options):
-            continue
-        data, _, base = start("chat", shape, options)
-        flags = [f"--{key}={options.keys[key]}" for key in ("block_size", "batch_size")]
-        flags += [f"--init_from={base}", f"--data={data}", "--eval_answers=0", "--compile=False"]
-        for side in ("all", "lora"):
-            case, more = f"{shape}, memory", [*flags, f"--trainable={side}"]
-            yield from attempted("sft", case, side, partial(memory, "sft", case, side, "sft.py", more, options))
+    """Labelled tokens/s of packed and of padded rows."""
+    for shape in shapes_of(options, "25M"):
+        data, tokenizer, base = start("chat", shape, options)
+        yield from layouts(shape, data, tokenizer, base, options)
 
 
-def layouts(shape: str, options: Options) -> list[Line]:
-    timing.release()
-    data, tokenizer, base = start("chat", shape, options)
+def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options) -> list[Line]:
     model = checkpoint.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    B, columns = options.keys["batch_size"], options.keys["block_size"]
+    B, columns = options.batch_size, options.block_size
     corpora = {name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1) for name in ("padded", "packed")}
 
     def load(name: str, step: int) -> tuple:
@@ -93,16 +85,16 @@ def layouts(shape: str, options: Options) -> list[Line]:
 
     def side(name: str) -> float:
         """Seconds per labelled token."""
-        batches = [load(name, k).to(options.device).even() for k in range(STEPS[options.quick])]
+        batches = [load(name, k).to(options.device).even() for k in range(STEPS)]
         n_labels = sum(int((batch.targets >= 0).sum()) for batch in batches)
         return timing.device_seconds(lambda: list(map(step, batches)), options.device) / n_labels
 
-    places = {name: sum(load(name, k).x.numel() for k in range(-(-corpora[name].train[0].n_rows // B)))
-              for name in corpora}  # fmt: skip
-    packed = corpora["packed"].train[0]
+    packed, notes = corpora["packed"].train[0], {}
     n_used = int(packed.n_rows * columns - packed.n_padding)
-    notes = {name: f"padding {100 * max(0.0, 1 - n_used / n):.1f} %" for name, n in places.items()}
-    found = timing.alternate({name: partial(side, name) for name in corpora}, options.few)
+    for name, corpus in corpora.items():
+        n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
+        notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
+    found = timing.alternate({name: partial(side, name) for name in corpora}, options.repeats)
     return timing.lines("sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes)
 
 
@@ -111,43 +103,33 @@ def layouts(shape: str, options: Options) -> list[Line]:
 
 def dpo_row(options: Options) -> Iterator[Line]:
     """Pairs/s of trl and of ours; the note says how far the log-probabilities of the reference are from trl's."""
-    for shape in shapes_of(options, ["tiny" if options.quick else "25M"]):
-        yield from attempted("dpo", shape, "all", lambda shape=shape: preference(shape, options))
-
-
-def preference(shape: str, options: Options) -> list[Line]:
-    timing.release()
-    data, tokenizer, base = start("preference", shape, options)
-    corpus = PairCorpus(data, tokenizer, options.keys["block_size"], seed=1, val_fraction=0.0)
-    n_pairs, n_used = corpus.train[0].n_rows, STEPS[options.quick] * options.keys["batch_size"]
-    if n_pairs < n_used:
-        raise UserError(f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round")
-    args = base, corpus, options
-    makers = {f"trl{', precomputed' * ready}": partial(trl_side, *args, ready) for ready in (True, False)}
-    makers |= {f"ours{', blocks' * (way == 'blocks')}": partial(our_side, *args, way) for way in compile_ways(options)}
-    made, missing = timing.build(makers)
-    rng, rounds = np.random.default_rng(0), {}
-
-    def side(name: str, turns: Iterator[int]) -> float:
-        numbers = rounds.setdefault(next(turns), rng.permutation(n_pairs)[:n_used])  # every side takes the same pairs
-        return made[name][0](numbers)
-
-    sides = {name: partial(side, name, iter(range(options.few + 1))) for name in made}
-    found = timing.alternate(sides, options.few)
-    theirs = made["trl, precomputed"][1] if "trl, precomputed" in made else None
-    notes = {}
-    for name, (_, table) in made.items():
-        if name.startswith("ours") and theirs is not None:
-            far = (table[:n_pairs] - theirs[:n_pairs]).abs().max().item()
-            notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
-    case, peers = f"{shape}, {options.keys['batch_size']} pairs", [name for name in made if name.startswith("trl")]
-    lines = timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
-    return lines + timing.missing_lines("dpo", case, missing)
+    for shape in shapes_of(options, "25M"):
+        data, tokenizer, base = start("preference", shape, options)
+        corpus = PairCorpus(data, tokenizer, options.block_size, seed=1, val_fraction=0.0)
+        n_pairs, n_used = corpus.train[0].n_rows, STEPS * options.batch_size
+        if n_pairs < n_used:
+            raise UserError(f"bench: {data} has {n_pairs} pairs, fewer than the {n_used} of a round")
+        args = base, corpus, options
+        makers = {f"trl{', precomputed' * ready}": partial(trl_side, *args, ready) for ready in (True, False)}
+        for way in options.compile.split(","):
+            makers[f"ours{', blocks' * (way == 'blocks')}"] = partial(our_side, *args, way)
+        made = timing.build(makers)
+        rng = np.random.default_rng(0)
+        rounds = [rng.permutation(n_pairs)[:n_used] for _ in range(options.repeats + 1)]  # the same for every side
+        sides = {name: partial(lambda run, turns: run(next(turns)), run, iter(rounds))
+                 for name, (run, _) in made.items()}  # fmt: skip
+        found, notes = timing.alternate(sides, options.repeats), {}
+        for name, (_, table) in made.items():
+            if name.startswith("ours") and "trl, precomputed" in made:
+                far = (table[:n_pairs] - made["trl, precomputed"][1][:n_pairs]).abs().max().item()
+                notes[name] = f"log-probabilities of the reference within {far:.0e} nats of trl's"
+        case, peers = f"{shape}, {options.batch_size} pairs", [name for name in made if name.startswith("trl")]
+        yield from timing.lines("dpo", case, found, "pair/s", peers, n_used, notes=notes)
 
 
 def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side:
     """Return the steps of dpo.py."""
-    device, dtype, batch_size = options.device, options.dtype, options.keys["batch_size"]
+    device, dtype, batch_size = options.device, options.dtype, options.batch_size
     model = checkpoint.load_model(base, device)
     if way == "blocks":
         torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
@@ -188,8 +170,8 @@ def trl_side(base: Path, corpus: PairCorpus, options: Options, precomputed: bool
     ids = (corpus.train[0].ids(i) for i in range(corpus.train[0].n_rows))
     rows = Dataset.from_list([dict(zip(names, map(np.ndarray.tolist, parts), strict=True)) for parts in ids])
     args = DPOConfig(
-        tempfile.gettempdir(), save_strategy="no", per_device_train_batch_size=options.keys["batch_size"],
-        max_steps=STEPS[options.quick], learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=LOSS["beta"],
+        tempfile.gettempdir(), save_strategy="no", per_device_train_batch_size=options.batch_size,
+        max_steps=STEPS, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=LOSS["beta"],
         bf16=options.dtype == torch.bfloat16, use_cpu=options.device.type == "cpu", gradient_checkpointing=False,
         max_length=None, logging_strategy="no", precompute_ref_log_probs=precomputed, report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False,

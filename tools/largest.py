@@ -52,12 +52,6 @@ def draw_numbers(n: int, most: int, seed: int) -> list[list[int]]:
     return list(found.values())
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    temporary.replace(path)
-
-
 if __name__ == "__main__":
     config = configure(globals())
     sizes = {"examples": n_examples, "questions": n_questions, "held_out": n_held_out}
@@ -68,5 +62,6 @@ if __name__ == "__main__":
     numbers = iter(draw_numbers(n_rows, most, seed))
     for name, n in sizes.items():
         rows = [question(next(numbers), ("en", "zh")[i % 2], name == "examples") for i in range(n)]
-        write(Path(out_dir) / f"{name}.jsonl", rows)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        Path(out_dir, f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{out_dir}/{name}.jsonl: {n:,} questions")

@@ -28,26 +28,17 @@ out_dir = ""  # directory to write, new or empty
 dtype = "float32"  # of the written weights: float32, bfloat16 or float16
 
 
-def check_out_dir(out_dir: str) -> Path:
-    """The directory to write. Raise UserError unless it is absent or empty."""
-    out = Path(out_dir)
-    if not out_dir or (out.exists() and not out.is_dir()):
-        raise UserError(f"config: out_dir={out_dir!r} is not a directory")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"config: out_dir={out_dir!r} is not empty; give another")
-    return out
-
-
 def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
-    """Write the merged model; -> (directory it was read from, directory written, number of parameters).
-
-    Raise UserError."""
+    """Write the merged model; return (directory it was read from, directory written, number of parameters)."""
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"config: dtype must be float32, bfloat16 or float16, got {dtype!r}")
     if not init_from:
         raise UserError("config: init_from is empty; give the run or directory with the adapter")
-    source = checkpoint.resolve(init_from)
-    out = check_out_dir(out_dir)
+    source, out = checkpoint.resolve(init_from), Path(out_dir)
+    if not out_dir or out.is_file():
+        raise UserError(f"config: out_dir={out_dir!r} is not a directory")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"config: out_dir={out_dir!r} is not empty; give another")
     tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(source))
     model = checkpoint.load_model(source)
     temp = out.with_name(f".{out.name}.tmp")

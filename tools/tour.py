@@ -1,10 +1,9 @@
-"""One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs; memory of training and of a cache.
+"""One forward pass of a configuration, tensor by tensor: shapes, parameters, FLOPs.
 
     python tools/tour.py config/demo.py --vocab_size=4096          # the keys of pretrain.py
     python tools/tour.py --init_from=out/demo                      # a run, checkpoint or Hugging Face directory
 
-The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md explains
-the output.
+The tensors are torch's fake ones, which have a shape but no memory, so any size works. docs/tour.md explains all.
 """
 
 import sys
@@ -20,11 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure, defaults_of
 from groundup.align.reward_model import is_reward_model
 from groundup.errors import UserError
-from groundup.generate.engine import cache_bytes
 from groundup.train import checkpoint
-from groundup.train.device import choose_device, choose_dtype
-from groundup.train.lora import LoRAConfig, trainable_table
-from groundup.train.plan import flops_per_token, memory_parts, parameter_table
 from model import ModelConfig, RMSNorm, Transformer
 from pretrain import choose_architecture
 
@@ -81,26 +76,6 @@ def table(rows: list[tuple[str, tuple[int, ...], int, float, str]], n_layer: int
     return "\n".join(lines)
 
 
-def totals(cfg: ModelConfig, config: dict, device: torch.device, dtype: torch.dtype) -> str:
-    """Return parameters, FLOPs and memory by part, as text. config: the keys of pretrain.py."""
-    params, B, T = parameter_table(cfg), config["batch_size"], config["block_size"]
-    adapters = LoRAConfig(config["lora_rank"], config["lora_alpha"], modules=tuple(config["lora_modules"].split(",")))
-    trained = trainable_table(cfg, config["trainable"], adapters)
-    memory = memory_parts(cfg, config | {"async_save": False}, trained, config["doc_mask"], 1, device, dtype)
-    how = f"{device.type}, {str(dtype).removeprefix('torch.')}" + (", compiled" if config["compile"] else "")
-    flops = flops_per_token(cfg, T)
-    cache = cache_bytes(cfg, 1, T, dtype)
-    return "\n".join([
-        f"parameters {params['total']:,}: " + ", ".join(f"{k} {n:,}" for k, n in params.items() if n and k != "total"),
-        f"training   {flops / 1e6:,.1f} MFLOPs per token: forward, and twice as much backward",
-        f"           {flops * B * T / 1e9:,.1f} GFLOPs for a step of {B} x {T} tokens",
-        f"memory     {sum(memory.values()) / 2**20:,.0f} MiB for such a step ({how}): "
-        + ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items()),
-        f"cache      {cache / T / 2**10:,.1f} KiB for each token of a text that is being generated, "
-        f"{cache / 2**20:,.1f} MiB for {T}",
-    ])  # fmt: skip
-
-
 if __name__ == "__main__":
     namespace = {key: value for key, value in defaults_of(ROOT / "pretrain.py").items() if key == key.lower()}
     config = configure(namespace | {"__doc__": __doc__, "__file__": str(ROOT / "pretrain.py")})
@@ -110,8 +85,4 @@ if __name__ == "__main__":
     if source is not None and is_reward_model(source):
         raise UserError(f"config: {source} is a reward model, without lm_head; give the checkpoint it began with")
     cfg = choose_architecture(config, source, 0)
-    device = choose_device(config["device"])
-    dtype = choose_dtype(config["dtype"], device)
     print(table(rows_of(cfg, config["batch_size"], config["block_size"]), cfg.n_layer))
-    print()
-    print(totals(cfg, config, device, dtype))

@@ -1,19 +1,16 @@
-"""tools/plot.py: parsing, smoothing and x by hand arithmetic, ssh by a program of that name."""
+"""tools/plot.py: events, smoothing and x by hand arithmetic; what is drawn."""
 
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from groundup.errors import UserError
-from groundup.train.log import RunLog
+from groundup.train.log import RunLog, read_events
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -49,14 +46,11 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     log.write("save", 2, {"path": "step_000002"})
     log.write("eval", 2, {"val_loss": 2.0, "calibration": [[1, 2]], "名": "文"})
     log.close()
-    events, remarks = plot.parse((tmp_path / "log.jsonl").read_bytes())
-    assert [(event["event"], event["step"]) for event in events] == [("eval", 0), ("train", 2), ("eval", 2)]
-    assert remarks == ["losses that are not finite, gaps in the curve: 1"]
-    steps, values = plot.series(events, "eval", "val_loss")
-    assert (steps.tolist(), values.tolist()) == ([0, 2], [3, 2])
-    assert np.isnan(plot.series(events, "train", "loss")[1]).tolist() == [True]
-    for key in ("calibration", "名", "loss"):  # lists, texts and what only training has
-        assert not len(plot.series(events, "eval", key)[0])
+    run = plot.run_of("run", read_events(tmp_path / "log.jsonl"), "steps")
+    assert [(event["event"], event["x"]) for event in run.events] == [("eval", 0), ("train", 2), ("eval", 2)]
+    assert [event.get("val_loss") for event in run.events] == [3, None, 2]
+    assert math.isnan(run.events[1]["loss"])
+    assert set(run.events[2]) == {"event", "step", "x", "val_loss"}  # no lists, no texts
 
 
 def test_steps_that_came_again_count_once_and_the_later_ones():
@@ -65,11 +59,9 @@ def test_steps_that_came_again_count_once_and_the_later_ones():
     first = [evaluation(0, val_loss=9.0), train(10, loss=5.0), train(20, loss=4.0), evaluation(20, val_loss=4.5)]
     lost = [train(30, loss=7.0), evaluation(30, val_loss=7.5), train(40, loss=6.0)]
     again = [train(25, loss=3.5), train(30, loss=3.0), evaluation(30, val_loss=3.2), train(50, loss=2.0)]
-    events, remarks = plot.parse(lines(*first, *lost, *again))
+    events = plot.without_repeats([*first, *lost, *again])
     assert events == first + again
-    assert remarks == ["events that came again, the later ones count: 3"]
-    steps = plot.series(events, "train", "loss")[0]
-    assert (np.diff(steps) > 0).all()
+    assert (np.diff([event["step"] for event in events if event["event"] == "train"]) > 0).all()
 
 
 def test_a_resumed_run_has_the_same_curve_as_its_log(tmp_path):
@@ -80,27 +72,9 @@ def test_a_resumed_run_has_the_same_curve_as_its_log(tmp_path):
             log.write("train", step, {"loss": 10 * start + step})
             raw.append(train(step, loss=10 * start + step))
         log.close()
-    clean, remarks = plot.parse((tmp_path / "log.jsonl").read_bytes())
-    assert plot.parse(lines(*raw))[0] == clean and remarks == []
+    clean = read_events(tmp_path / "log.jsonl")
+    assert plot.without_repeats(raw) == clean == plot.without_repeats(clean)
     assert [event["loss"] for event in clean] == [1, 2, 3, 4, 45, 46, 47, 48, 49, 50]
-
-
-@pytest.mark.parametrize(
-    ("text", "n_events", "said"),
-    [
-        (b"", 0, ["the log is empty"]),
-        (b"\n \n", 0, ["the log is empty"]),
-        (lines(train(1)) + b'{"event": "train", "st', 1, ["the last line is half written"]),
-        (lines(train(1)) + b'{"event": "train", "step": 2}', 2, []),  # whole but for its line break
-        (b'{"event": "tra', 0, ["the last line is half written"]),
-        (b'{"event": "tra\n', 0, ["lines that are no events, left out: 1"]),
-        (b'\xff\xfe\n[1]\n{"step": 1}\n{"event": "train", "step": "x"}\n' + lines(train(3)), 1,
-         ["lines that are no events, left out: 4"]),
-    ],
-)  # fmt: skip
-def test_broken_logs_are_read_as_far_as_they_go(text, n_events, said):
-    events, remarks = plot.parse(text)
-    assert (len(events), remarks) == (n_events, said)
 
 
 # ---- smoothing -------------------------------------------------------------------------------------------------------
@@ -131,33 +105,27 @@ def test_moving_average_passes_over_gaps():
 
 def test_tokens_and_hours_of_a_log_with_tokens():
     events = [evaluation(0), train(10, tokens=3600, step_ms=180_000.0), evaluation(15)]
-    events += [train(20, tokens=7200, step_ms=720_000.0), evaluation(25)]
-    steps, hours = plot.axis(events, "hours")
-    assert (steps.tolist(), hours.tolist()) == ([0, 10, 20], [0, 0.5, 2.5])
-    steps, tokens = plot.axis(events, "tokens")
-    assert tokens.tolist() == [0, 3600, 7200]
-    where = plot.at_steps(np.array([0.0, 15, 25]), steps, hours)  # 25: two hours per ten steps go on
-    np.testing.assert_allclose(where, [0, 1.5, 3.5])
-    np.testing.assert_allclose(plot.at_steps(np.array([3.0, 90]), *plot.axis(events, "steps")), [3, 90])
+    events += [train(20, tokens=7200, step_ms=720_000.0)]
+    np.testing.assert_allclose(plot.x_of(events, "hours"), [0, 0.5, 1.5, 2.5])
+    np.testing.assert_allclose(plot.x_of(events, "tokens"), [0, 3600, 5400, 7200])
+    assert plot.x_of(events, "steps").tolist() == [0, 10, 15, 20]
 
 
 def test_tokens_and_hours_of_a_log_without_tokens():
     """450 steps of 4 s, then 450 of 2 s, at 100 tokens per second."""
     events = [train(450, step_ms=4000.0, tokens_per_s=100.0), train(900, step_ms=2000.0, tokens_per_s=100.0)]
-    steps, hours = plot.axis(events, "hours")
-    assert hours.tolist() == [0, 0.5, 0.75]
-    np.testing.assert_allclose(plot.axis(events, "tokens")[1], [0, 180_000, 270_000])
+    assert plot.x_of(events, "hours").tolist() == [0.5, 0.75]
+    np.testing.assert_allclose(plot.x_of(events, "tokens"), [180_000, 270_000])
     for kind in ("hours", "tokens"):
         with pytest.raises(UserError, match="use --x=steps"):
-            plot.axis([train(10, loss=1.0)], kind)
+            plot.x_of([train(10, loss=1.0)], kind)
 
 
 def test_only_evaluations_are_at_the_beginning():
-    axis = plot.axis([evaluation(0, val_loss=1.0)], "hours")
-    assert plot.at_steps(np.array([0.0]), *axis).tolist() == [0]
+    assert plot.x_of([evaluation(0, val_loss=1.0)], "hours").tolist() == [0]
 
 
-# ---- logs, here and elsewhere ----------------------------------------------------------------------------------------
+# ---- logs ------------------------------------------------------------------------------------------------------------
 
 
 def test_find_logs(tmp_path, monkeypatch):
@@ -169,90 +137,41 @@ def test_find_logs(tmp_path, monkeypatch):
         os.utime(tmp_path / f"out/{name}/log.jsonl", (1e9 - age, 1e9 - age))
     assert plot.find_logs("") == ["out/b/log.jsonl"]  # the newest
     assert plot.find_logs("out/*, out/c/") == [f"out/{name}/log.jsonl" for name in "abc"]
-    assert plot.find_logs("x/other.jsonl,me@host:w/run") == ["x/other.jsonl", "me@host:w/run/log.jsonl"]
+    assert plot.find_logs("out/b/log.jsonl,out/b") == ["out/b/log.jsonl"]
     write(tmp_path / "out/x[1]/log.jsonl")
     assert plot.find_logs("out/x[1]") == ["out/x[1]/log.jsonl"]
     with pytest.raises(UserError, match="no log matches"):
         plot.find_logs("none*")
 
 
-def test_names_are_short_where_they_differ():
-    paths = ["out/a/log.jsonl", "h:out/a/log.jsonl", "out/b/log.jsonl", "x/old.jsonl", "log.jsonl"]
-    assert plot.short_names(paths) == [*paths[:2], "b", "old", "log.jsonl"]
-
-
-def test_remote_is_what_scp_means(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert plot.remote("me@gpu:runs/a b") == ("me@gpu", "runs/a b")
-    assert plot.remote("C:/runs/a") is None and plot.remote("out/a:b") is None
-    (tmp_path / "odd:name").touch()
-    assert plot.remote("odd:name") is None
-
-
-@pytest.fixture
-def ssh(tmp_path, monkeypatch) -> Path:
-    """A program named ssh that runs the command here, in the directory `home`."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "home").mkdir()
-    program = tmp_path / "bin/ssh"
-    program.write_text(
-        "#!/bin/sh\n"
-        'while [ "$1" != -- ]; do shift; done\n'
-        f'if [ "$2" != gpu ]; then echo "ssh: no host $2" >&2; exit 255; fi\n'
-        f'cd "{tmp_path}/home" && exec sh -c "$3"\n',
-        encoding="utf-8",
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    return tmp_path
-
-
-@pytest.mark.parametrize("far", [False, True])
-def test_a_log_is_read_here_and_over_ssh(ssh, far):
-    file = write(ssh / "home/my run's/log.jsonl", train(1, loss=1))
-    assert plot.read("gpu:~/my run's/log.jsonl" if far else str(file)) == file.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("gpu:nope/log.jsonl", "cat: .*No such file"),
-        ("other:nope/log.jsonl", "ssh: no host other$"),
-        ("-oProxyCommand=date:x/log.jsonl", "ssh: no host -oProxyCommand=date$"),
-    ],
-)
-def test_what_ssh_says_is_said(ssh, path, reason):
-    with pytest.raises(UserError, match=f"^plot: cannot read {path}: {reason}"):
-        plot.read(path)
-
-
 # ---- panels ----------------------------------------------------------------------------------------------------------
 
 
 def run_of(name: str, *events: dict) -> plot.Run:
-    return plot.Run(name, list(events), plot.axis(events, "steps"))
+    return plot.run_of(name, events, "steps")
 
 
 def test_panels_are_those_that_are_logged():
     pretrained = run_of("a", train(1, loss=3.0, lr=0.1), evaluation(1, val_loss=3.5))
     both = {"loss": 0.5, "accuracy": 0.7, "margin": 1.0, "rewards/accuracies": 0.7, "rewards/margins": 1.0}
     rewarding = run_of("r", train(1, loss=0.5, accuracy=0.7), evaluation(1, accuracy=0.8))
-    assert [panel.title for panel in plot.panels_of("", [pretrained], 0)[0]] == ["loss+val_loss", "lr"]
-    titles = [panel.title for panel in plot.panels_of("", [run_of("d", train(1, **both))], 0)[0]]
-    assert titles == ["loss+val_loss", "rewards/accuracies", "rewards/margins"]  # trl's names once, not both
-    (drawn,) = [panel.curves for panel in plot.panels_of("", [rewarding], 0)[0] if panel.title == "accuracy"]
+    assert [panel.title for panel in plot.panels_of("", [pretrained], 0)] == ["loss+val_loss", "lr"]
+    titles = [panel.title for panel in plot.panels_of("", [run_of("d", train(1, **both))], 0)]
+    assert titles == ["loss+val_loss", "rewards/accuracies", "rewards/margins", "accuracy", "margin"]
+    (drawn,) = [panel.curves for panel in plot.panels_of("", [rewarding], 0) if panel.title == "accuracy"]
     assert [(curve.points, curve.y.tolist()) for curve in drawn] == [(False, [0.7]), (True, [0.8])]
-    beside = plot.panels_of("", [run_of("d", train(1, **both)), rewarding], 0)[0]  # what one has twice stays of both
+    beside = plot.panels_of("", [run_of("d", train(1, **both)), rewarding], 0)
     assert {panel.title: [curve.run for curve in panel.curves] for panel in beside} == {
-        "loss+val_loss": [0, 1], "rewards/accuracies": [0], "rewards/margins": [0], "accuracy": [1, 1],
+        "loss+val_loss": [0, 1], "rewards/accuracies": [0], "rewards/margins": [0], "accuracy": [0, 1, 1],
+        "margin": [0],
     }  # fmt: skip
-    assert [len(panel.curves) for panel in plot.panels_of("accuracy", [run_of("d", train(1, **both))], 0)[0]] == [1]
+    assert [len(panel.curves) for panel in plot.panels_of("accuracy", [run_of("d", train(1, **both))], 0)] == [1]
 
 
 def test_panels_of_several_validation_texts_are_among_the_usual():
     names = [f"val_{kind}{name}" for kind in ("loss", "bpb") for name in ("", "/中文", "/code")]
     run = run_of("a", evaluation(5, **dict.fromkeys(names, 1.0)))
-    panels = {panel.title: panel.keys for panel in plot.panels_of("", [run], 0)[0]}
+    panels = {panel.title: panel.keys for panel in plot.panels_of("", [run], 0)}
     assert panels == {
         "loss+val_loss": ["loss"], "val_bpb": ["bpb"], "val_loss/*": ["中文", "code"], "val_bpb/*": ["中文", "code"],
     }  # fmt: skip
@@ -260,17 +179,18 @@ def test_panels_of_several_validation_texts_are_among_the_usual():
 
 def test_panels_that_are_asked_for():
     event = evaluation(5, **{"val_bpb": 1.0, "val_bpb/中文": 2.0, "val_bpb/code": 3.0, "val_loss": 4.0})
-    panels, missing = plot.panels_of("val_bpb/* , nope+val_loss,nope", [run_of("a", event)], 0.9)
+    panels = plot.panels_of("val_bpb/* , nope+val_loss", [run_of("a", event)], 0.9)
     assert [(panel.title, panel.keys) for panel in panels] == [
         ("val_bpb/*", ["中文", "code"]), ("nope+val_loss", ["loss"]),
     ]  # fmt: skip
     assert [(curve.key, curve.points, curve.y.tolist()) for curve in panels[0].curves] == [
         (0, True, [2]), (1, True, [3]),
     ]  # fmt: skip
-    mixed, _ = plot.panels_of("val_bpb/*+val_loss", [run_of("a", event)], 0)
+    mixed = plot.panels_of("val_bpb/*+val_loss", [run_of("a", event)], 0)
     assert mixed[0].keys == ["bpb/中文", "bpb/code", "loss"]  # of two groups: whole
-    assert len(missing) == 1 and "'nope'" in missing[0] and "val_bpb/中文" in missing[0]
-    assert plot.panels_of("nope", [run_of("a")], 0.9) == ([], [])  # nothing is logged yet: it may come
+    with pytest.raises(UserError, match="no log has 'nope'; they have .*val_bpb/中文"):
+        plot.panels_of("nope", [run_of("a", event)], 0.9)
+    assert plot.panels_of("nope", [run_of("a")], 0.9) == []  # nothing is logged yet: it may come
 
 
 def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed():
@@ -279,8 +199,8 @@ def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed(
     drawn = plot.panel_of("", ["loss", "val_loss"], runs, 0.5).curves
     assert [(c.run, c.key, c.points) for c in drawn] == [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
     assert drawn[0].mean.tolist() == [4, pytest.approx(8 / 3)] and drawn[0].y.tolist() == [4, 2]
-    assert drawn[1].mean is None
-    assert plot.panel_of("", ["lr"], runs, 0.5).curves[0].mean is None
+    schedule = plot.panel_of("", ["lr"], runs, 0.5).curves[0]
+    assert drawn[1].mean is drawn[1].y and schedule.mean is schedule.y
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -289,8 +209,9 @@ def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed(
 def test_terminal_plot_by_hand():
     """Eleven columns, one for each step, three rows."""
     steps = np.arange(11.0)
-    line = plot.Curve(0, 0, False, steps, np.where(steps < 5, 0.0, 2.0), None)
-    points = plot.Curve(0, 0, True, np.array([0.0, 10.0]), np.array([1.0, math.nan]), None)
+    values, few = np.where(steps < 5, 0.0, 2.0), np.array([1.0, math.nan])
+    line = plot.Curve(0, 0, False, steps, values, values)
+    points = plot.Curve(0, 0, True, np.array([0.0, 10.0]), few, few)
     text = plot.panel_lines(plot.Panel("loss", ["loss"], [line, points]), ["a"], "step", (0, 10), 21, 3)
     assert text == [
         "loss  a=a",
@@ -306,36 +227,25 @@ def test_terminal_plot_by_hand():
 def test_terminal_plot_has_a_letter_for_each_key_of_each_run():
     runs = [run_of(name, evaluation(1, **{"r/x": 1.0, "r/y": 2.0})) for name in ("one", "two")]
     for drawn, expected in ((runs[:1], "r/*  a=x  b=y"), (runs, "r/*  a=one x  b=one y  c=two x  d=two y")):
-        (panel,), names = plot.panels_of("r/*", drawn, 0)[0], [run.name for run in drawn]
-        assert plot.draw_ascii([panel], names, "step", 80, 24).splitlines()[0] == expected
+        (panel,), names = plot.panels_of("r/*", drawn, 0), [run.name for run in drawn]
+        assert plot.draw_ascii([panel], names, "step", 80).splitlines()[0] == expected
 
 
 def test_terminal_plot_fits_the_terminal():
     events = [train(step, loss=1 / step, lr=1.0, grad_norm=float(step)) for step in range(1, 200)]
-    panels = plot.panels_of("", [run_of("a", *events), run_of("b", *events[:7])], 0.9)[0]
-    for width, height in ((80, 40), (200, 60)):
-        rows = plot.draw_ascii(panels, ["a", "b"], "step", width, height).splitlines()
-        assert max(map(len, rows)) <= width and len(rows) <= height
-        assert all(row.isascii() for row in rows)
-    assert plot.draw_ascii([], [], "step", 80, 24) == "nothing logged yet"
-
-
-def test_a_run_that_cannot_be_read_any_more_stays_in_the_picture(tmp_path):
-    logs, last = [str(write(tmp_path / f"{name}/log.jsonl", train(1, loss=1.0))) for name in "ab"], {}
-    assert len(plot.look(logs, last, "steps")[0]) == 2
-    (tmp_path / "a/log.jsonl").unlink()
-    write(tmp_path / "b/log.jsonl", train(1, loss=1.0), train(2, loss=0.5))
-    drawn, said = plot.look(logs, last, "steps")
-    assert [len(run.events) for run in drawn] == [1, 2]
-    assert "cannot read" in said[0] and said[1:] == ["a: step 1, loss 1", "b: step 2, loss 0.5"]
+    panels = plot.panels_of("", [run_of("a", *events), run_of("b", *events[:7])], 0.9)
+    for width in (80, 200):
+        rows = plot.draw_ascii(panels, ["a", "b"], "step", width).splitlines()
+        assert max(map(len, rows)) <= width and all(row.isascii() for row in rows)
+    assert plot.draw_ascii([], [], "step", 80) == "nothing logged yet"
 
 
 def test_picture_has_what_the_log_has(tmp_path):
     pytest.importorskip("matplotlib")
     one = [train(step, loss=5.0 - step / 10, lr=0.1) for step in (1, 2, 3, 4)]
     again = [train(step, loss=4.0 - step / 10, lr=0.1) for step in (3, 4, 5)]
-    events, _ = plot.parse(lines(*one, *again, evaluation(5, val_loss=3.0)))
-    panels = plot.panels_of("", [run_of("run 一", *events)], 0.5)[0]
+    events = [*one, *again, evaluation(5, val_loss=3.0)]
+    panels = plot.panels_of("", [run_of("run 一", *events)], 0.5)
     figure = plot.draw(panels, ["run 一"], "step")
     losses, rates = figure.axes
     raw, mean, points = losses.lines
@@ -351,7 +261,7 @@ def test_a_color_is_a_run_and_a_style_of_lines_a_key():
     pytest.importorskip("matplotlib")
     runs = [run_of(f"run {k}", *[train(s, loss=k + 1.0, **{"rewards/chosen": k, "rewards/rejected": -k - 1})
                                  for s in (1, 2)]) for k in range(6)]  # fmt: skip
-    panels = plot.panels_of("loss,rewards/chosen+rewards/rejected", runs, 0.0)[0]
+    panels = plot.panels_of("loss,rewards/chosen+rewards/rejected", runs, 0.0)
     figure = plot.draw(panels, [run.name for run in runs], "step")
     losses, rewards = figure.axes
     of_run = {line.get_color() for line in losses.lines}
@@ -370,33 +280,28 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.jsonl").write_bytes(text)
-    plot.main(DEFAULTS | {"runs": "run,missing", "ascii": False})
+    plot.main(DEFAULTS | {"ascii": False})
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "x.png.tmp").exists()
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert third == "wrote x.png"
-    assert first.startswith("run: ") and ("empty" in first or "half written" in first)
-    assert second == "plot: cannot read missing/log.jsonl: No such file or directory"
+    assert capsys.readouterr().out == "wrote x.png\n"
 
 
-DEFAULTS = {"runs": "run", "out": "x.png", "ascii": True, "x": "steps", "y": "", "smooth": 0.8, "watch": 0.0}
+DEFAULTS = {"runs": "run", "out": "x.png", "ascii": True, "x": "steps", "y": "", "smooth": 0.8}
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
         ({"x": "step"}, "x must be one of steps, tokens, hours"),
-        ({"x": "hours"}, "run/log.jsonl: hours need step_ms"),
+        ({"x": "hours"}, "hours need step_ms"),
         ({"smooth": 1.0}, "smooth must be"),
-        ({"watch": -1.0}, "watch must be"),
-        ({"out": "x.gif", "ascii": False}, "out must end in .png"),
+        ({"out": "x.doc", "ascii": False}, "cannot write x.doc: .*doc"),
         ({"y": "los"}, "no log has 'los'; they have loss, step"),
-        ({"runs": "run/best"}, "run/best is a checkpoint of a run, which has no log; give --runs=run$"),
+        ({"runs": "run,missing"}, "no log matches 'missing/log.jsonl'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, setting, said):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/log.jsonl", train(1, loss=1.0))
-    (tmp_path / "run/best").mkdir()
     with pytest.raises(ValueError, match=said) as caught:
         plot.main(DEFAULTS | setting)
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
@@ -407,7 +312,7 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/log.jsonl", train(1, loss=1.0))
-    with pytest.raises(UserError, match="cannot write none/x.svg: No such file"):
+    with pytest.raises(UserError, match="cannot write none/x.svg: .*No such file"):
         plot.main(DEFAULTS | {"ascii": False, "out": "none/x.svg"})
 
 
@@ -415,35 +320,3 @@ def test_without_matplotlib_the_line_to_install_it_is_given(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         plot.draw([], [], "step")
-
-
-def test_watching_draws_again_when_the_log_grows(tmp_path):
-    """A run that has not begun, begins, goes on, is killed and resumed; until Ctrl-C."""
-    command = [sys.executable, "-u", str(ROOT / "tools/plot.py"), "--runs=run", "--ascii=True", "--watch=0.05"]
-    file = tmp_path / "run/log.jsonl"
-    with open(tmp_path / "said", "w", encoding="utf-8") as said:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
-    try:
-        wait_for(tmp_path / "said", "cannot read run/log.jsonl")
-        for events, end in (([], "run: the log is empty"), ([train(1, loss=3.0)], "run: step 1, loss 3"),
-                            ([train(1, loss=3.0), train(2, loss=1.5)], "run: step 2, loss 1.5"),
-                            ([train(1, loss=3.0)], "run: step 1, loss 3"),
-                            ([train(1, loss=3.0), train(3, loss=1.25)], "run: step 3, loss 1.25")):  # fmt: skip
-            write(file, *events)
-            wait_for(tmp_path / "said", end + "\n", at_end=True)
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
-    text = (tmp_path / "said").read_text(encoding="utf-8")
-    assert text.count("cannot read") == 1 and "Traceback" not in text
-    assert text.count("loss, val_loss  a=run") >= 4  # drawn anew each time
-
-
-def wait_for(path: Path, text: str, at_end: bool = False) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        content = path.read_text(encoding="utf-8")
-        if content.endswith(text) if at_end else text in content:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{text!r} not in {path.read_text(encoding='utf-8')!r}")

@@ -94,7 +94,6 @@ def test_a_checkpoint_has_its_own_shape_and_the_asked_length(script, saved):
         (["--init_from={0}/model", "--n_layer=3"], "n_layer=3 but {0}/model has 2; leave n_layer out"),
         (["--init_from={0}/reward"], "{0}/reward is a reward model"),
         (["--init_from={0}/none"], "{0}/none"),
-        (["--vocab_size=300", "--dtype=int8"], "dtype must be"),
     ],
 )
 def test_a_mistake_is_one_line(script, saved, flags, says):

@@ -1,0 +1,294 @@
+"""Rows train, generate and checkpoint: a training step, greedy generation and a save of the same models.
+
+train: ours is the step of pretrain.py. transformers' LlamaForCausalLM of the same shape runs in a plain loop with
+torch's fused attention, autocast and fused AdamW; it is compiled as a whole where ours is compiled. nanoGPT runs as it
+ships: bfloat16 and compiled on a GPU, float32 and not compiled on a CPU (the command of its README).
+The limit counts the full square of attention (flops_per_token), half of which a causal kernel skips: with long texts
+the share shown is above the share of time in which the device multiplies.
+generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit: every step reads each
+matrix and the cached keys and values once, at the rate at which a sum reads as many bytes. transformers has its static
+cache, with which it compiles itself on a GPU; on a CPU it does not.
+checkpoint: the bare disk writes as many bytes into the same directory, in large blocks that cannot be compressed, and
+waits until they are stored. Training waits for the copy in memory that write_behind.py then saves from. The model is on
+the CPU, also on a machine with a GPU.
+"""
+
+import importlib.util
+import io
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import timing
+import torch
+from timing import Line, Options
+
+import ddp
+import tokenizer
+from groundup.errors import UserError
+from groundup.generate.engine import cache_bytes, generate
+from groundup.generate.sampling import SamplingParams
+from groundup.train import checkpoint, ranks
+from groundup.train.device import autocast, rng_state
+from groundup.train.optim import Optimizer, stays_whole
+from groundup.train.plan import flops_per_token, parameter_table
+from groundup.train.write_behind import Writer
+from model import ModelConfig, Transformer
+
+SHAPES = {
+    "tiny": ModelConfig(512, 64, 2, 2, n_embd=64),
+    "10M": ModelConfig(65, 256, 6, 6, n_embd=384),  # nanoGPT's shakespeare_char
+    "25M": ModelConfig(2048, 512, 8, 8, n_embd=512),
+    "124M": ModelConfig(50304, 1024, 12, 12, n_embd=768),  # GPT-2
+    "350M": ModelConfig(50304, 1024, 24, 16, n_embd=1024),  # GPT-2 medium
+    "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),  # TinyLlama
+}
+PEERS = ("transformers", "transformers, compiled", "nanoGPT")
+PROMPT_TOKENS = 16
+Step = Callable[[], torch.Tensor | None]  # ours returns the loss
+Call = Callable[[], list[list[int]]]
+
+
+def shapes_of(options: Options, otherwise: str) -> list[str]:
+    return (options.shapes or otherwise).split(",")
+
+
+# ---- train ----------------------------------------------------------------------------------------------------------
+
+
+def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype: torch.dtype) -> Step:
+    """Return a step of pretrain.py: AdamW or Muon; compiled block by block or not."""
+    model = Transformer(cfg).to(tokens.device)
+    parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
+    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    opt = Optimizer(parallel.buckets, kind, muon_dtype=muon_dtype)
+    if way == "blocks":
+        model.compile_blocks(partial(torch.compile, dynamic=False))
+
+    def step() -> torch.Tensor:
+        parallel.expect_step(opt, 1e-3)
+        with autocast(tokens.device, dtype):
+            loss = model(tokens, tokens) / tokens.numel()
+        loss.backward()
+        parallel.step(opt, lr=1e-3, clip=1.0)
+        return loss.detach()
+
+    return step
+
+
+def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Step:
+    """Return a step of the usual loop: backward, clip, step."""
+    params = list(model.parameters())
+
+    def step() -> None:
+        with cast():
+            loss = loss_of()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+    return step
+
+
+def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformers is imported where it is used
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_dim, bos_token_id=None,
+        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.n_kv_head,
+        max_position_embeddings=cfg.block_size, rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+
+
+def transformers_step(
+    cfg: ModelConfig, tokens: torch.Tensor, dtype: torch.dtype, counts: dict[str, int], compiled: bool
+) -> Step:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
+    counts["transformers"] = sum(p.numel() for p in model.parameters())
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = torch.compile(model, dynamic=False) if compiled else model
+    cast = partial(autocast, tokens.device, dtype)
+    return plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
+
+
+def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts: dict[str, int]) -> Step:
+    """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = module
+    spec.loader.exec_module(module)
+    shape = {"n_layer": cfg.n_layer, "n_head": cfg.n_head, "n_embd": cfg.n_embd, "vocab_size": cfg.vocab_size}
+    with redirect_stdout(io.StringIO()):  # it prints its size
+        model = module.GPT(module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape))
+        opt = model.to(tokens.device).configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
+    counts["nanoGPT"] = sum(p.numel() for p in model.parameters())
+    run = torch.compile(model) if tokens.device.type == "cuda" else model
+    cast = partial(autocast, tokens.device, nanogpt_dtype(tokens.device))
+    return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast)
+
+
+def nanogpt_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def train_row(options: Options) -> Iterator[Line]:
+    """Tokens/s of all sides; the limit is the device's rate of matrix products in the same rounds."""
+    device, dtype = options.device, options.dtype
+    default, n_tokens = ("10M,25M,124M,350M,1.1B", 16384) if device.type == "cuda" else ("10M,25M,124M", 4096)
+    for shape in shapes_of(options, default):
+        timing.release()
+        cfg, ways = SHAPES[shape], options.compile.split(",")
+        n_rows = max(1, (options.tokens or n_tokens) // cfg.block_size)
+        tokens = torch.randint(cfg.vocab_size, (n_rows, cfg.block_size), device=device)
+        makers, counts = {}, {"ours": parameter_table(cfg)["total"]}
+        for way in ways:
+            name = "transformers" + ", compiled" * (way == "blocks")
+            makers[name] = partial(transformers_step, cfg, tokens, dtype, counts, way == "blocks")
+        if options.nanogpt:
+            makers["nanoGPT"] = partial(nanogpt_step, options.nanogpt, cfg, tokens, counts)
+        for kind, way in product(options.optimizer.split(","), ways):
+            makers[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(our_step, cfg, tokens, kind, way, dtype)
+        sides = {name: timing.repeated(step, device) for name, step in timing.build(makers).items()}
+        found = timing.alternate(sides | {"matmul": timing.matmul(device, dtype)}, options.repeats, warmups=0)
+        limit = median(found.pop("matmul")) / flops_per_token(cfg, cfg.block_size)
+        notes = {name: f"{counts[name.partition(',')[0]] / 1e6:.1f}M parameters" for name in found}
+        if "nanoGPT" in notes:
+            notes["nanoGPT"] += f", {str(nanogpt_dtype(device))[6:]}"
+        case = f"{shape}, batch {n_rows} x {cfg.block_size}"
+        for line in timing.lines("train", case, found, "tok/s", PEERS, tokens.numel(), limit, notes):
+            if line.side == "nanoGPT" and nanogpt_dtype(device) != dtype:
+                line.limit = 0.0  # measured in another dtype
+            yield line
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def our_call(model: Transformer, prompts: list[list[int]], options: Options, compiled: bool) -> Call:
+    params = SamplingParams(max_new_tokens=options.new_tokens, temperature=0)
+
+    def call() -> list[list[int]]:
+        with autocast(options.device, options.dtype):
+            results = generate(model, None, prompts, params, compile=compiled)
+        return [result.completions[0].ids for result in results]
+
+    return call
+
+
+def their_call(model: Transformer, prompts: list[list[int]], options: Options) -> Call:
+    from transformers import LlamaForCausalLM
+
+    hf = LlamaForCausalLM(llama_config(model.cfg)).eval()
+    state = model.state_dict()
+    hf.load_state_dict({name if name == "lm_head.weight" else f"model.{name}": p for name, p in state.items()})
+    hf, idx = hf.to(options.device, options.dtype), torch.tensor(prompts, device=options.device)
+    length = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
+
+    def call() -> list[list[int]]:
+        with torch.no_grad():
+            ids = hf.generate(idx, do_sample=False, cache_implementation="static", **length)
+        return ids[:, idx.shape[1] :].tolist()
+
+    return call
+
+
+def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int) -> int:
+    """Return the bytes that a step reads after `length` tokens: every matrix but the embedding, and the cache."""
+    table = parameter_table(cfg)
+    matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
+    return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
+
+
+def generate_row(options: Options) -> Iterator[Line]:
+    """Tokens/s for each shape, alone and in a batch."""
+    for shape in shapes_of(options, "25M,124M"):
+        if PROMPT_TOKENS + options.new_tokens > SHAPES[shape].block_size + 1:
+            raise UserError(f"config: new_tokens={options.new_tokens} does not fit the context of {shape}")
+        for rows in dict.fromkeys([1, options.batch_size]):
+            yield from compare(shape, rows, options)
+
+
+def compare(shape: str, rows: int, options: Options) -> list[Line]:
+    """Return tokens/s of all sides; the limit is that of half of the new tokens."""
+    timing.release()
+    cfg, device, dtype = SHAPES[shape], options.device, options.dtype
+    torch.manual_seed(0)
+    model = Transformer(cfg).to(device).eval()
+    prompts = torch.randint(cfg.vocab_size, (rows, PROMPT_TOKENS)).tolist()
+    makers = {"transformers": partial(their_call, model, prompts, options)}
+    for way in options.compile.split(","):
+        makers[f"ours{', compiled' * (way == 'blocks')}"] = partial(our_call, model, prompts, options, way == "blocks")
+    calls = timing.build(makers)
+    texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
+    n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + options.new_tokens // 2)
+    sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
+    found = timing.alternate(sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0)
+    limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
+    same = {name: sum(a == b for a, b in zip(first, ids, strict=True)) for name, ids in texts.items()}
+    notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
+    case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * options.new_tokens
+    return timing.lines("generate", case, found, "tok/s", ["transformers"], work, limit, notes)
+
+
+# ---- checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_row(options: Options) -> Iterator[Line]:
+    """MB/s of saving a training state; the limit is the bare disk in the same rounds."""
+    Path(options.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+    for shape in shapes_of(options, "124M"):
+        with tempfile.TemporaryDirectory(dir=options.checkpoint_dir) as folder:
+            calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
+            sides = {name: partial(timing.wall_seconds, call) for name, call in calls.items()}
+            seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
+            case, peers, limit = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save"), mb / median(seconds["disk"])
+            yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)
+
+
+def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], int]:
+    """Return ({side: call that saves}, bytes of a checkpoint) of a model after one step."""
+    model = Transformer(cfg)
+    parallel = ddp.DDP(model)
+    opt = Optimizer(parallel.buckets, "adamw")
+    tokens = torch.randint(cfg.vocab_size, (1, 8))
+    parallel.expect_step(opt, 1e-3)
+    (model(tokens, tokens) / tokens.numel()).backward()
+    parallel.step(opt, lr=1e-3, clip=1.0)
+    parallel.flush()
+    names, world = tokenizer.train(["Three letters, and a few more: abc."], 384), ranks.init()
+    run, plain, writer = folder / "run", folder / "plain.pt", Writer(behind=True, timeout_s=60)
+
+    def states() -> tuple[dict, dict]:
+        return {"step": 1, "optimizer": opt.state_dict()}, {"rng": rng_state(torch.device("cpu"))}
+
+    def save() -> Path:
+        return checkpoint.save(run, 1, model, names, *states(), world, val_loss=None, keep_last=1, keep_best=0)
+
+    def torch_save() -> None:
+        with open(plain, "wb") as f:
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, f)
+        checkpoint.sync(plain)
+
+    def wait() -> None:
+        writer.copy(model, *states())
+
+    def disk() -> None:
+        with open(folder / "raw.bin", "wb", buffering=0) as f:
+            for begin in range(0, n_bytes, len(block)):
+                f.write(block[: n_bytes - begin])
+            os.fsync(f.fileno())
+
+    block = random.Random(0).randbytes(2**24)  # a file system may compress zeros
+    n_bytes = sum(path.stat().st_size for path in save().iterdir() if path.is_file())
+    return {"disk": disk, "torch.save": torch_save, "ours": save, "ours, training waits": wait}, n_bytes
