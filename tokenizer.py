@@ -3,7 +3,6 @@
     python tokenizer.py --input='books/*.txt' --out_dir=data/tok --vocab_size=32768      # train
     python tokenizer.py --input='books/*.txt' --out_dir=data/sp --backend=sentencepiece
     python tokenizer.py --input='wiki/=0.7,code/=0.3' --max_mb=100                       # train on a mixture
-    python tokenizer.py --inspect=data/tok --text='print("hello")'                       # show the pieces of a text
     python tokenizer.py --extend=path/to/qwen --input=zh/ --vocab_size=160000 --out_dir=data/zh
 
 Two kinds of tokenizer ("backend"). "bpe" splits text into chunks by a regular expression and merges the most frequent
@@ -33,20 +32,18 @@ import tiktoken
 from configurator import configure
 from groundup.errors import UserError
 from groundup.files.streams import scrub
-from groundup.files.text_mix import Part, first_texts, parts_of, texts_by_weight
+from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
 from groundup.tokens import bpe, foreign
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # text to train on or to measure: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
+input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
 text_key = "text"  # where the text is in JSON, csv and parquet; a.b for b within a
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
 pattern = "gpt4"  # how bpe splits text: gpt4 | gpt2 | zh | cl100k | qwen
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
-inspect = ""  # directory of a tokenizer to look at, instead of training one
-text = ""  # with inspect: the text whose pieces to show
 extend = ""  # directory of a tokenizer to which tokens learnt from `input` are added, up to vocab_size, into out_dir
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -354,41 +351,23 @@ def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     )
 
 
-def readable(token: bytes) -> str:
-    """Return a token as a Python string, or as bytes where it is not whole characters."""
-    try:
-        return repr(token.decode())
-    except UnicodeDecodeError:
-        return repr(token)
-
-
-def show(tokenizer: Tokenizer, title: str, parts: list[Part], text_key: str, max_mb: int) -> None:
-    print(f"{title}: {tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}")
-    for part in parts:
-        if part.files != ["-"]:  # standard input cannot be read again
-            print(f"{part.name}: {measure(tokenizer, first_texts(part, text_key, max_mb))}")
-
-
 if __name__ == "__main__":
     configure(globals())
     started = time.perf_counter()
     parts = parts_of(input)
-    if inspect:
-        tokenizer = Tokenizer.load(inspect)
-        for token_id in tokenizer.encode(text):
-            print(f"{token_id:>8}  {readable(tokenizer.pieces[token_id])}")
-        show(tokenizer, inspect, parts, text_key, max_mb)
-    elif not parts:
-        raise UserError("tokenizer: nothing to learn from; give --input=FILES, or look at one with --inspect=DIR")
+    if not parts:
+        raise UserError("tokenizer: nothing to learn from; give --input=FILES")
+    texts = texts_by_weight(parts, text_key, max_mb)
+    if extend:
+        old = Tokenizer.load(extend)
+        if pattern != "gpt4" or backend not in ("bpe", old.backend):
+            raise UserError(f"tokenizer: {extend} keeps its own backend and pattern; leave out these options")
+        tokenizer = extended(old, texts, vocab_size - old.vocab_size)
     else:
-        texts = texts_by_weight(parts, text_key, max_mb)
-        if extend:
-            old = Tokenizer.load(extend)
-            if pattern != "gpt4" or backend not in ("bpe", old.backend):
-                raise UserError(f"tokenizer: {extend} keeps its own backend and pattern; leave out these options")
-            tokenizer = extended(old, texts, vocab_size - old.vocab_size)
-            show(old, f"before, {extend}", parts, text_key, SHOWN_MB)
-        else:
-            tokenizer = train(texts, vocab_size, backend, pattern)
-        tokenizer.save(out_dir)
-        show(tokenizer, f"in {time.perf_counter() - started:.1f} s, {out_dir}", parts, text_key, SHOWN_MB)
+        tokenizer = train(texts, vocab_size, backend, pattern)
+    tokenizer.save(out_dir)
+    about = f"{tokenizer.backend}, {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint()[:16]}"
+    print(f"in {time.perf_counter() - started:.1f} s, {out_dir}: {about}")
+    for part in parts:
+        if part.files != ["-"]:  # standard input cannot be read again
+            print(f"{part.name}: {measure(tokenizer, first_texts(part, text_key, SHOWN_MB))}")

@@ -578,7 +578,7 @@ def refused(run, capsys, *flags: str) -> str:
         ("--overwrite=True", "add resume='never'"),
         ("--data_dir=a=1,b", "'b' in data_dir='a=1,b' has no weight"),
         ("--data_dir=0: a; 5: b=0", "'b=0' in data_dir="),
-        ("--max_epochs=many", "'many' in max_epochs='many' is wrong"),
+        ("--max_epochs=many", "max_epochs has 'many'; write '4'"),
         ("--max_epochs=0.001", "with max_epochs='0.001' the data end after step"),
         ("--pack=True", "is not packed for block_size=32; run: python prepare.py "),
         ("--out_dir=", "out_dir='' is not a directory"),

@@ -1,6 +1,5 @@
 """tokenizer.py against brute force, a reference encoder in plain Python, tokenizers, transformers and sentencepiece."""
 
-import ast
 import contextlib
 import io
 import json
@@ -860,7 +859,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("backend", ["bpe", "sentencepiece"])
-def test_command_line_trains_and_inspects(run, tmp_path: Path, backend: str):
+def test_command_line_trains(run, tmp_path: Path, backend: str):
     (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")
     (tmp_path / "zh.txt").write_text(CHINESE * 3, encoding="utf-8")
     out_dir = tmp_path / "tok"
@@ -872,15 +871,6 @@ def test_command_line_trains_and_inspects(run, tmp_path: Path, backend: str):
     text = ENGLISH * 3 + CHINESE * 3
     figure = f"{len(text.encode()) / (len(tok.encode(ENGLISH * 3)) + len(tok.encode(CHINESE * 3))):.2f} bytes per token"
     assert figure in done.stdout
-    looked = run(f"--inspect={out_dir}", f"--input={tmp_path}/*.txt")
-    assert looked.returncode == 0 and figure in looked.stdout, looked.stderr
-    english = f"{len(ENGLISH) / len(tok.encode(ENGLISH)):.2f} bytes per token"
-    assert english in run(f"--inspect={out_dir}", f"--input={tmp_path}/en.txt,{tmp_path}/zh.txt").stdout
-    shown = run(f"--inspect={out_dir}", "--text=the 𠮷 <|im_end|>")
-    lines = [line.split(maxsplit=1) for line in shown.stdout.splitlines() if line.startswith("    ")]
-    assert [int(i) for i, _ in lines] == tok.encode("the 𠮷 <|im_end|>")
-    pieces = [ast.literal_eval(piece) for _, piece in lines]
-    assert b"".join(p if isinstance(p, bytes) else p.encode() for p in pieces).decode() == "the 𠮷 <|im_end|>"
 
 
 def test_command_line_mixes_and_reports_each_source(run, tmp_path: Path):
@@ -914,8 +904,7 @@ def test_command_line_extends(run, bpe: Tokenizer, tmp_path: Path):
     assert not (tmp_path / "no").exists()
     more = Tokenizer.load(tmp_path / "more")
     assert more.fingerprint() == extended(bpe, [CHINESE * 3], 800 - bpe.vocab_size).fingerprint()
-    for tok in (bpe, more):
-        assert f"{len(CHINESE.encode()) / len(tok.encode(CHINESE)):.2f} bytes per token" in done.stdout
+    assert f"{len(CHINESE.encode()) / len(more.encode(CHINESE)):.2f} bytes per token" in done.stdout
 
 
 def test_command_line_errors_are_one_line(run, tmp_path: Path):
@@ -926,7 +915,7 @@ def test_command_line_errors_are_one_line(run, tmp_path: Path):
         [f"--input={tmp_path}/nothing.txt", f"--out_dir={tmp_path}/x"],
         [f"--input={empty}", "--vocab_size=100"],
         [f"--input={tmp_path}/nothing.txt", f"--out_dir={tmp_path}/x", "--backend=sentencepiece"],
-        [f"--inspect={tmp_path}/nowhere", "--text=a"],
+        [f"--extend={tmp_path}/nowhere", f"--input={empty}"],
         [f"--input={empty}", "--backend=wordpiece"],
         [f"--input={empty}", "--pattern=o200k"],
         [],

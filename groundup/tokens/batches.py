@@ -114,6 +114,8 @@ class TextCorpus(Corpus):
         """See Corpus.by_source."""
         found = {}
         for path, value in values.items():
+            if value is None:
+                raise UserError(f"data: {key} has {path!r}; write '4' or 'data/a=2,data/b=8'")
             for source in self.by_path.get(path) or sources_of(path):
                 if source not in self.keys or self.keys.index(source) in found:
                     wrong = "twice" if source in self.keys else "which data_dir does not name"

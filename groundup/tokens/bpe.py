@@ -31,10 +31,8 @@ PATTERNS = {
     # cl100k with at most two digits per chunk instead of three: better for vocabularies of about 32k (nanochat).
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # For mostly Chinese text. The other patterns make a whole clause one chunk, so that a large vocabulary fills with
-    # clauses of its training text, comma included. Here a token has at most four characters, the length of an idiom
-    # (most words have two). Runs are cut every four characters blindly, which costs 6 % (8k ids) to 12 % (32k) more
-    # tokens on text like the training text. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
+    # For mostly Chinese text, where the others make tokens of whole clauses, comma included. Here a token has at most
+    # four characters, the length of an idiom. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
     "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "cl100k": CL100K,
@@ -49,9 +47,8 @@ MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in p
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so it gets text in
-# blocks. A text may be cut between a letter or digit and one of these: no pattern here has a chunk across the two,
-# looks back, or looks further ahead than to the end of a run of white space. U+3001 and the others are the
-# punctuation of Chinese, which has no spaces.
+# blocks. A text may be cut between a letter or digit and one of these (U+3001 and on: Chinese punctuation): no pattern
+# here has a chunk across the two, looks back, or looks further ahead than to the end of a run of white space.
 MAX_CHARS = 100_000
 SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
@@ -109,8 +106,8 @@ def drop_rarest(counts: Counter[str]) -> Counter[str]:
 def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
     """Return the merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
 
-    Again and again merges the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left to
-    right inside each chunk. Exact; independent of the order of `counts`. Stops when no pair occurs MIN_COUNT times.
+    Merge the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left to right inside each
+    chunk, until no pair occurs MIN_COUNT times. Independent of the order of `counts`.
     """
     lengths = np.fromiter(map(len, counts), np.int64, len(counts))
     weights = np.fromiter(counts.values(), np.int64, len(counts))

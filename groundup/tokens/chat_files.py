@@ -5,8 +5,7 @@ A directory of prepare.py --kind=chat --tokenizer_dir=... holds, for each split 
     train_00000.npy        ids of all conversations end to end, 1-D uint16 (vocab_size <= 65536) or uint32
     train_00000.mask.npy   uint8, 1 for ids of the assistant's turns
     train_00000.off.npy    int64, n + 1: where each conversation begins, where the last ends
-the tokenizer's own files and manifest.json. Without token files, or with another tokenizer, the rows are tokenized when
-training starts, like those of raw files: the conversations are the same.
+Without token files, or with another tokenizer, the rows are tokenized when training starts, like those of raw files.
 """
 
 import hashlib
@@ -22,9 +21,6 @@ from groundup.files.splits import dialogue_text
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_source
 from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, read_manifest, token_dtype
 from tokenizer import Tokenizer
-
-SUFFIXES = (".npy", ".mask.npy", ".off.npy")
-
 
 # ---- one conversation ------------------------------------------------------------------------------------------------
 
@@ -74,9 +70,8 @@ def make_conversations(arrays: Sequence[np.ndarray], digests: list[str], tokeniz
 
 def in_memory(rendered: Sequence[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer) -> Conversations:
     """Return the Conversations of what `tokenize` returned."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    tokens = np.concatenate([np.zeros(0, dtype), *(ids for ids, _ in rendered)])
-    mask = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in rendered)])
+    empty = np.zeros(0, token_dtype(tokenizer.vocab_size)), np.zeros(0, np.uint8)
+    tokens, mask = (np.concatenate(parts) for parts in zip(empty, *rendered, strict=True))
     arrays = tokens, mask, np.cumsum([0, *(len(ids) for ids, _ in rendered)], dtype=np.int64)
     return make_conversations(arrays, [sha256_of(array) for array in arrays], tokenizer)
 
@@ -99,8 +94,8 @@ class ConversationWriter:
     """Writes the token files of a split, conversation by conversation."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype) -> None:
-        kinds = zip(SUFFIXES, (dtype, np.uint8, np.int64), strict=True)
-        self.files = [NpyWriter(directory / f"{split}_00000{suffix}", kind) for suffix, kind in kinds]
+        kinds = {".npy": dtype, ".mask.npy": np.uint8, ".off.npy": np.int64}
+        self.files = [NpyWriter(directory / f"{split}_00000{suffix}", kind) for suffix, kind in kinds.items()]
         self.tokens, self.mask, self.offsets = self.files
         self.offsets.add([0])
 
@@ -152,19 +147,14 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
     if (directory / "manifest.json").exists():
         manifest = read_manifest(directory, "chat")
         if manifest.get("tokenizer_fingerprint") == tokenizer.fingerprint():
-            entries = (manifest["splits"].get(split) for split in ("train", "val"))
-            train, val = (map_split(directory, entry, tokenizer) for entry in entries)
-            reader.check(path, len(train) + len(val))
-            return SourceRows(train, val, reader)
+            found = {split: in_memory([], tokenizer) for split in ("train", "val")}
+            for split in found.keys() & manifest["splits"]:
+                entry = manifest["splits"][split]["tokens"]
+                arrays = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
+                found[split] = make_conversations(arrays, list(entry["sha256"].values()), tokenizer)
+            reader.check(path, sum(map(len, found.values())))
+            return SourceRows(**found, reader=reader)
         if "tokenizer_fingerprint" in manifest:
             reader.places.append(f"{directory}: its token files are another tokenizer's; its rows are tokenized again")
     rows = read_source(path, reader, val_fraction)
     return rows._replace(train=in_memory(rows.train, tokenizer), val=in_memory(rows.val, tokenizer))
-
-
-def map_split(directory: Path, entry: dict | None, tokenizer: Tokenizer) -> Conversations:
-    """Return the Conversations in the token files of a split, none if `entry` of the manifest is None."""
-    if entry is None:
-        return in_memory([], tokenizer)
-    arrays = map_tokens(directory, entry["tokens"], token_dtype(tokenizer.vocab_size).name)
-    return make_conversations(arrays, list(entry["tokens"]["sha256"].values()), tokenizer)

@@ -34,8 +34,8 @@ from tokenizer import Tokenizer
 def fit(ids: np.ndarray, mask: np.ndarray, end_id: int, limit: int) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return (ids, mask, whether they were cut), cut after the last complete answer that fits into `limit` ids.
 
-    An answer is complete with its end_id; the newline after it stays if it fits. Empty if no answer fits. No end_id is
-    added: it would teach the model to stop in the middle of a sentence.
+    The newline after its end_id stays if it fits. Empty if no answer fits. No end_id is added: it would teach the model
+    to stop in the middle of a sentence.
     """
     if len(ids) <= limit:
         return ids, mask, False

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_max_epochs, parse_weights, quotas
+from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_number, parse_weights, quotas
 from groundup.tokens.row_reader import SourceRows, read_source
 
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
@@ -34,8 +34,11 @@ class Corpus:
             Sampler(data.n_tokens, self.block_size, seed, k, data.packed, name)
             for k, (name, data) in enumerate(zip(self.names, self.train, strict=True))
         ]
-        most = parse_max_epochs(max_epochs)
-        most = dict.fromkeys(range(len(samplers)), most[""]) if "" in most else self.by_source(most, "max_epochs")
+        limit, most = parse_number(max_epochs), {}
+        if limit:
+            most = dict.fromkeys(range(len(samplers)), limit)
+        elif max_epochs:
+            most = self.by_source(parse_weights(max_epochs, max_epochs, "max_epochs"), "max_epochs")
         limits = [max(1, int(most[k] * s.n_windows)) if k in most else math.inf for k, s in enumerate(samplers)]
         stages = [(step * samples_per_step, weights) for step, weights in self.stages]
         order = Mixture(samplers, seed, stages, self.names, limits)

@@ -61,18 +61,6 @@ def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, floa
     return weights
 
 
-def parse_max_epochs(text: str) -> dict[str, float]:
-    """'' -> {}; '4' -> {'': 4.0}, for all sources; 'data/a=2,data/b=8' -> by path."""
-    limits = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        path, _, number = part.rpartition("=")
-        limit = parse_number(number)
-        if limit is None or (not path.strip() and "," in text) or path.strip() in limits:
-            raise UserError(f"data: {part!r} in max_epochs={text!r} is wrong; write '4' or 'data/a=2,data/b=8'")
-        limits[path.strip()] = limit
-    return limits
-
-
 def parse_number(text: str) -> float | None:
     """A finite number above 0, or None."""
     try:
@@ -267,7 +255,7 @@ class Mixture:
         return self.segments[k].before + self.segments[k].counts(n_samples - self.segments[k].first)
 
     def epochs(self, n_samples: int) -> np.ndarray:
-        """Return (n_sources,) float64: epochs of each source in the first n_samples samples."""
+        """Return (n_sources,) float64: epochs of each source in them."""
         return self.counts(n_samples) / [sampler.n_windows for sampler in self.samplers]
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:

@@ -4,9 +4,8 @@
     --data='data/x=0.7,pairs/*.jsonl=0.3'  # a directory of prepare.py --kind=preference, and a glob
 
 Both sides of a pair have the same prompt, rendered up to the opened turn of the assistant. An answer is its text and
-<|im_end|>, where generation stops. Left out: a pair whose longer side does not fit in block_size (a cut answer has no
-end), and one whose row says that an answer was cut off (row_formats.is_unfinished). A row may have a number `margin`:
-how much better the chosen answer is, on any scale.
+<|im_end|>, where generation stops. Left out: a pair whose longer side does not fit in block_size, and one whose row
+says that an answer was cut off. A row may have a number `margin`: how much better the chosen answer is, on any scale.
 """
 
 import math
@@ -29,7 +28,7 @@ from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer
 
 WINDOW = 64  # batches of the seeded order within which pairs are sorted by length
-PROBLEMS = {  # of row_formats.pair_of, as they are counted; another one means that the row was not understood
+PROBLEMS = {  # of row_formats.pair_of, as they are counted; others mean that the row was not understood
     "empty answer": "empty answer",
     "chosen and rejected are the same": "equal answers",
     "chosen and rejected answer different prompts": "different prompts",
@@ -188,12 +187,10 @@ class ByLength:
         """See Sampler.start."""
         number = np.asarray(number, dtype=np.int64)
         starts = np.empty_like(number)
-        # first number and last number + 1 of the window of each number; no window holds two epochs
-        begin = number // self.n_windows * self.n_windows
-        size = WINDOW * self.batch
-        aligned = begin - begin % self.batch  # the first number of the step in which the epoch begins
+        epoch = number // self.n_windows * self.n_windows  # its first number; no window holds two epochs
+        size, aligned = WINDOW * self.batch, epoch - epoch % self.batch  # windows begin with a step
         window = aligned + (number - aligned) // size * size
-        begins, ends = np.maximum(begin, window), np.minimum(begin + self.n_windows, window + size)
+        begins, ends = np.maximum(epoch, window), np.minimum(epoch + self.n_windows, window + size)
         for begin in np.unique(begins):
             now = begins == begin
             starts[now] = self.sorted(int(begin), int(ends[now][0]))[number[now] - begin]
@@ -252,9 +249,6 @@ class PairCorpus(RowCorpus):
     def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return ones (n,) int64, for `Batches`: the loss of a step is the mean over its pairs."""
         return np.ones(len(starts), np.int64)
-
-    def size(self, data: Pairs) -> str:
-        return f"{data.n_rows:,} pairs"
 
     def val_batches_of(
         self, data: Pairs, batch_size: int, eval_steps: int, rank: int, world_size: int

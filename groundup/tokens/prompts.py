@@ -4,9 +4,9 @@
     --data='data/x=0.7,maths/*.jsonl=0.3'    # a directory of prepare.py --kind=chat, and a glob
 
 A prompt is a conversation up to, and without, the assistant's last answer; or the prompt of a preference pair; or a
-row's "prompt" alone, a text or messages. It keeps the whole row, where a reward function may look for the right answer.
-It is rendered up to the opened turn of the assistant. A prompt that leaves no room for max_new_tokens in block_size is
-left out, and counted: no answer is cut by the block.
+row's "prompt" alone, a text or messages. It is rendered up to the opened turn of the assistant and keeps the whole row,
+where a reward function may look for the right answer. One that leaves no room for max_new_tokens in block_size is left
+out: no answer is cut by the block.
 """
 
 import hashlib

@@ -1,15 +1,11 @@
 """Token files: the format in which prepare.py writes text for pretraining, its writer, its reader and its check.
 
-    python prepare.py --input='corpus/*.jsonl' --out_dir=data/x     # writes it
-    python pretrain.py --data_dir=data/x                            # reads it
-
-A data directory holds, for each split that has text (train, val, test):
+A data directory holds the tokenizer's files and, for each split that has text (train, val, test):
     train_00000.npy       1-D uint16 (vocab_size <= 65536) or uint32: <|endoftext|> document <|endoftext|> document ...
     train_00000.off.npy   int64, n_documents + 1: where each document starts (at its <|endoftext|>), where the last ends
     manifest.json         written last: sizes, sha256 of every file, the tokenizer's fingerprint; without it: incomplete
-and the tokenizer's own files. The last shard of a split closes with one more <|endoftext|>, so that the end of the last
-document is learned too. Documents do not cross shards; windows do. A directory of several named sources (wiki, code)
-holds one such set of files for each in a directory of its name, and one manifest.json for all.
+The last shard of a split closes with one more <|endoftext|>, so that the end of the last document is learned too.
+Documents do not cross shards; windows do. Named sources (wiki, code) have such files in a directory of their name each.
 """
 
 import hashlib
@@ -45,7 +41,7 @@ def file_sha256(path: Path) -> str:
 
 
 def npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Return the header that `np.save` gives a 1-D array: 128 bytes for any length, so it can be filled in last."""
+    """Return the header that `np.save` gives a 1-D array: 128 bytes for any length."""
     fields = f"{{'descr': '{dtype.newbyteorder('<').str}', 'fortran_order': False, 'shape': ({length},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode("ascii") + b"\n"
 
@@ -77,7 +73,7 @@ def write_npy(path: Path, array: np.ndarray) -> None:
 
 
 class ShardWriter:
-    """Writes one split (of one source). Tokens go to disk as they come; a shard's name appears when it is complete."""
+    """Writes one split (of one source). Tokens go to disk as they come."""
 
     def __init__(
         self, data_dir: str | Path, split: str, vocab_size: int, eot_id: int, shard_tokens: int = SHARD_TOKENS,
@@ -221,10 +217,8 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 class TokenData:
-    """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only.
-
-    Opening checks the sizes of the files, fetching checks the ids: a terabyte opens fast. `verify` reads everything.
-    """
+    """One split of a data directory, or of one of its sources, as one long row of tokens, mapped read-only. Opening
+    checks the sizes of the files, fetching checks the ids: a terabyte opens fast. `verify` reads everything."""
 
     packed = False  # windows may begin anywhere, see mixture.Sampler
 
@@ -234,9 +228,8 @@ class TokenData:
         self.dir, found = locate(data_dir)
         source = found if source is None else source
         self.manifest = read_manifest(self.dir)
-        self.vocab_size: int = self.manifest["vocab_size"]
-        self.eot_id: int = self.manifest["eot_id"]
-        self.tokenizer_fingerprint: str = self.manifest["tokenizer_fingerprint"]
+        keys = "vocab_size", "eot_id", "tokenizer_fingerprint"
+        self.vocab_size, self.eot_id, self.tokenizer_fingerprint = (self.manifest[key] for key in keys)
         shards_of = {
             name: [shard for shard in entry["shards"] if source in (None, shard.get("source", ""))]
             for name, entry in self.manifest["splits"].items()
@@ -267,14 +260,12 @@ class TokenData:
     def check_tokenizer(self, fingerprint: str) -> None:
         """Raise UserError unless the tokenizer with this fingerprint has made these tokens."""
         if fingerprint != self.tokenizer_fingerprint:
-            raise UserError(
-                f"data: {self.dir} was prepared with another tokenizer ({self.tokenizer_fingerprint[:12]}, not "
-                f"{fingerprint[:12]}); put its tokenizer files back or rerun prepare.py"
-            )
+            which = f"({self.tokenizer_fingerprint[:12]}, not {fingerprint[:12]})"
+            how = "put its tokenizer files back or rerun prepare.py"
+            raise UserError(f"data: {self.dir} was prepared with another tokenizer {which}; {how}")
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Return tokens [start, start + length) as int64, across shards. Raise UserError for an id beyond the
-        vocabulary."""
+        """Return tokens [start, start + length) as int64, across shards. Raise UserError: an id too large."""
         assert 0 <= start and start + length <= self.n_tokens, f"{start=} {length=} {self.n_tokens=}"
         out = np.empty(length, dtype=np.int64)
         filled, k = 0, int(np.searchsorted(self.ends, start, side="right"))

@@ -124,14 +124,6 @@ def test_mistakes_in_data_dir_name_the_part(spec: str, says: str) -> None:
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)
 
 
-def test_max_epochs() -> None:
-    assert mixture.parse_max_epochs("") == {} and mixture.parse_max_epochs(" 4 ") == {"": 4.0}
-    assert mixture.parse_max_epochs("data/a=2, data/b=0.5") == {"data/a": 2.0, "data/b": 0.5}
-    for wrong in ("four", "a=0", "4,a=1", "a=1,a=2", "a=", "a=inf"):
-        with pytest.raises(UserError, match="in max_epochs=.* is wrong; write '4' or"):
-            mixture.parse_max_epochs(wrong)
-
-
 # ---- several sources -------------------------------------------------------------------------------------------------
 
 STAGES = [(0, [0.7, 0.2, 0.1]), (3000, [0.0, 1.0, 0.0]), (3700, [1 / 3, 1 / 3, 1 / 3])]

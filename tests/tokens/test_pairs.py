@@ -474,7 +474,7 @@ def test_several_sources(tok, tmp_path):
     staged = PairCorpus(f"0: {a}=1; 4: {b}=1", tok, 256, 1, val_fraction=0.0).order(3, 8, 100)
     assert staged.start(np.arange(64))[0].tolist() == [0] * 32 + [1] * 32
     text, warnings = corpus.describe(order, 2048)
-    assert "epochs of" in text and "pairs (a.jsonl)" in text and len(warnings) == 2
+    assert "epochs of" in text and "rows (a.jsonl)" in text and len(warnings) == 2
 
 
 def test_every_pair_has_a_number_and_comes_once_in_all_batches(tok, tmp_path):
