@@ -255,7 +255,7 @@ class Mixture:
         return self.segments[k].before + self.segments[k].counts(n_samples - self.segments[k].first)
 
     def epochs(self, n_samples: int) -> np.ndarray:
-        """Return (n_sources,) float64: epochs of each source in them."""
+        """Return (n_sources,) float64: epochs of each source in the first n_samples samples."""
         return self.counts(n_samples) / [sampler.n_windows for sampler in self.samplers]
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
