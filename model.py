@@ -1,7 +1,7 @@
 """The model: a Llama-shaped decoder and its chunked loss.
 
-RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; optional QK-norm (then it
-is Qwen3's architecture) and optional tied embeddings. Parameters carry Hugging Face's names without "model.".
+RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; with QK-norm it is Qwen3's
+architecture. Parameters carry Hugging Face's names without "model.".
 
     model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
     model(idx)          -> logits (B, T, V)
@@ -16,7 +16,7 @@ Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V voc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,12 +29,9 @@ from groundup.tokens.documents import borders_of, can_border, lengths_of, mask_o
 
 IGNORE = -100  # a target with this value is not trained on
 # Elements of the largest block of logits that the loss holds: 24 MiB in float32, enough for full-speed matrix products.
-# From 32 MiB on glibc's malloc maps new pages every time (1.06 to 1.2 times the time at a vocabulary of 8k); 2**22
-# elements take 1.15 times the time (32k, 512 wide), because every block is added to the whole float32 gradient.
+# From 32 MiB on glibc's malloc maps new pages every time.
 CHUNK_ELEMENTS = 3 * 2**21
-# On a CPU with bfloat16 units, two products and a softmax take 0.2 to 0.4 times the time of torch's fused attention up
-# to 256 tokens, forward and backward (its tiles are small); at 1024 tokens they take 1.4 times.
-PLAIN_ATTENTION_LENGTH = 512
+PLAIN_ATTENTION_LENGTH = 512  # in bfloat16 on a CPU torch's fused attention is slower than plain products up to here
 MEAN_DOCUMENT_TOKENS = 8  # varlen attention reserves room for B * T / 8 documents; each one costs it 128 rows
 
 
@@ -61,10 +58,8 @@ class ModelConfig:
             if getattr(self, key) <= 0:
                 raise UserError(f"model: {key} must be positive, got {getattr(self, key)}")
         if self.head_dim < 0 or self.ffn_dim < 0 or not 0 <= self.dropout < 1:
-            raise UserError(
-                f"model: head_dim={self.head_dim} and ffn_dim={self.ffn_dim} must not be negative, "
-                f"dropout={self.dropout} must be from 0 to below 1"
-            )
+            sizes = f"head_dim={self.head_dim} and ffn_dim={self.ffn_dim} must not be negative"
+            raise UserError(f"model: {sizes}, dropout={self.dropout} must be from 0 to below 1")
         if self.n_head % self.n_kv_head:
             raise UserError(f"model: n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
         if not self.head_dim and self.n_embd % self.n_head:
@@ -73,16 +68,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError(f"model: head_dim={self.head_dim} must be even: rotary positions turn pairs")
         self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
-
-
-class Cache(Protocol):
-    """The positions of a key-value cache that one call of the model computes (groundup/generate/kv_cache.py)."""
-
-    positions: Tensor  # (1, T) or (B, 1)
-    mask: Tensor  # (T, S) or (B, 1, 1, S) bool: which positions of the cache each new one attends to
-
-    def layer(self, i: int) -> Callable:
-        """Return append(k, v): store k, v (B, K, T, D), return keys and values of all positions so far (B, K, S, D)."""
 
 
 class Transformer(nn.Module):
@@ -112,7 +97,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None,
+        self, idx: Tensor, targets: Tensor | None = None, cache: Any = None,
         documents: Tensor | None = None, index: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """idx (B, T) int64; targets (B, T) int64 or IGNORE. See the top of the file for the result."""
@@ -123,11 +108,14 @@ class Transformer(nn.Module):
             return project(self.lm_head, x)
         return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())[0]
 
-    def hidden(self, idx: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
         """idx (B, T) int64 -> hidden states after the final norm (B, T, C).
 
         documents (B, T) int64: the number of each token's document. A new document begins where the number changes;
-        give padding a number of its own. Each document is computed as if it were alone in its row. Not with a cache."""
+        give padding a number of its own. Each document is computed as if it were alone in its row. Not with a cache.
+
+        cache: `positions` (1, T) or (B, 1) of the new tokens; `mask` (T, S) or (B, 1, 1, S) bool, what each of them
+        attends to; layer(i)(k, v), which stores keys and values (B, K, T, D) of layer i and returns all so far."""
         assert cache is None or documents is None, "with a cache each row is one document"
         starts = mask = borders = None
         if cache is not None:
@@ -173,8 +161,8 @@ class Transformer(nn.Module):
         return mask_of(starts, dtype), None
 
     def compile_blocks(self, compile_fn: Callable) -> None:
-        """Compile each block by itself. All blocks share one graph, so the start is fast, and a block's gradients are
-        ready as soon as its backward ends, so communication overlaps; one graph of the model would delay them all."""
+        """Compile each block by itself: the start is fast, as all share one graph, and communication overlaps, as a
+        block's gradients are ready when its backward ends."""
         for block in self.layers:
             block.forward = compile_fn(block.forward)
 
@@ -191,12 +179,9 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, append: Callable | None = None, mask: Tensor | None = None,
-        borders: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        y = self.self_attn(self.input_layernorm(x), cos, sin, append, mask, borders)
-        x = x + F.dropout(y, self.dropout, self.training)
+    def forward(self, x: Tensor, *where: Any) -> Tensor:
+        """x (B, T, C) -> (B, T, C). where: what Attention takes besides x."""
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), *where), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
@@ -246,8 +231,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (arXiv:1910.07467), computed in float32. Under autocast the result is cast once here: the
-    linear layers that share it would otherwise each cast it again."""
+    """x / rms(x) * weight (arXiv:1910.07467) in float32. Under autocast the result is cast once for all readers."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -266,8 +250,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """linear(x). For a single row in a compiled CPU graph, written as a matrix-vector product: inductor turns that into
-    a loop at the memory's bandwidth, of which the library behind F.linear reaches a third."""
+    """linear(x). A single row in a compiled CPU graph is a matrix-vector product: inductor makes that a loop at the
+    memory's bandwidth, of which the library behind F.linear reaches a third."""
     if torch.compiler.is_compiling() and type(linear) is nn.Linear and x.numel() == x.shape[-1] and x.is_cpu:
         return torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
     return linear(x)
@@ -278,11 +262,9 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
     inv_freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     if not cfg.rope_scaling:
         return inv_freq
-    # Llama 3.1: slow down the long wavelengths by `factor`, keep the short ones, blend in between.
-    s = cfg.rope_scaling
+    s = cfg.rope_scaling  # Llama 3.1: slow down the long wavelengths by `factor`, keep the short ones, blend between
     turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    low, high = s["low_freq_factor"], s["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
     return inv_freq * (keep + (1 - keep) / s["factor"])
 
 
@@ -319,18 +301,16 @@ def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention where mask, (T, S) or (B, 1, 1, S), is true. Heads that share keys become more rows of one product, so
-    that no key is copied and every fused kernel applies."""
+    """Attention where mask, (T, S) or (B, 1, 1, S), is true. Heads that share keys become more rows of one product."""
     B, H, T, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)
-    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # inductor fuses these sums: 0.15 to 1 times the time
+    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # inductor fuses these sums
         scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
         weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
         return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
     if T > 1:
         mask = mask.repeat(H // k.shape[1], 1)
-    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:
-        # For one query in half precision torch's kernel takes twice the time that it takes for two.
+    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:  # torch's kernel is slower for one query than two
         return F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)[:, :, :1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
 
@@ -344,12 +324,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-# Not compiled: the number of documents would become part of the graph. torch.compiler.disable does the same, but
-# imports torch._dynamo at once, which takes as long as importing the rest of torch.
-@torch._disable_dynamo
+@torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo at once
 def attention_by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float) -> Tensor:
-    """`flash_attention` for CPUs: each document by itself. With eight documents in 1024 tokens a training step takes
-    0.6 to 0.7 times the time of the mask, which throws most of the T x T scores away."""
+    """`flash_attention` for CPUs: each document by itself. Not compiled: their number would be part of the graph."""
     B, H, T, D = q.shape
     lengths = list(filter(None, borders.diff().tolist()))
     rows = (t.transpose(0, 1).reshape(t.shape[1], B * T, D).split(lengths, dim=1) for t in (q, k, v))
@@ -373,8 +350,7 @@ def cross_entropy(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and loss, one chunk of tokens at a time. Forward computes the gradients too, while a chunk's logits exist:
-    the same arithmetic as autograd's with (chunk, V) instead of (N, V) in memory, and nothing is computed twice."""
+    """Head and loss, one chunk of tokens at a time. Forward computes the gradients too, while the logits exist."""
 
     @staticmethod
     def forward(
