@@ -158,11 +158,16 @@ def open_safetensors(path: Path) -> Any:
         raise UserError(f"checkpoint: cannot read {path}: {why}") from None
 
 
-def drop_tied_head(tensors: dict[str, Any], directory: str | Path) -> None:
-    """Remove the second copy of the embedding that some tied models store as their head."""
+def drop_tied_head(tensors: dict[str, Any], directory: str | Path, trained_as_one: bool = True) -> None:
+    """Remove the head that some files of tied models hold beside the embedding. Raise UserError if it differs, or if an
+    adapter has only one of them, not `trained_as_one` with the other."""
     head, embedding = tensors.pop("lm_head.weight", None), tensors.get("embed_tokens.weight")
-    if head is not None and embedding is not None and not torch.equal(head[:], embedding[:]):
-        raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight differs from them")
+    if head is None:
+        apart = embedding is not None and not trained_as_one
+    else:
+        apart = embedding is None or not torch.equal(head[:], embedding[:])
+    if apart:
+        raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight was trained apart from them")
 
 
 def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], directory: str | Path) -> None:
@@ -248,7 +253,7 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
         if present is not None and replace(present, dropout=cfg.dropout) != cfg:
             raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
         if model.cfg.tie_embeddings:
-            drop_trained_head(tensors, config, directory)
+            drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
         shapes = weight_shapes(model.cfg, cfg).items()
         check_fit({name: shape for name, shape in shapes if ".lora_" in name or name in tensors}, tensors, directory)
         if present is None:
@@ -256,12 +261,3 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
         params = dict(model.named_parameters())
         for name, tensor in tensors.items():
             params[name].copy_(tensor[:])
-
-
-def drop_trained_head(tensors: dict[str, Any], config: dict, directory: str | Path) -> None:
-    """Remove a tied model's head, which must have been trained with the embedding as one. Raise UserError."""
-    both = [tensors[name][:] for name in ("embed_tokens.weight", "lm_head.weight") if name in tensors]
-    head = tensors.pop("lm_head.weight", None)
-    as_one = torch.equal(*both) if len(both) == 2 else head is None and config.get("ensure_weight_tying")
-    if both and not as_one:
-        raise UserError(f"lora: {directory} trained embedding and head apart, but the model ties them; untie the base")

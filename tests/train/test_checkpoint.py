@@ -506,7 +506,7 @@ def test_a_larger_vocabulary_is_saved(tmp_path: Path, tie: bool) -> None:
     with pytest.raises(UserError) as caught:
         checkpoint.load_model(path)
     text = str(caught.value)
-    assert "embed_tokens.weight has shape" in text or "trained embedding and head apart" in text
+    assert "embed_tokens.weight has shape" in text or "trained apart" in text
 
 
 def test_an_adapter_on_an_adapter_is_refused(tmp_path: Path) -> None:
