@@ -141,7 +141,10 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         if task in choices.TASKS:
             choices.read_task(task, source, config["shots"])
         elif task == "win_rate":
-            judging.matches_of(*map(judging.read_answers, two_paths(source)))
+            if len(answers := readers.find_files(source)) != 2:
+                what = f"win_rate needs two files of answers, got {source!r}"
+                raise UserError(f"config: {what}; give --data=A.jsonl,B.jsonl")
+            judging.matches_of(*map(judging.read_answers, answers))
         elif task == "generation":
             text_metrics.check_libraries()
             if "-" not in read:  # standard input can be read once
@@ -157,13 +160,6 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
-
-
-def two_paths(source: str) -> list[str]:
-    paths = [path.strip() for path in source.split(",") if path.strip()]
-    if len(paths) != 2:
-        raise UserError(f"config: win_rate needs two files of answers, got {source!r}; give --data=A.jsonl,B.jsonl")
-    return paths
 
 
 def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
@@ -223,7 +219,7 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
             return evaluate_generation(model, tokenizer, source, params, limit, size)
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
-    paths = two_paths(source)
+    paths = readers.find_files(source)
     of_a, of_b = (judging.read_answers(path)[: limit or None] for path in paths)
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))

@@ -59,17 +59,13 @@ def evaluate_choices(
     model: Transformer, tokenizer: Tokenizer, task: str, directory: str, shots: int, batch_size: int,
     device: torch.device, dtype: torch.dtype, limit: int = 0, block_size: int = 0,
 ) -> dict:  # fmt: skip
-    """Return {task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes, records}.
+    """Return {task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes, records}. All ranks call
+    this and get the result. limit: first questions of each subject, 0 = all.
 
-    Each score is {n, chance, acc, acc_stderr}: questions, accuracy of guessing, accuracy, and its standard error
-    (sample deviation / sqrt n; None for one question). If answers are texts, acc goes by their log-probability,
-    acc_norm by that per character, acc_bytes by that per byte of UTF-8. overall and groups average over questions,
-    subject_mean over subjects, as CMMLU and C-Eval publish it.
-
-    A prompt that does not fit in block_size (0 = the model's) gets fewer examples (fewer_shots questions); one that
-    does not fit without examples loses its beginning (cut questions). limit: first questions of each subject, 0 = all.
-    All ranks call this and get the result.
-    """
+    Each score is {n, chance, acc, acc_stderr}. If answers are texts, acc goes by their log-probability, acc_norm by
+    that per character, acc_bytes by that per byte of UTF-8. overall and groups average over questions, subject_mean
+    over subjects, as CMMLU and C-Eval publish it. A prompt that does not fit in block_size (0 = the model's) gets fewer
+    examples (fewer_shots questions), and without examples loses its beginning (cut questions)."""
     size = min(block_size or model.cfg.block_size, model.cfg.block_size)
     subjects, notes = read_task(task, directory, shots)
     records = []
@@ -166,9 +162,7 @@ def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str
         name = file.stem.removesuffix(f"_{split}")
         read = partial(read_questions, task=task, words=words, notes=notes)
         source = Path(path, "dev", file.name.replace(f"_{split}.csv", "_dev.csv"))
-        if shots and not source.exists():
-            raise UserError(f"choices: {task}: there is no {source} with the examples; add it, or give --shots=0")
-        examples = read(source) if shots else []
+        examples = read(source) if shots and source.exists() else []
         if (n := len(examples)) < shots:
             raise UserError(f"choices: {source} holds {n} examples, fewer than shots={shots}; give --shots={n} or less")
         intro = words["letters_intro" if task == exam else "texts_intro"]

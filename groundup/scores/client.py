@@ -96,8 +96,8 @@ def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> R
             what, least_pause = trouble.args
             if is_first and isinstance(trouble, Unreachable):
                 raise UserError(f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url") from None
-        pause = min(max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT)
         if attempt < endpoint.max_retries:
+            pause = min(max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT)
             tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
             time.sleep(pause)
     times = f"{endpoint.max_retries + 1} times"
@@ -142,10 +142,8 @@ def failed(base_url: str, error: urllib.error.HTTPError) -> Reply:
 
 
 class Journal:
-    """All replies in the order of their requests, in a file whose first line has the settings; locked while open.
-
-    A half line at the end, left by a kill, is cut off. Raises UserError if the file is damaged or of other settings.
-    """
+    """All replies in the order of their requests, in a file whose first line has the settings; locked while open. A
+    half line at the end, left by a kill, is cut off. Raises UserError if the file is damaged or of other settings."""
 
     def __init__(self, path: str, settings: dict) -> None:
         self.file = open(path, "a+b")

@@ -2,14 +2,11 @@
 
 The loss of a document is the negative log-probability of its whole text, so models are compared on the same documents
 whatever their tokenizers (as in arXiv:2310.19341): per byte and per character always, per token (and perplexity) only
-if the tokenizer is the same.
-
-Every document follows the token that begins a text, so its first token is scored too; the token that ends a text is
-not. Bytes and characters are counted in the text itself, even if a tokenizer normalises it.
+if the tokenizer is the same. The token that begins a text is read, not scored; none ends it. Bytes and characters are
+those of the text itself, even if a tokenizer normalises it.
 
 A document longer than block_size is read in windows of block_size tokens whose starts are `stride` apart; a token is
-scored in the first window that has it. With stride = block_size (written 0) windows do not overlap, and the first token
-of a window has one token of context; else each token has at least block_size - stride.
+scored in the first window that has it, with at least block_size - stride tokens of context.
 """
 
 import math
@@ -51,14 +48,13 @@ def parse_domains(spec: str) -> list[Domain]:
     domains = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
-        if named:
-            domains.append(Domain(named[1].strip(), readers.find_files(named[2])))
-        elif os.path.isdir(part):
-            domains.append(Domain(os.path.basename(os.path.abspath(part)), readers.find_files(part)))
-        else:
-            for path in readers.find_files(part):
-                name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
-                domains.append(Domain(name, [path]))
+        if named or os.path.isdir(part):
+            name, files = (named[1].strip(), named[2]) if named else (os.path.basename(os.path.abspath(part)), part)
+            domains.append(Domain(name, readers.find_files(files)))
+            continue
+        for path in readers.find_files(part):
+            name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
+            domains.append(Domain(name, [path]))
     if not domains:
         raise UserError("perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'")
     names = [domain.name for domain in domains]
@@ -79,10 +75,10 @@ def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> It
 
 def begin_id(tokenizer: Tokenizer) -> int:
     """Return the id that stands before every text. Raise UserError if there is none."""
-    for token_id in (tokenizer.bos_id, tokenizer.eot_id):
-        if token_id >= 0:
-            return token_id
-    raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
+    found = tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eot_id
+    if found < 0:
+        raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
+    return found
 
 
 def windows(ids: Sequence[int], block_size: int, stride: int) -> Iterator[tuple[list[int], int]]:
@@ -111,24 +107,22 @@ def document_losses(
 ) -> list[Loss]:  # fmt: skip
     """Return the loss of each text, in order. The ranks share the work; all get all losses."""
     first = begin_id(tokenizer)
-    sizes: list[tuple[int, int]] = []  # bytes, characters
-    totals: list[list[float]] = []  # nats, tokens
+    found: list[list[float]] = []  # fields of Loss
 
     def numbered_rows() -> Iterator[tuple[int, tuple[list[int], int]]]:
         for number, text in enumerate(texts):
-            sizes.append((len(text.encode()), len(text)))
-            totals.append([0.0, 0])
+            found.append([0.0, 0, len(text.encode()), len(text)])
             ids = [first, *tokenizer.encode_array(text).tolist()]
             for row in windows(ids, settings.block_size, settings.stride):
                 yield number, row
 
     numbered = numbered_rows()
     while group := list(islice(numbered, max(1, GROUP_TOKENS // settings.block_size))):
-        found = score_tokens(model, [row for _, row in group], settings.batch_size, device, dtype)
-        for (number, _), scored in zip(group, found, strict=True):
-            totals[number][0] += scored.nats
-            totals[number][1] += scored.n_tokens
-    return [Loss(*total, *size) for total, size in zip(totals, sizes, strict=True)]
+        of_rows = score_tokens(model, [row for _, row in group], settings.batch_size, device, dtype)
+        for (number, _), scored in zip(group, of_rows, strict=True):
+            found[number][0] += scored.nats
+            found[number][1] += scored.n_tokens
+    return [Loss(*of) for of in found]
 
 
 def summarize(losses: Sequence[Loss]) -> dict[str, float]:
