@@ -5,26 +5,24 @@ A script writes its settings as plain assignments with a trailing comment, then 
     python pretrain.py config/small.py --learning_rate=1e-3        # default < files < flags, wherever they stand
     python pretrain.py --help                                      # every key: type, default and its comment
 
-Keys are the script's public lowercase bool, int, float and str names. Only these keys exist and each keeps its type: an
-unknown key or a value of another type prints one line on standard error and exits with status 1. An override file is
-Python that you run, so it may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, imports
-and functions stay its own.
+Keys are the script's public lowercase bool, int, float and str names, and each keeps its type: for an unknown key or a
+value of another type the script prints one line on standard error and exits with status 1. An override file is Python
+that you run, so it may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, modules and
+functions stay its own.
 """
 
 import ast
 import contextlib
 import difflib
 import importlib.util
-import io
 import math
 import os
 import re
 import sys
-import tokenize
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from groundup.errors import UserError
 
@@ -33,9 +31,7 @@ TYPES = (bool, int, float, str)
 
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
-
-    argv: None = the command line. Print help and exit 0 on --help; print one line and exit 1 on a mistake.
-    """
+    Print help and exit with status 0 on --help; print one line and exit with 1 on a mistake."""
     sys.excepthook = one_line_excepthook
     argv = sys.argv[1:] if argv is None else argv
     keys = {k: v for k, v in namespace.items() if is_key(k, v)}
@@ -72,31 +68,25 @@ def resolve(keys: Mapping[str, object], argv: list[str], removed: Mapping[str, o
 def read_file(path: str, config: Mapping[str, object], removed: Mapping[str, object] | None = None) -> dict:
     """Return the checked values that the override file `path` sets. The file can use the current values by name."""
     try:
-        with open(path, encoding="utf-8") as f:
-            source = f.read()
+        source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
-        tree = ast.parse(source, path)
-        exec(compile(tree, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
+        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
     except SyntaxError as error:
         raise UserError(f"config: {path}:{error.lineno or 1}: SyntaxError: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"config: {path}:{last_line(error, path)}: {type(error).__name__}: {error}") from None
-    imported = imported_names(tree)
-    found = {k: v for k, v in scratch.items() if not k.startswith("_") and is_setting(k, v, config, imported)}
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path] or [0]
+        raise UserError(f"config: {path}:{lines[-1]}: {type(error).__name__}: {error}") from None
+    own = {k for k, v in scratch.items() if k.startswith("_") or callable(v) or isinstance(v, ModuleType)}
+    found = {k: v for k, v in scratch.items() if k in config or k not in own}
     for key in (removed or {}).keys() & found.keys() - config.keys():
         value = found.pop(key)
         if value != removed[key]:
             raise UserError(f"config: {key}={value!r} in {path}: there is no such setting any more; remove the line")
     return {k: checked(k, v, config, path) for k, v in found.items()}
-
-
-def imported_names(tree: ast.AST) -> set[str]:
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
@@ -132,21 +122,9 @@ def is_key(name: str, value: object) -> bool:
     return not name.startswith("_") and name == name.lower() and type(value) in TYPES
 
 
-def is_setting(name: str, value: object, config: Mapping[str, object], imported: set[str]) -> bool:
-    """Return whether a name in an override file must be a known key: all but imports, functions and classes, so that a
-    misspelt key is never passed over."""
-    return name in config or not (name in imported or callable(value) or type(value) is type(os))
-
-
 def nearest(key: str, keys: Mapping[str, object]) -> str:
     match = difflib.get_close_matches(key, keys, n=1)
     return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
-
-
-def last_line(error: Exception, path: str) -> int:
-    """Return the line of `path` in which `error` was raised, 0 if none."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return lines[-1] if lines else 0
 
 
 def load_function(name: str, key: str) -> Callable:
@@ -207,34 +185,19 @@ def defaults_of(path: str | Path) -> dict:
 
 def trailing_comments(path: str) -> dict[str, str]:
     """Return {name: comment} of the `name = value  # comment` lines at the left margin of a Python file."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            tokens = list(tokenize.generate_tokens(io.StringIO(f.read()).readline))
-    except (OSError, tokenize.TokenError):
-        return {}
-    comments, name = {}, ""
-    for token in tokens:
-        if token.type == tokenize.NAME and token.start[1] == 0:
-            name = token.string
-        elif token.type == tokenize.COMMENT and token.start[1] > 0 and name and name not in comments:
-            comments[name] = token.string.lstrip("# ")
-        elif token.type == tokenize.NEWLINE:
-            name = ""
-    return comments
+    source = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else ""
+    string = r""" "[^"\n]*"|'[^'\n]*' """.strip()
+    return dict(re.findall(rf"^(\w+)(?:: \w+)? = (?:{string}|[^\"'#\n])*# *(.*)$", source, re.MULTILINE))
 
 
 def write_config(config: Mapping[str, object], path: str, command: str = "") -> None:
     """Write the resolved settings as an override file, whole or not at all."""
     lines = [repr(f"Resolved configuration; re-run with: {command}" if command else "Resolved configuration.")]
-    lines += [f"{key} = {literal(value)}" for key, value in config.items()]
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        f.write("\n".join(lines) + "\n")
+    for key, value in config.items():  # repr of infinity and NaN is no Python
+        odd = type(value) is float and not math.isfinite(value)
+        lines.append(f"{key} = float('{value}')" if odd else f"{key} = {value!r}")
+    Path(path + ".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(path + ".tmp", path)
-
-
-def literal(value: object) -> str:
-    """Return a setting as Python source. repr of infinity and NaN is no Python."""
-    return f"float('{value}')" if type(value) is float and not math.isfinite(value) else repr(value)
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -242,15 +205,7 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     if issubclass(kind, UserError):
         print(error, file=sys.stderr)
     elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-        first = f"{str(error).partition('. GPU')[0]}{place_in_our_code(tb)}"
+        first = str(error).partition(". GPU")[0]
         print(f"{first}; lower batch_size, or set activation_checkpointing=True where there is one", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, tb)
-
-
-def place_in_our_code(tb: TracebackType | None) -> str:
-    """Return " (file.py:line)" of the innermost call in a file beside this one, or ""."""
-    places = [(os.path.split(os.path.abspath(frame.filename)), frame.lineno) for frame in traceback.extract_tb(tb)]
-    here = os.path.dirname(os.path.abspath(__file__))
-    ours = [f" ({name}:{line})" for (directory, name), line in places if directory == here]
-    return ours[-1] if ours else ""
