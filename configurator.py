@@ -187,7 +187,7 @@ def trailing_comments(path: str) -> dict[str, str]:
     """Return {name: comment} of the `name = value  # comment` lines at the left margin of a Python file."""
     source = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else ""
     string = r""" "[^"\n]*"|'[^'\n]*' """.strip()
-    return dict(re.findall(rf"^(\w+)(?:: \w+)? = (?:{string}|[^\"'#\n])*# *(.*)$", source, re.MULTILINE))
+    return dict(re.findall(rf"^(\w+)(?:: \w+)? = (?:\(\s*)?(?:{string}|[^\"'#\n])*# *(.*)$", source, re.MULTILINE))
 
 
 def write_config(config: Mapping[str, object], path: str, command: str = "") -> None:
