@@ -50,7 +50,6 @@ beta = 0.1  # how much a log-ratio counts; sigmoid_norm and simpo, whose are mea
 label_smoothing = 0.0  # cdpo, robust: the share of pairs that are thought to be the wrong way round, below 0.5
 gamma = 0.5  # simpo: the margin by which the chosen answer should win
 nll_weight = 0.0  # adds this times the chosen answer's loss per token, which keeps it likely; 0.1 to 1 is usual
-nll_prompt = False  # that loss, and orpo's, over the prompt too
 reference = "precomputed"  # precomputed | adapter_off (trainable='lora': computed in each step)
 lora_dropout = 0.0  # on the input of the adapters
 dropout = 0.0  # above 0 the log-ratios are noise from the first step on
@@ -75,7 +74,8 @@ DEBUG_DATA = "data/debug/dpo.jsonl"  # made by the script, to try it without any
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config, choices={"reference": ("precomputed", "adapter_off")})
+    choices = {"loss": preference.LOSSES, "reference": ("precomputed", "adapter_off")}
+    run.check_config(config, {"gamma": 0, "nll_weight": 0}, choices=choices)
     preference.check_losses(config)
     other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"
     run.refuse(other, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
@@ -94,7 +94,7 @@ def evaluate(
     for source, of_source in enumerate(batches.values()):
         for batch in of_source:
             batch = batch.to(device)
-            logps, n_tokens = pair_logps(model, batch, device, dtype, config["nll_prompt"])
+            logps, n_tokens = pair_logps(model, batch, device, dtype)
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
             found = torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1)
             sums[source] += found.double().cpu()
@@ -208,7 +208,7 @@ if __name__ == "__main__":
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             batch = batches.next()
-            logps, n_tokens = pair_logps(model, batch, torch_device, torch_dtype, nll_prompt)
+            logps, n_tokens = pair_logps(model, batch, torch_device, torch_dtype)
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
             loss_of_micro = losses.sum() * (world_size / n_pairs)  # ddp averages over ranks
             scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=2", "--block_size=128"]
 FLAGS += ["--batch_size=4", "--learning_rate=1e-2", "--peak_tflops=1", "--val_fraction=0.2"]
 CPU = torch.device("cpu"), torch.float32
-SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "nll_weight": 0.0, "nll_prompt": False}
+SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "nll_weight": 0.0}
 OF_SUMS = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")  # that trl computes from logits
 
 
@@ -282,22 +282,6 @@ def test_reference_free_losses_are_those_of_trl():
     torch.testing.assert_close(metrics[:2], torch.stack((chosen, rejected)))
 
 
-def test_the_prompt_counts_where_it_is_asked_for(base, tmp_path):
-    """As in trl's ORPO: the mean over all tokens of the chosen text, which is transformers' loss."""
-    from transformers import LlamaForCausalLM
-
-    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
-    rows = [pair(1), pair(14)]
-    batch, config = batch_of(base, rows, tmp_path), settings("orpo", nll_prompt=True)
-    logps, n_tokens = pair_logps(model, batch, *CPU, with_prompt=True)
-    torch.testing.assert_close(logps[:2], pair_logps(model, batch, *CPU)[0])
-    losses, _ = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, config)
-    terms = pair_losses(logps[:2], torch.zeros(2, 2), n_tokens[:2], config)
-    for i in range(2):
-        ids = batch.x[i, : batch.lengths[i]][None]
-        assert (losses - terms)[i].item() == pytest.approx(hf(ids, labels=ids).loss.item(), rel=1e-5)
-
-
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -487,7 +471,7 @@ RANK_CASES = {
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
     "lora off forward": ["--trainable=lora", "--reference=adapter_off", "--overlap_step=forward"],
     "backward": ["--overlap_step=backward", "--grad_clip=0"],
-    "orpo": ["--loss=orpo", "--nll_prompt=True"],
+    "orpo": ["--loss=orpo"],
 }
 
 
@@ -546,7 +530,6 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
         (["--beta=0"], "beta must be above 0"),
         (["--label_smoothing=0.1"], "label_smoothing is for"),
         (["--loss=robust", "--label_smoothing=0.5"], "below 0.5"),
-        (["--nll_prompt=True"], "nll_prompt"),
         (["--reference=adapter_off"], "trainable='lora'"),
         (["--reference=adapter_off", "--trainable=embed,lora"], "trainable='lora'"),
         (["--reference=copy"], "reference must be one of"),

@@ -229,7 +229,6 @@ def test_metrics_equal_counts_by_hand():
     for name, some in buckets.items():
         assert found[f"pairs/{name}"] == len(some) > 20
         assert found[f"accuracy/{name}"] == pytest.approx(share(some, right))
-        assert found[f"longer_wins/{name}"] == pytest.approx(share(some, longer))
     scores, lengths = chosen + rejected, n_chosen + n_rejected
     assert found["length_correlation"] == pytest.approx(np.corrcoef(scores, lengths)[0, 1])
     assert found["reward_mean"] == pytest.approx(np.mean(scores))
@@ -252,7 +251,7 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base):
     assert found["accuracy"] == pytest.approx(sum(a > b for a, b in scores) / len(scores))
     losses = [math.log1p(math.exp(b - a + m)) for (a, b), m in zip(scores, val.margin.tolist(), strict=True)]
     assert found["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert sum(n for _, _, n in found["calibration"]) == len(scores) == val.n_rows > 10
+    assert len(scores) == val.n_rows > 10
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

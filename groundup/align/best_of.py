@@ -28,11 +28,8 @@ class Ranker:
         self.without_reward: Counter[str] = Counter()
 
     def rank(self, result: Result, n: int) -> Result:
-        """Return `result` with its n best completions, best first; ties keep their order.
-
-        An answer too long for the reward model has no reward (None) and comes after those that have one; an unfinished
-        answer (finish_reason "length") comes last. The distribution of the best of N answers is at most log N - (N - 1)
-        / N nats (KL divergence) from the model's own (arXiv:2401.01879)."""
+        """Return `result` with its n best completions, best first; ties keep their order. An answer too long for the
+        reward model has no reward (None) and comes after those that have one, an unfinished answer last."""
         rewards = self.rewards(result)
         scored = [found._replace(reward=reward) for found, reward in zip(result.completions, rewards, strict=True)]
         scored.sort(key=rank_of, reverse=True)

@@ -24,6 +24,7 @@ from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks
 from groundup.train.device import autocast
 from groundup.train.lora import adapters_off
+from groundup.train.run import refuse
 from model import (
     CHUNK_ELEMENTS,
     IGNORE,
@@ -42,20 +43,12 @@ METRICS += ("logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen",
 
 
 def check_losses(config: Mapping) -> None:
-    """Raise UserError for an unknown loss, or for settings that do not fit it."""
-    if config["loss"] not in LOSSES:
-        raise UserError(f"config: loss must be one of {', '.join(LOSSES)}, got {config['loss']!r}")
-    if not config["beta"] > 0:
-        raise UserError(f"config: beta must be above 0, got {config['beta']}")
-    for key in ("gamma", "nll_weight"):
-        if not config[key] >= 0:
-            raise UserError(f"config: {key} must be at least 0, got {config[key]}")
-    if not 0 <= config["label_smoothing"] < 0.5:
-        raise UserError(f"config: label_smoothing must be from 0 to below 0.5, got {config['label_smoothing']}")
-    if config["label_smoothing"] and config["loss"] not in ("cdpo", "robust"):
-        raise UserError(f"config: label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
-    if config["nll_prompt"] and not nll_share(config):
-        raise UserError("config: nll_prompt=True needs nll_weight above 0 or loss='orpo'")
+    """Raise UserError for settings that do not fit the loss."""
+    wrong = config["label_smoothing"]
+    refuse(not config["beta"] > 0, f"beta must be above 0, got {config['beta']}")
+    refuse(not 0 <= wrong < 0.5, f"label_smoothing must be from 0 to below 0.5, got {wrong}")
+    other = wrong and config["loss"] not in ("cdpo", "robust")
+    refuse(other, f"label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------
@@ -111,34 +104,18 @@ def chunks(n_tokens: int, vocab_size: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, n_tokens, chunk)]
 
 
-def pair_logps(
-    model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype, with_prompt: bool = False
-) -> tuple[Tensor, Tensor]:
+def pair_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the sums of log-probabilities of the chosen and the rejected answers, (2, B) float32 with gradient, and
-    their numbers of tokens. with_prompt: a third row for the prompts of the chosen ones, without their first token."""
+    their numbers of tokens. An answer's <|im_end|> counts."""
     B, T = len(batch.x) // 2, batch.x.shape[1]
-    index, targets, row = prompt_places(batch) if with_prompt else (batch.index, batch.targets, batch.row)
-    n_rows = (3 if with_prompt else 2) * B
-    place = row * T + index % T  # all different, so that scatter_add sums in a fixed order
-    n = -len(index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
-    index, place, targets = F.pad(index, (0, n)), F.pad(place, (0, n)), F.pad(targets, (0, n), value=IGNORE)
+    place = batch.row * T + batch.index % T  # all different, so that scatter_add sums in a fixed order
+    n = -len(batch.index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
+    index, place, targets = F.pad(batch.index, (0, n)), F.pad(place, (0, n)), F.pad(batch.targets, (0, n), value=IGNORE)
     with autocast(device, dtype):
         hidden = model(batch.x, index=index)
         logps = token_logps(hidden, model.lm_head.weight, targets)
-    zeros, valid = logps.new_zeros(n_rows * T), (targets != IGNORE).float()
+    zeros, valid = logps.new_zeros(2 * B * T), (targets != IGNORE).float()
     return tuple(zeros.scatter_add(0, place, part).view(-1, B, T).sum(2) for part in (logps, valid))
-
-
-def prompt_places(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (index, targets, row) of the batch with the prompts of its B chosen rows appended as rows 2B to 3B - 1."""
-    B, T = len(batch.x) // 2, batch.x.shape[1]
-    first = batch.index.new_full((2 * B,), T).scatter_reduce(0, batch.row, batch.index % T, "amin")[:B]
-    inside = torch.arange(T, device=first.device) < first[:, None]
-    index = inside.flatten().nonzero().squeeze(1)
-    targets = batch.x.flatten()[index + 1]
-    return tuple(
-        torch.cat(both) for both in ((batch.index, index), (batch.targets, targets), (batch.row, 2 * B + index // T))
-    )
 
 
 def reference_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -161,7 +138,7 @@ def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapp
     sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing. robust: unbiased under
     such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425). ipo: arXiv:2310.12036, with means per token as its
     authors do. sigmoid_norm: DPO with means per token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio
-    term (arXiv:2403.07691), lambda = beta; the rest is the loss of the chosen answer, see nll_share."""
+    term (arXiv:2403.07691), lambda = beta; losses_and_metrics adds the chosen answer's loss."""
     loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
     ratios = logps - reference
     means = ratios / n_tokens.clamp(min=1)
@@ -190,18 +167,13 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
 
 
-def nll_share(config: Mapping) -> float:
-    """Return the factor of the chosen answer's loss per token, which is added to `pair_losses`."""
-    return config["nll_weight"] + (config["loss"] == "orpo")
-
-
 def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair (B,) and its METRICS (10, B) float32, detached. logps, n_tokens: of `pair_logps`."""
-    losses = pair_losses(logps[:2], reference, n_tokens[:2], config)
-    if nll_share(config):
-        nll = -logps[0::2].sum(0) / n_tokens[0::2].sum(0).clamp(min=1)  # of chosen answers, and of prompts if given
-        losses = losses + nll_share(config) * nll
-    logps, n_tokens = logps[:2].detach(), n_tokens[:2]
+    losses = pair_losses(logps, reference, n_tokens, config)
+    nll_share = config["nll_weight"] + (config["loss"] == "orpo")
+    if nll_share:
+        losses = losses + nll_share * (-logps[0] / n_tokens[0].clamp(min=1))
+    logps = logps.detach()
     ratios = logps - reference
     means = ratios / n_tokens.clamp(min=1)
     chosen, rejected = config["beta"] * (means if config["loss"] in REFERENCE_FREE else ratios)

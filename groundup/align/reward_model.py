@@ -79,41 +79,25 @@ ALIKE = 1.25  # the longer of two answers of like length has at most this many t
 def measure(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor) -> dict[str, float]:
     """Return metrics of the scores (N,) of pairs and the lengths (N,) of their answers.
 
-    accuracy counts ties as wrong; longer_wins is the accuracy of preferring the longer answer, a half for equal
-    lengths. Both also for the pairs of each LENGTH_BUCKET. ece: expected calibration error over ten bins
-    (arXiv:1706.04599). length_correlation: Pearson's, of score and length over all answers."""
+    accuracy counts ties as wrong, and is also given for each LENGTH_BUCKET; longer_wins is the accuracy of preferring
+    the longer answer, a half for equal lengths. ece: expected calibration error over ten bins (arXiv:1706.04599), a tie
+    half right. length_correlation: Pearson's, of score and length over all answers; nan if one is constant."""
     chosen, rejected, n_chosen, n_rejected = (t.double() for t in (chosen, rejected, n_chosen, n_rejected))
-    difference, scores = chosen - rejected, torch.cat((chosen, rejected))
+    difference, scores, ratio = chosen - rejected, torch.cat((chosen, rejected)), n_chosen / n_rejected
     right, longer = (difference > 0).double(), ((n_chosen - n_rejected).sign() + 1) / 2
     found = {"accuracy": right.mean().item(), "longer_wins": longer.mean().item()}
-    ratio = n_chosen / n_rejected
     inside = (ratio * ALIKE < 1, (ratio * ALIKE >= 1) & (ratio <= ALIKE), ratio > ALIKE)
     for name, pairs in zip(LENGTH_BUCKETS, inside, strict=True):
-        found |= {f"accuracy/{name}": right[pairs].mean().item(), f"longer_wins/{name}": longer[pairs].mean().item()}
-        found |= {f"pairs/{name}": int(pairs.sum())}
-    found |= {"ece": calibration_error(difference), "margin": difference.mean().item()}
-    found |= {"reward_mean": scores.mean().item(), "reward_std": scores.std(correction=0).item()}
-    found |= {"reward_min": scores.min().item(), "reward_max": scores.max().item()}
-    return found | {"length_correlation": correlation(scores, torch.cat((n_chosen, n_rejected)))}
-
-
-def calibration_table(difference: Tensor, n_bins: int = 10) -> list[tuple[float, float, int]]:
-    """Return (mean confidence, accuracy, pairs) of each bin of sigmoid(|difference|) that has pairs. A tie is half
-    right."""
-    sure, right = difference.abs().sigmoid(), (difference.sign() + 1) / 2
-    bins = ((sure - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
-    inside = [bins == k for k in range(n_bins)]
-    return [(sure[i].mean().item(), right[i].mean().item(), int(i.sum())) for i in inside if i.any()]
-
-
-def calibration_error(difference: Tensor) -> float:
-    table = calibration_table(difference)
-    return sum(n * abs(sure - right) for sure, right, n in table) / len(difference)
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    """Return Pearson's correlation; nan if a or b is constant."""
-    return torch.corrcoef(torch.stack((a, b)))[0, 1].item() if a.numel() > 1 else float("nan")
+        found |= {f"accuracy/{name}": right[pairs].mean().item(), f"pairs/{name}": int(pairs.sum())}
+    sure = difference.abs().sigmoid()
+    gaps = sure.new_zeros(10).index_add_(0, ((sure - 0.5) * 20).long().clamp(max=9), sure - (difference.sign() + 1) / 2)
+    correlation = torch.corrcoef(torch.stack((scores, torch.cat((n_chosen, n_rejected)))))[0, 1]
+    return found | {
+        "ece": gaps.abs().sum().item() / len(sure), "margin": difference.mean().item(),
+        "reward_mean": scores.mean().item(), "reward_std": scores.std(correction=0).item(),
+        "reward_min": scores.min().item(), "reward_max": scores.max().item(),
+        "length_correlation": correlation.item(),
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -138,7 +122,6 @@ def evaluate(
     _, *columns = torch.cat(list(found.values()), dim=1)
     mixed = sum(share * loss for share, loss in zip(shares, losses.values(), strict=True))
     scores = {"val_loss": mixed} | measure(*columns)
-    scores["calibration"] = calibration_table(columns[0] - columns[1])
     if len(found) > 1:
         scores |= {f"val_loss/{name}": loss for name, loss in losses.items()}
         scores |= {f"accuracy/{name}": (v[1] > v[2]).double().mean().item() for name, v in found.items()}

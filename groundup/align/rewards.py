@@ -34,7 +34,6 @@ from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 
-SHOWN = 60  # characters of a prompt in an error
 LARGEST = torch.finfo(torch.float32).max  # training computes in float32
 
 
@@ -50,9 +49,7 @@ class Rollout(NamedTuple):
 
 class Rewards:
     """The parts that a `reward` string names. Raise UserError if one does not exist or does not fit the policy.
-
-    names: of the parts, for the log. block_size: most ids of a prompt and its answer that all parts can read, 0 = any.
-    """
+    names: of the parts, for the log. block_size: most ids that all parts can read, 0 = any."""
 
     def __init__(
         self, spec: str, tokenizer: Tokenizer, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
@@ -63,14 +60,13 @@ class Rewards:
             FunctionReward(part) if is_function(part) else ModelReward(part, tokenizer, device, dtype, batch_size)
             for part in self.weights
         ]
-        self.names = part_names(list(self.weights))
+        parts = list(self.weights)
+        short = [part.rpartition(":")[2] if is_function(part) else Path(part).resolve().name for part in parts]
+        self.names = names_of(parts, short)
         self.block_size = min((part.block_size for part in self.parts if part.block_size), default=0)
 
-    @property
-    def n_parameters(self) -> int:
-        """Of all reward models together."""
-        models = [part.model for part in self.parts if isinstance(part, ModelReward)]
-        return sum(p.numel() for model in models for p in model.parameters())
+        models = [part.model for part in self.parts if hasattr(part, "model")]
+        self.n_parameters = sum(p.numel() for model in models for p in model.parameters())
 
     def table(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Return (1 + parts, R) float64: the weighted sum for each of R answers, then each part; nan for unfinished
@@ -88,13 +84,8 @@ class Rewards:
 
     def record(self) -> dict[str, str]:
         """Return {part and weight: fingerprint of the weights or of the file}: all that decides the rewards."""
-        return {
-            f"{part}={weight:g}": of.fingerprint
-            for (part, weight), of in zip(self.weights.items(), self.parts, strict=True)
-        }
-
-
-# ---- the setting `reward` -------------------------------------------------------------------------------------------
+        pairs = zip(self.weights.items(), self.parts, strict=True)
+        return {f"{part}={weight:g}": of.fingerprint for (part, weight), of in pairs}
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -102,8 +93,12 @@ def parse_reward(spec: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
-        name, weight = (name.strip(), parse_weight(number)) if equals else (part, 1.0)
-        if not name or not weight:
+        name = name.strip() if equals else part
+        try:
+            weight = float(number) if equals else 1.0
+        except ValueError:
+            weight = 0.0
+        if not name or not weight or not math.isfinite(weight):
             raise UserError(f"reward: {part!r} in reward={spec!r} is not 'part' or 'part=weight', a number but 0")
         if name in weights:
             raise UserError(f"reward: {name!r} comes twice in reward={spec!r}; add its weights up")
@@ -111,26 +106,8 @@ def parse_reward(spec: str) -> dict[str, float]:
     return weights
 
 
-def parse_weight(text: str) -> float:
-    """Return a finite number of either sign; 0 for anything else."""
-    try:
-        number = float(text)
-    except ValueError:
-        return 0.0
-    return number if math.isfinite(number) else 0.0
-
-
 def is_function(part: str) -> bool:
     return re.search(r"\.py(:[^/]*)?$", part) is not None
-
-
-def part_names(parts: list[str]) -> list[str]:
-    """Return the name of each function or directory; the whole part if that name is not unique."""
-    short = [part.rpartition(":")[2] if is_function(part) else Path(part).resolve().name for part in parts]
-    return names_of(parts, short)
-
-
-# ---- a function -----------------------------------------------------------------------------------------------------
 
 
 class FunctionReward:
@@ -153,7 +130,7 @@ class FunctionReward:
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(f"reward: {self.name} fails {describe(rollout)}: {problem}") from error
         if not abs(number) <= LARGEST:
-            returned = f"{shorten(repr(value))} ({type(value).__name__})"
+            returned = f"{value!r:.60} ({type(value).__name__})"
             raise UserError(f"reward: {self.name} returns {returned}, not a finite number, {describe(rollout)}")
         return number
 
@@ -162,15 +139,8 @@ def describe(rollout: Rollout) -> str:
     """Return the place, the prompt and the answer, shortened, for people."""
     messages = rollout.prompt.messages
     texts = (messages[-1]["content"] if messages else "", rollout.text)
-    question, answer = (shorten(json.dumps(text, ensure_ascii=False)) for text in texts)
-    return f"on {rollout.prompt.place}, prompt {question}, answer {answer}"
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
-
-
-# ---- a reward model -------------------------------------------------------------------------------------------------
+    question, answer = (json.dumps(text, ensure_ascii=False) for text in texts)
+    return f"on {rollout.prompt.place}, prompt {question:.60}, answer {answer:.60}"
 
 
 class ModelReward:

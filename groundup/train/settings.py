@@ -8,7 +8,7 @@ A trainer that needs another default assigns the key again. `--help` lists these
 REMOVED = {
     "ddp_debug": False, "compile_whole": False, "domain": "", "stable_lr": 0.0, "kl_target": 0.0, "kl_horizon": 10000.0,
     "loss": "last", "end": "min", "competence": 1.0, "competence_steps": 0, "competence_schedule": "sqrt",
-    "kl": "rho_k3", "stop_on": "", "reference_file": "",
+    "kl": "rho_k3", "stop_on": "", "reference_file": "", "nll_prompt": False,
 }  # fmt: skip
 
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must = only continue | never = refuse a used out_dir

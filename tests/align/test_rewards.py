@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_best_of as tb
@@ -219,9 +220,11 @@ def test_a_model_with_another_tokenizer_is_refused(home):
         Rewards("rm", train(ts.CORPUS, 300))
 
 
-def test_parts_of_the_same_name_keep_their_whole_one():
+def test_parts_of_the_same_name_keep_their_whole_one(monkeypatch):
     parts = ["out/a/step_000010", "out/b/step_000010", "rules.py:exact", "x/rules.py:exact", "x/y.py:z", "out/rm/"]
-    assert rewards.part_names(parts) == [*parts[:4], "z", "rm"]
+    monkeypatch.setattr(rewards, "FunctionReward", lambda name: SimpleNamespace(block_size=0))
+    monkeypatch.setattr(rewards, "ModelReward", lambda *_: SimpleNamespace(block_size=0))
+    assert Rewards(",".join(parts), None).names == [*parts[:4], "z", "rm"]
 
 
 def test_another_weight_file_or_function_is_another_record(home):
