@@ -125,10 +125,6 @@ def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
 class ChatReader(RowReader):
     """Reads conversations as messages that end with the assistant's last turn, or as ids if it has a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-
     def item(self, row: object, place: str) -> tuple[str, list[dict] | tuple[np.ndarray, np.ndarray]]:
         messages, detail = row_formats.messages_of(row)
         if detail:

@@ -71,20 +71,16 @@ def read_pair(row: object) -> row_formats.Pair:
 
 
 class PairReader(RowReader):
-    """Reads pairs as ids."""
+    """Reads pairs as ids; longest: the block_size that each side must fit in."""
 
     kind, noun, split_by_prompt = "preference", "preference pair", True
-
-    def __init__(self, tokenizer: Tokenizer, block_size: int) -> None:
-        super().__init__()
-        self.tokenizer, self.block_size = tokenizer, block_size
 
     def item(self, row: object, place: str) -> tuple[str, Tokenized]:
         pair = read_pair(row)
         ids = tokenize(pair, self.tokenizer)
         length = len(ids.prompt) + max(len(ids.chosen), len(ids.rejected))
-        if length > self.block_size:
-            raise Unusable(f"does not fit in block_size={self.block_size}", f"{length} tokens")
+        if length > self.longest:
+            raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
         if np.array_equal(ids.chosen, ids.rejected):
             raise Unusable("equal answers", "as tokens")
         margin = text_keys.as_score(row, "margin")

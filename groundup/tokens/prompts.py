@@ -56,10 +56,6 @@ class PromptReader(RowReader):
 
     noun, split_by_prompt = "prompt", True
 
-    def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
-        super().__init__()
-        self.tokenizer, self.longest = tokenizer, longest
-
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)
         ids = self.tokenizer.render(messages, add_generation_prompt=True)[0]

@@ -14,6 +14,7 @@ from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams
 from groundup.files.splits import assign, split_position
 from groundup.tokens.token_files import read_manifest
+from tokenizer import Tokenizer
 
 STRANGE = "not understood"
 SHOWN = 3  # lines that are named for each reason
@@ -32,7 +33,8 @@ class RowReader:
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, longest: int = 0) -> None:
+        self.tokenizer, self.longest = tokenizer, longest  # longest: most tokens of an item, for some kinds
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
         self.n_read = 0
