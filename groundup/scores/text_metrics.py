@@ -6,26 +6,22 @@ The data are conversations: the last answer is the reference, what precedes it t
 """
 
 import importlib.util
-import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files import readers
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import shared
 from groundup.text import cleaning
 from groundup.tokens.chat_files import ChatReader
-from groundup.tokens.token_files import read_manifest
+from groundup.tokens.row_reader import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -52,8 +48,9 @@ def evaluate_generation(
     """Return the figures of measure_answers and measure_ends for the first `limit` (0 = all) conversations of `data`,
     `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
 
-    data: files, directories, globs, directories of prepare.py --kind=chat. The ranks share the prompts; products have
-    the dtype of the autocast around the call. Of several samples of a prompt the first one counts."""
+    data: files, directories, globs, directories of prepare.py --kind=chat, of which the validation split counts. The
+    ranks share the prompts; products have the dtype of the autocast around the call. Of several samples of a prompt the
+    first one counts."""
     check_libraries()
     questions, left_out, places = read_questions(data, limit)
     answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size)
@@ -73,35 +70,19 @@ def evaluate_generation(
 
 def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, list[str]]:
     """Return (questions, {reason: how many are left out}, places of the first of these)."""
-    reader, found, files = ChatReader(), [], files_of(data)
-    if not any(path == "-" or os.path.getsize(path) for path in files):
-        raise UserError(f"data: {data} is empty: no row in it")
-    for _, (*prompt, answer) in itertools.chain.from_iterable(map(reader.read, files)):
-        if prompt:
-            found.append(Question(prompt, answer["content"]))
-        else:
-            reader.dropped[NO_PROMPT] += 1
-        if limit and len(found) == limit:
-            break
-    if not found and reader.dropped[NO_PROMPT]:
-        raise UserError(f"generated: no conversation of {data} has a prompt before its answer")
-    reader.check(data, len(found))
-    return found, reader.dropped, reader.places
-
-
-def files_of(data: str) -> list[str]:
-    """Return the files of `data`; of a directory of prepare.py its test split, else val, else train."""
-    found = []
-    for part in filter(None, (part.strip() for part in data.split(","))):
-        if (Path(part) / "manifest.json").exists():
-            splits = read_manifest(part, "chat")["splits"]
-            name = next(name for name in ("test", "val", "train") if name in splits)
-            found.append(str(Path(part) / splits[name]["file"]))
-        else:
-            found += readers.find_files(part)
+    found, left_out, places = [], Counter(), []
+    for part in filter(None, map(str.strip, data.split(","))):
+        source = read_source(part, ChatReader(), 0.0)
+        left_out += source.reader.dropped
+        places += source.reader.places
+        for *prompt, answer in source.val or source.train:
+            if prompt:
+                found.append(Question(prompt, answer["content"]))
+            else:
+                left_out[NO_PROMPT] += 1
     if not found:
-        raise UserError(f"generated: data={data!r} names no file; give conversations with answers")
-    return found
+        raise UserError(f"generated: no conversation of {data!r} has a prompt before its answer")
+    return found[: limit or None], left_out, places
 
 
 def generate_answers(
@@ -142,10 +123,11 @@ def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
     """Return self_stop, the fraction of answers that the model ended itself; empty, that of blank ones; mean_tokens,
     their mean length without the token that ended them."""
-    n, texts = len(answers), [answer.text for answer in answers]
-    found = {"self_stop": sum(answer.stopped for answer in answers) / n}
-    found["empty"] = sum(not text.strip() for text in texts) / n
-    return found | {"mean_tokens": sum(answer.n_tokens for answer in answers) / n}
+    columns = {
+        "self_stop": [answer.stopped for answer in answers], "empty": [not answer.text.strip() for answer in answers],
+        "mean_tokens": [answer.n_tokens for answer in answers],
+    }  # fmt: skip
+    return {name: sum(column) / len(answers) for name, column in columns.items()}
 
 
 def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | int | str]:
