@@ -20,35 +20,27 @@ tokenizer are those that out_dir was made with, nothing is done.
 
 import hashlib
 import os
-import platform
 import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-
-import numpy as np
 
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
-from groundup.files.text_mix import mix_texts
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.inputs import find_inputs, look, parse_sources
-from groundup.text.pipeline import inspect_unit, plan_units, tokenize_unit
+from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, read_prepared, work_dir
-from groundup.text.processes import run
-from groundup.text.recipe import Recipe, parse_score
-from groundup.text.selection import Selection, SourceDocs, cut, select, single_text, split_sources
+from groundup.text.recipe import KEPT, Counts, Input, Recipe, parse_score
+from groundup.text.selection import cut, select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
-from groundup.text.units import EXACT, KEPT, Counts, Input, read_kept
-from groundup.text.writing import write_rows, write_splits
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, write_json, write_manifest
@@ -57,14 +49,10 @@ from tokenizer import SMALLEST, Tokenizer, train
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
-tokenizer_dir = (
-    ""  # tokenizer to use; it is trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
-)
+tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
 vocab_size = 32_768  # of the tokenizer, if one is trained
 backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
-pattern = (
-    "gpt4"  # how a trained bpe tokenizer splits text into words: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
-)
+pattern = "gpt4"  # how a trained bpe tokenizer splits text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
 text_key = ""  # field or fields with the text: 'text', 'a.b' or 'title,body'; "" = detected
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
@@ -113,10 +101,7 @@ CHOICES = {
     "order": ("input", "hash", "length", "score"), "pattern": tuple(PATTERNS),
     "decontaminate_action": ("drop", "cut"), "pair_by": ("", "dataset", "reward"),
 }  # fmt: skip
-NOT_NEGATIVE = (
-    "shard_tokens", "workers", "min_chars", "max_chars", "question_min_chars", "question_max_chars", "pack", "show",
-    "near_bands", "near_rows", "pair_margin", "length_within",
-)  # fmt: skip
+LEAST = {"shard_tokens": 1, "vocab_size": SMALLEST}  # of other numbers 0
 # Settings of one kind only, with the values that mean that they are not used.
 OF_TEXT = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
 OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
@@ -124,43 +109,6 @@ OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from":
 
 
 # ---- tokens ----------------------------------------------------------------------------------
-
-
-def training_texts(docs: SourceDocs, chosen: Selection, work: Path) -> Iterator[str]:
-    """Yield kept documents of train to train a tokenizer on: all, or a sample (by hash) of about TOKENIZER_BYTES."""
-    own = docs.rows[docs.splits == 0]
-    size = int(chosen.rows["n_bytes"][own].sum())
-    if size > TOKENIZER_BYTES:
-        chance = chosen.rows["key"][own, 1] / 2.0**64
-        own = own[chance < TOKENIZER_BYTES / size]
-    taken = np.zeros(len(chosen.rows), bool)
-    taken[own] = True
-    for unit in docs.units:
-        wanted = taken[chosen.starts[unit.number] : chosen.starts[unit.number + 1]]
-        yield from (text for _, text in read_kept(unit, work, np.where(wanted, KEPT, EXACT)))
-
-
-def train_tokenizer(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, config: dict,
-                    work: Path) -> Tokenizer:  # fmt: skip
-    """Return a tokenizer trained on the train split. It is kept in `work`, for a run that continues this one."""
-    settings = repr((config["vocab_size"], config["backend"], config["pattern"], recipe.settings(), VERSION)).encode()
-    key = hashlib.sha256(settings + chosen.fates.tobytes() + chosen.rows["position"].tobytes()).hexdigest()
-    kept = work / "tokenizer"
-    if (kept / "key").exists() and (kept / "key").read_text(encoding="utf-8") == key:
-        return Tokenizer.load(kept)
-    if single is not None:
-        texts = iter([cut(single, recipe)[0]])
-    elif len(parts) == 1:
-        texts = training_texts(parts[0], chosen, work)
-    else:
-        weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
-        sources = [(training_texts(part, chosen, work), weight) for part, weight in zip(parts, weights, strict=True)]
-        texts = mix_texts([source for source in sources if source[1] > 0], TOKENIZER_BYTES)
-    tokenizer = train(texts, config["vocab_size"], config["backend"], config["pattern"])
-    (kept / "key").unlink(missing_ok=True)  # the key says that the tokenizer is complete
-    tokenizer.save(kept)
-    (kept / "key").write_text(key, encoding="utf-8")
-    return tokenizer
 
 
 def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
@@ -196,12 +144,15 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     report.write_problems(inputs, of_pairs, counts, units, work)
     chosen = select(units, recipe, work) if units else None
     report.check_kept(counts, chosen)
-    single = single_text(chosen, units, counts, work) if recipe.kind == "text" else None
+    single = None  # the text of the only document; the pieces of a huge one are joined again
+    if recipe.kind == "text" and counts.records == 1:
+        single = "".join(text for unit in units for text in unit.documents(work, unit.fates(work) == KEPT))
     parts = split_sources(chosen, units, recipe)
     report.check_train(parts)
     report.summarize(info, inputs, counts, chosen, parts, recipe)
     if recipe.kind == "text" and tokenizer is None:
-        tokenizer = train_tokenizer(parts, chosen, single, recipe, config, work)
+        texts = [cut(single, recipe)[0]] if single is not None else training_texts(parts, chosen, TOKENIZER_BYTES, work)
+        tokenizer = train(iter(texts), config["vocab_size"], config["backend"], config["pattern"])
         if config["tokenizer_dir"]:
             tokenizer.save(config["tokenizer_dir"])
             info["tokenizer"] = tokenizer.fingerprint()
@@ -260,21 +211,18 @@ def check_config(config: dict) -> Recipe:
             if key in settings and settings[key] not in allowed:
                 hint = f"one of {', '.join(filter(None, allowed))}"
                 raise UserError(f"config: {key} must be {hint}, got {settings[key]!r}")
-    for key in NOT_NEGATIVE:
-        if config[key] < (key == "shard_tokens"):
-            raise UserError(f"config: {key} must be at least {int(key == 'shard_tokens')}, got {config[key]}")
+    for key, value in config.items():
+        if isinstance(value, int | float) and value < LEAST.get(key, 0):
+            raise UserError(f"config: {key} must be at least {LEAST.get(key, 0)}, got {value}")
     val, test = config["val_fraction"], config["test_fraction"]
-    if not (0 <= val and 0 <= test and val + test < 1):
+    if val + test >= 1:
         raise UserError(f"config: val_fraction={val} and test_fraction={test} must leave something for train")
-    if not (0 <= hold_out < 1 and 0 <= near <= 1):
+    if hold_out >= 1 or near > 1:
         what = f"hold_out must be from 0 to below 1, got {hold_out}; near from 0 (off) to 1, got {near}"
         raise UserError(f"config: {what}")
     part = re.fullmatch(r"(\d+)/(\d+)", fold)
     if fold and not (part and 1 <= int(part[1]) <= int(part[2]) and int(part[2]) > 1):
         raise UserError(f"config: fold={fold!r} is not i/k with 1 <= i <= k, such as 2/5")
-    if config["vocab_size"] < SMALLEST:
-        what = f"vocab_size={config['vocab_size']}"
-        raise UserError(f"config: {what} cannot hold bytes and specials; use >= {SMALLEST}")
     idle = (OF_ROWS if kind == "text" else OF_TEXT) | ({} if kind == "chat" else {"hold_out": 0})
     for key, unused in (idle | ({} if kind == "preference" else OF_PAIRS)).items():
         if config[key] != unused:
@@ -311,12 +259,10 @@ def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
 
     def entry(file: Input) -> dict:
         sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or file_sha256(Path(file.path))
-        about = {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
-        return about | ({"python": platform.python_version()} if file.name == "python-docs" else {})
+        return {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
 
-    with ThreadPoolExecutor() as threads:  # hashing releases the GIL
-        blocks = [inputs[k : k + 256] for k in range(0, len(inputs), 256)]  # 100,000 small tasks would need 0.2 GB
-        return [about for block in threads.map(lambda block: list(map(entry, block)), blocks) for about in block]
+    with ThreadPool() as threads:  # hashing releases the GIL
+        return threads.map(entry, inputs)
 
 
 def difference(info: dict, old: dict) -> str:

@@ -28,7 +28,7 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline, processes
+from groundup.text import pipeline
 from groundup.tokens.token_files import verify
 from tokenizer import Tokenizer, train
 
@@ -415,7 +415,7 @@ def test_next_run_waits_for_workers_of_a_killed_one(tmp_path):
     (tmp_path / "units").mkdir()
     worker = os.open(tmp_path / "units", os.O_RDONLY)
     fcntl.flock(worker, fcntl.LOCK_SH)
-    waiting = threading.Thread(target=processes.wait_for_workers, args=(tmp_path,))
+    waiting = threading.Thread(target=pipeline.wait_for_workers, args=(tmp_path,))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
@@ -670,7 +670,7 @@ def test_nothing_to_prepare_is_one_clear_line(tmp_path, tok, trained):
         ("--input=x --out_dir=x --kind=song", "config: kind must be one of text, chat, preference, got"),
         ("--input=a.jsonl --out_dir=x", "prepare: no document to prepare: 2 bad_json; first: a.jsonl:1: bad_json: E"),
         ("--input=a.jsonl --out_dir=x --strict=True", "prepare: a.jsonl:1: bad_json: Expecting property name enclosed"),
-        ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "config: vocab_size=12 cannot hold"),
+        ("--input=a.jsonl --out_dir=x --workers=2 --vocab_size=12", "config: vocab_size must be at least "),
         ("--verify=x", "data: no directory x; run: python prepare.py --input=... --out_dir=x"),
     ],
 )

@@ -20,8 +20,7 @@ from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_ans
 from groundup.files.text_keys import as_score
 from groundup.text.documents import ANSWER_PLACE, PAIR_NUMBERS
 from groundup.text.pipeline import Problems
-from groundup.text.recipe import parse_score
-from groundup.text.units import Counts, Input
+from groundup.text.recipe import Counts, Input, parse_score
 from groundup.tokens.token_files import file_sha256
 
 

@@ -12,8 +12,7 @@ from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
 from groundup.files import readers, streams
-from groundup.text.recipe import Source
-from groundup.text.units import Input
+from groundup.text.recipe import Input, Source
 from groundup.tokens.token_files import file_sha256
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
@@ -68,7 +67,6 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
     files in `work`. Raise UserError if nothing matches."""
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
-        n_before = len(found)
         for name in filter(None, (part.strip() for part in source.input.split(","))):
             if name in ("python-docs", "-"):
                 made = spool_stdin(work) if name == "-" else write_rows(docs_rows(kind), work / "python-docs.jsonl")
@@ -80,8 +78,6 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
                     continue
                 if found.setdefault(file.path, file).source != number:
                     print(f"prepare: {file.name} is in an earlier source already, and is left out of {source.name}")
-        if len(found) == n_before and source.name:
-            print(f"prepare: warning: source {source.name} has no files of its own")
     return list(found.values())
 
 

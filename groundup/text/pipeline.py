@@ -2,28 +2,37 @@
 
 `inspect_unit` reads, cleans and filters the documents of a unit; `tokenize_unit` encodes those that are kept. Each
 writes, last, a file with a hash of everything that decides its result, so a run that continues another skips finished
-units. units.py lists the files of a unit.
+units. recipe.py lists the files of a unit.
 """
 
+import fcntl
 import hashlib
 import json
+import multiprocessing
+import os
+import signal
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from functools import lru_cache
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 from struct import unpack
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
+from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.splits import is_held_out, split_position
 from groundup.text import dedup
 from groundup.text.documents import Item, load_judge
-from groundup.text.recipe import Recipe
-from groundup.text.units import REASONS, ROW, SHOWN, Counts, Input, Part, Sample, Unit, read_json, read_kept, unit_fates
+from groundup.text.recipe import KEPT, REASONS, ROW, SHOWN, Counts, Input, Part, Recipe, Unit, read_json
 from groundup.tokens.token_files import write_json
 from tokenizer import Tokenizer
 
@@ -103,7 +112,7 @@ class Inspector:
         self.unit, self.recipe = unit, recipe
         self.judge = load_judge(recipe.sources[unit.source], recipe, work)
         self.counts = Counts()
-        self.samples: dict[str, list[Sample]] = {}
+        self.samples: dict[str, list[tuple]] = {}  # by reason: position, row, where, detail, excerpt; see `write`
         self.n_rows, self.n_bytes = 0, 0
         self.batch: list[tuple[Item, int, int]] = []  # items with their part of the unit and the offset of their record
         self.room = BATCH_CHARS
@@ -192,7 +201,7 @@ class Inspector:
         else:
             held = self.samples.setdefault(reason, [])
             where = f"{self.unit.parts[part].name} at byte {offset}"
-            held.append(Sample(position, self.n_rows, where, detail, item.text[:300]))
+            held.append((position, self.n_rows, where, detail, item.text[:300]))
             if len(held) >= 4 * SHOWN:
                 self.samples[reason] = sorted(held)[:SHOWN]
         self.n_rows += 1
@@ -202,7 +211,7 @@ class Inspector:
 
 
 def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path, limit: int | None = None) -> Counts:
-    """Read, clean and filter the documents of a unit, write its files (see units.py), and return the counts. If an
+    """Read, clean and filter the documents of a unit, write its files (see recipe.py), and return the counts. If an
     earlier run finished the unit, only read its counts. limit: documents to read of each part, None = all."""
     done, key = unit.file(work, "json"), unit.key(recipe, version)
     before = read_json(done)
@@ -223,7 +232,7 @@ load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.l
 
 def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> None:
     """Write the ids of the documents of a unit that work/fates.npy keeps, unless an earlier run finished the unit."""
-    done, fates = unit.file(work, "tokenized"), unit_fates(unit, work)
+    done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
     inspected = read_json(unit.file(work, "json"))["key"]
     key = hashlib.sha256(repr((inspected, fingerprint, dtype)).encode() + fates.tobytes()).hexdigest()
@@ -232,10 +241,69 @@ def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bo
     done.unlink(missing_ok=True)
     lengths = []
     with open(unit.file(work, "tokens"), "wb") as tokens, open(unit.file(work, "mask"), "wb") as masks:
-        for _, text in read_kept(unit, work, fates):
+        for text in unit.documents(work, fates == KEPT):
             ids, mask = tokenizer.render(json.loads(text)["messages"]) if chat else (tokenizer.encode_array(text), ())
             lengths.append(len(ids))
             tokens.write(np.asarray(ids).astype(dtype).data)
             masks.write(np.array(mask, np.uint8).data)
     np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
     write_json(done, {"key": key})
+
+
+# ---- in several processes; none outlives its parent -------------------------------------------
+
+
+class WorkerLost(UserError):
+    """A worker was killed, for example because memory ran out; finished units are kept."""
+
+
+def run(function: Callable[[Unit], Any], units: list[Unit], workers: int, what: str, work: Path) -> list[Any]:
+    """Return function(unit) of every unit. Raise what a worker raised, WorkerLost if one was killed."""
+    results, sizes = [None] * len(units), [sum(part.size for part in unit.parts) for unit in units]
+    workers = min(workers, len(units))
+    done = in_processes(function, units, workers, work) if workers > 1 else enumerate(map(function, units))
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc=what, disable=None) as progress:
+        for number, result in done:
+            results[number] = result
+            progress.update(sizes[number])
+    return results
+
+
+def in_processes(
+    function: Callable[[Unit], Any], units: list[Unit], workers: int, work: Path
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number, result) of every unit, as it is done. function: picklable."""
+    spawn = multiprocessing.get_context("spawn")
+    watched, lifeline = spawn.Pipe(duplex=False)
+    # On an error, too, the lifeline is closed first: the workers end, and the executor does not wait for their units.
+    with ProcessPoolExecutor(workers, spawn, start_worker, (watched, work)) as executor, lifeline:
+        tasks = {executor.submit(function, unit): number for number, unit in enumerate(units)}
+        try:
+            yield from ((tasks[task], task.result()) for task in as_completed(tasks))
+        except BrokenProcessPool:
+            hint = "run again, with fewer workers if memory was short; what is done is not done again"
+            raise WorkerLost(f"prepare: a worker process was killed; {hint}") from None
+
+
+def start_worker(watched: Connection, work: Path) -> None:
+    """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9. The lock tells
+    the next run that this process may still write; it is held until the process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
+    fcntl.flock(os.open(work / "units", os.O_RDONLY), fcntl.LOCK_SH)
+    if watched.poll():  # the parent has ended before the lock was taken
+        os._exit(1)
+    threading.Thread(target=end_with, args=(watched,), daemon=True).start()
+
+
+def end_with(watched: Connection) -> None:
+    try:
+        watched.recv()
+    except EOFError:
+        os._exit(1)
+
+
+def wait_for_workers(work: Path) -> None:
+    """Return when the workers of a run that was killed have ended: until then they may write into its units."""
+    handle = os.open(work / "units", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.close(handle)

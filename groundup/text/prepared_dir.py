@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.text.pipeline import UNIT_BYTES
-from groundup.text.processes import WorkerLost, wait_for_workers
-from groundup.text.units import read_json
+from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
+from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
 from groundup.tokens.packing import PackedData
 from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify, verify_sha256
@@ -51,7 +50,7 @@ def remove(work: Path) -> None:
     aside = work / "removed"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    for name in ("units", "tokenizer", "old"):
+    for name in ("units", "old"):
         if (work / name).exists():
             (work / name).rename(aside / name)
     shutil.rmtree(work, ignore_errors=True)

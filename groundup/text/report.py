@@ -9,9 +9,8 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.text import answer_pairs
-from groundup.text.recipe import Recipe
+from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Input, Recipe, Unit, read_json
 from groundup.text.selection import Selection, SourceDocs
-from groundup.text.units import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Input, Unit, read_json
 from groundup.tokens.token_files import ROWS_FORMAT
 
 

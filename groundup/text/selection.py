@@ -1,9 +1,12 @@
-"""Compare the documents that passed the rules (pipeline.py) with each other, drop copies, and assign splits.
+"""Compare the documents that passed the rules (pipeline.py) with each other, drop copies, assign and write splits.
 
 Of several copies the first in the order of the input is kept. A document is only dropped as a copy of one that is kept.
 """
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +14,12 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files.splits import SPLITS, assign
+from groundup.files.text_mix import mix_texts
 from groundup.text import dedup
-from groundup.text.recipe import Recipe, Source, parse_score
-from groundup.text.units import EXACT, KEPT, NEAR, ROW, SCORE, Counts, Unit, read_kept, unit_fates
+from groundup.text.recipe import EXACT, KEPT, NEAR, ROW, SCORE, Recipe, Source, Unit, parse_score
+from groundup.tokens.chat_files import ConversationWriter
+from groundup.tokens.token_files import ShardWriter, file_sha256, token_dtype
+from tokenizer import Tokenizer
 
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
@@ -28,6 +34,10 @@ class Selection:
     partner: np.ndarray  # (n,) int64: of a dropped copy, the earlier document; else -1
     similarity: np.ndarray  # (n,) float32: of the two
     capped: int = 0  # documents that were not compared with all of a large bucket, see dedup.near_duplicates
+
+    def of_unit(self, unit: Unit, values: np.ndarray) -> np.ndarray:
+        """Return the values of the documents of a unit, from those of all."""
+        return values[self.starts[unit.number] : self.starts[unit.number + 1]]
 
     def unit_of(self, row: int) -> int:
         return int(np.searchsorted(self.starts, row, side="right")) - 1
@@ -79,12 +89,11 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     n_perm = recipe.near_bands * recipe.near_rows
     candidates = np.flatnonzero(chosen.fates == KEPT)
     with open(work / "signatures.tmp", "wb") as out:  # one file of all candidates, to be mapped
-        for k, unit in enumerate(units):
-            own = slice(chosen.starts[k], chosen.starts[k + 1])
-            passed = chosen.rows["reason"][own] == KEPT
+        for unit in units:
+            fates, passed = (chosen.of_unit(unit, one) for one in (chosen.fates, chosen.rows["reason"] == KEPT))
             signatures = np.fromfile(unit.file(work, "sigs"), "<u4").reshape(-1, n_perm)
             assert len(signatures) == passed.sum(), f"{unit.number=} {len(signatures)=} {passed.sum()=}"
-            out.write(np.ascontiguousarray(signatures[chosen.fates[own][passed] == KEPT]).data)
+            out.write(np.ascontiguousarray(signatures[fates[passed] == KEPT]).data)
     if not len(candidates):
         return
     signatures = np.memmap(work / "signatures.tmp", "<u4", "r", shape=(len(candidates), n_perm))
@@ -132,8 +141,106 @@ def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[
     ]
 
 
-def single_text(chosen: Selection, units: list[Unit], counts: Counts, work: Path) -> str | None:
-    """Return the text if the input is one document, else None. The pieces of a huge document are joined again."""
-    if counts.records != 1 or not (chosen.fates == KEPT).any():
-        return None
-    return "".join(text for unit in units for _, text in read_kept(unit, work, unit_fates(unit, work)))
+def training_texts(parts: list[SourceDocs], chosen: Selection, most: int, work: Path) -> Iterator[str]:
+    """Return documents of train to train a tokenizer on: of each source all, or a sample (by hash) of about `most`
+    bytes; of several sources by turns, by their weights, `most` bytes in all."""
+
+    def of_source(part: SourceDocs) -> Iterator[str]:
+        own = part.rows[part.splits == 0]
+        size = int(chosen.rows["n_bytes"][own].sum())
+        if size > most:
+            own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / size]
+        taken = np.zeros(len(chosen.rows), bool)
+        taken[own] = True
+        for unit in part.units:
+            yield from unit.documents(work, chosen.of_unit(unit, taken))
+
+    if len(parts) == 1:
+        return of_source(parts[0])
+    weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+    return mix_texts([(of_source(part), weight) for part, weight in zip(parts, weights, strict=True) if weight], most)
+
+
+# ---- the files of each split, in the final order ----------------------------------------------
+
+
+class Tokens:
+    """The ids of a source's documents, on disk."""
+
+    OPEN = 64  # files at once: a system allows a process some 1,000
+
+    def __init__(self, docs: SourceDocs, dtype: np.dtype, work: Path) -> None:
+        lengths = [np.fromfile(unit.file(work, "lengths"), "<i8") for unit in docs.units]
+        empty = np.zeros(0, np.int64)
+        self.unit = np.repeat(np.arange(len(lengths)), [len(n) for n in lengths])  # (n,) index in docs.units
+        self.begin = np.concatenate([empty, *(np.cumsum(n) - n for n in lengths)])  # (n,) in its unit's ids
+        self.length = np.concatenate([empty, *lengths])  # (n,)
+        self.empty = np.zeros(0, dtype)
+        self.map = lru_cache(self.OPEN)(lambda unit: np.memmap(docs.units[unit].file(work, "tokens"), dtype, "r"))
+
+    def ids(self, i: int) -> np.ndarray:
+        begin, length = int(self.begin[i]), int(self.length[i])
+        return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
+
+
+def write_splits(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, tokenizer: Tokenizer,
+                 work: Path) -> list[dict]:  # fmt: skip
+    """Write the tokens into the shards of their sources and splits; return the shards for the manifest. `single`, if it
+    is not None, is the only document, which is cut into the splits."""
+    dtype, shards = token_dtype(tokenizer.vocab_size), []
+    if single is not None:
+        print("prepare: there is only one document; it is cut into the splits")
+    for part in parts:
+        if single is None:
+            tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
+            assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
+            column = {"hash": "position", "score": "score"}.get(recipe.order)
+            keys = chosen.rows[column][part.rows] if column else tokens.length if recipe.order == "length" else part.rows
+            order = np.argsort(keys, kind="stable")
+            documents = (((tokens.ids(i), int(n_bytes[i])) for i in order[part.splits[order] == number].tolist())
+                         for number in range(len(SPLITS)))  # fmt: skip
+        else:
+            texts = cut(single, recipe) if len(part.rows) else ("", "", "")
+            documents = ([(tokenizer.encode_array(text), len(text.encode()))] if text else [] for text in texts)
+        for split, own in zip(SPLITS, documents, strict=True):
+            writer = ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens,
+                                 part.source.name)  # fmt: skip
+            for ids, n in own:
+                writer.add(ids, n)
+            shards += writer.close()
+    return shards
+
+
+def write_rows(parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, work: Path) -> dict:
+    """Write conversations or pairs as train.jsonl, val.jsonl, ..., and with a tokenizer the ids and masks of
+    conversations beside them, but for those held out. Return {split: its entry in the manifest}."""
+    entries = {}
+    for number, split in enumerate(ROW_SPLITS):
+        inside, path = np.zeros(len(chosen.rows), bool), work / "out" / f"{split}.jsonl"
+        for part in parts:
+            inside[part.rows] = part.splits == number
+        if not inside.any():
+            continue
+        writer = None
+        if tokenizer and split in SPLITS:
+            writer = ConversationWriter(work / "out", split, token_dtype(tokenizer.vocab_size))
+        with open(path, "w", encoding="utf-8") as f:
+            for name, unit in ((part.source.name, unit) for part in parts for unit in part.units):
+                own = chosen.of_unit(unit, inside)
+                for row in unit.documents(work, own):
+                    f.write((f'{row[:-1]}, "source": {json.dumps(name)}}}' if name else row) + "\n")
+                if writer:
+                    copy_conversations(unit, own, writer, work)
+        entries[split] = {"file": path.name, "rows": int(inside.sum()), "bytes": path.stat().st_size}
+        entries[split] |= {"sha256": file_sha256(path)} | ({"tokens": writer.close()} if writer else {})
+    return entries
+
+
+def copy_conversations(unit: Unit, own: np.ndarray, writer: ConversationWriter, work: Path) -> None:
+    """Copy the ids and masks of some documents of a unit. own: (n,) bool, which."""
+    ends = np.cumsum(np.fromfile(unit.file(work, "lengths"), "<i8"))
+    kinds = (("tokens", writer.tokens.dtype), ("mask", "u1"))
+    tokens, mask = (np.fromfile(unit.file(work, what), kind) for what, kind in kinds)
+    for i in np.flatnonzero(own[unit.fates(work) == KEPT]).tolist():
+        place = slice(int(ends[i - 1]) if i else 0, int(ends[i]))
+        writer.add(tokens[place], mask[place])

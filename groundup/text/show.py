@@ -8,10 +8,9 @@ from itertools import groupby
 from pathlib import Path
 
 from groundup.text.pipeline import inspect_unit, plan_units
-from groundup.text.recipe import Recipe
+from groundup.text.recipe import KEPT, REASONS, Input, Recipe, Unit, read_json
 from groundup.text.report import detail_of, read_document
 from groundup.text.selection import Selection, select
-from groundup.text.units import KEPT, REASONS, Input, Unit, read_json
 from tokenizer import Tokenizer
 
 MAX_TOKENS = 120  # shown of one text

@@ -16,7 +16,7 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline, writing
+from groundup.text import pipeline, selection
 from groundup.tokens import chat_files
 from groundup.tokens.token_files import TokenData
 from tokenizer import Tokenizer, train
@@ -646,10 +646,17 @@ def test_a_file_belongs_to_the_first_source_that_names_it(tmp_path, tok, capsys)
     settings = {"tokenizer_dir": tok, "near": 0.0}
     run(tmp_path / "out", input=f"a: {a}; b: {a}, {b}; c: {b}", **settings)
     out = capsys.readouterr().out
-    assert "source c has no files of its own" in out and f"{a} is in an earlier source already" in out
+    assert "nothing is left for train of source c" in out and f"{a} is in an earlier source already" in out
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 20
     run(tmp_path / "out", input=f"a: {a}, {b}; b: {b}", **settings)  # moved: not up to date
     assert len(texts_of(tmp_path / "out", "train", "a") + texts_of(tmp_path / "out", "val", "a")) == 40
+
+
+def test_a_tokenizer_is_trained_on_every_source(tmp_path, capsys):
+    """Each by its own documents: a name that is shared between the sources would give those of the last one only."""
+    a, b = (write_rows(tmp_path / f"{k}.jsonl", [{"text": t} for t in pieces(60)[k::2]]) for k in (0, 1))
+    run(tmp_path / "out", input=f"a: {a}; b: {b}", vocab_size=400, near=0.0, val_fraction=0.0)
+    assert capsys.readouterr().out.count(", 30 texts, 0 of them cut") == 2
 
 
 def test_the_only_document_of_a_source_is_learnt(tmp_path, tok):
@@ -717,7 +724,7 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
     import resource
 
     monkeypatch.setattr(pipeline, "GROUP_BYTES", 0)
-    monkeypatch.setattr(writing.Tokens, "OPEN", 8)
+    monkeypatch.setattr(selection.Tokens, "OPEN", 8)
     (tmp_path / "in").mkdir()
     for i, text in enumerate(pieces(90)):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(text, "utf-8")
