@@ -195,7 +195,8 @@ def write_splits(parts: list[SourceDocs], chosen: Selection, single: str | None,
             tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
             assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
             column = {"hash": "position", "score": "score"}.get(recipe.order)
-            keys = chosen.rows[column][part.rows] if column else tokens.length if recipe.order == "length" else part.rows
+            by_length = tokens.length if recipe.order == "length" else part.rows
+            keys = chosen.rows[column][part.rows] if column else by_length
             order = np.argsort(keys, kind="stable")
             documents = (((tokens.ids(i), int(n_bytes[i])) for i in order[part.splits[order] == number].tolist())
                          for number in range(len(SPLITS)))  # fmt: skip
