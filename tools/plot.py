@@ -1,9 +1,9 @@
-"""Curves of training runs, from their log.jsonl: a picture, or a plot in the terminal.
+"""Curves of training runs, from their log.jsonl, in one picture.
 
     python tools/plot.py --runs=out/demo                                 # plot.png: loss, bits per byte, lr, ...
     python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png    # two runs in one picture
-    python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins' --ascii=True
-    watch -n 10 python tools/plot.py --runs=out/big --ascii=True         # while it trains; also behind `ssh -t host`
+    python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
+    watch -n 60 python tools/plot.py --runs=out/big                      # while it trains: a viewer shows the new one
 
 A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one panel and `*` matches
 any letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are evaluations; pale
@@ -12,7 +12,6 @@ lines are training values, thick ones their moving average.
 
 import math
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -31,7 +30,6 @@ from groundup.train.log import read_events
 # ---- config ---------------------------------------------------------------------------------------------------------
 runs = ""  # run directories or log.jsonl files, comma-separated, also patterns; "" = the newest of out/*
 out = "plot.png"  # the picture: .png, .svg or .pdf
-ascii = False  # a plot in the terminal instead
 x = "steps"  # steps | tokens | hours of training, without evaluations and saves
 y = ""  # panels, comma-separated, keys of one panel joined by +, patterns allowed; "" = the usual, as far as logged
 smooth = 0.8  # weight of the past in the moving average of training values; 0 = none
@@ -134,11 +132,9 @@ def moving_average(values: np.ndarray, decay: float) -> np.ndarray:
     section 3), so that the weights sum to one from the first value on. NaN stays NaN and counts nowhere."""
     mean, weight, averages = 0.0, 0.0, []
     for value in values:
-        if math.isnan(value):
-            averages.append(math.nan)
-            continue
-        mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
-        averages.append(mean / weight)
+        if not math.isnan(value):
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
+        averages.append(math.nan if math.isnan(value) else mean / weight)
     return np.array(averages)
 
 
@@ -182,14 +178,7 @@ def curve_name(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
     return f"{names[curve.run]} {panel.keys[curve.key]}" if len(names) > 1 else panel.keys[curve.key]
 
 
-def bounds(parts: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the least and the greatest value, never the same."""
-    values = np.concatenate([np.zeros(0), *parts])
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-# ---- picture, terminal ----------------------------------------------------------------------------------------------
+# ---- picture --------------------------------------------------------------------------------------------------------
 
 
 def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821 - imported in it
@@ -199,13 +188,13 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
         from matplotlib.figure import Figure
         from matplotlib.font_manager import fontManager
     except ImportError:
-        raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib; or use --ascii=True") from None
+        raise UserError("plot: a picture needs matplotlib; run: pip install matplotlib") from None
     n_columns = min(3, max(1, len(panels)))
     n_rows = max(1, math.ceil(len(panels) / n_columns))
     chinese = {font.name for font in fontManager.ttflist} & set(CHINESE_FONTS)
     with matplotlib.rc_context({"font.family": ["DejaVu Sans", *sorted(chinese)[:1]]}):
         figure = Figure(figsize=(5 * n_columns, 3.4 * n_rows), layout="constrained")
-        left, right = bounds([curve.x for panel in panels for curve in panel.curves])
+        right = max((curve.x.max() for panel in panels for curve in panel.curves), default=1.0)
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
             for curve in panel.curves:
@@ -217,47 +206,10 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
                 axes.plot(curve.x, curve.mean, label=curve_name(curve, panel, names), **style)
             axes.set_title(panel.title.replace("+", ", "), fontsize=10)
             axes.set_xlabel(x_label, fontsize=9)
-            axes.set_xlim(left - 0.03 * (right - left), right + 0.03 * (right - left))
+            axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)
             axes.grid(alpha=0.25)
             axes.legend(fontsize=7)
     return figure
-
-
-def draw_ascii(panels: Sequence[Panel], names: Sequence[str], x_label: str, width: int) -> str:
-    """Return the panels as text, `width` columns, one below the other. Each key of each run has a letter, small for
-    training, a capital for evaluations."""
-    limits = bounds([curve.x for panel in panels for curve in panel.curves])
-    lines = [line for panel in panels for line in panel_lines(panel, names, x_label, limits, width, 12)]
-    return "\n".join([*lines, "small letters: training, capitals: evaluation"] if lines else ["nothing logged yet"])
-
-
-def panel_lines(
-    panel: Panel, names: Sequence[str], x_label: str, limits: tuple[float, float], width: int, height: int
-) -> list[str]:  # fmt: skip
-    """Return one panel: title and legend, `height` lines of plot, the x axis, an empty line."""
-    columns, (left, right) = width - 10, limits
-    kept = []
-    for curve in panel.curves:
-        finite = np.isfinite(curve.mean)
-        at, values = (curve.x[finite] - left) / (right - left) * (columns - 1), curve.mean[finite]
-        if curve.points or not len(at):
-            kept.append((np.rint(at).astype(int), values))
-        else:  # a line: on every column that it crosses
-            crossed = np.arange(round(at[0]), round(at[-1]) + 1)
-            kept.append((crossed, np.interp(crossed, at, values)))
-    bottom, top = bounds([values for _, values in kept])
-    grid, legend = [[" "] * columns for _ in range(height)], {}
-    for curve, (at, values) in zip(panel.curves, kept, strict=True):
-        letter = "abcdefghijklmnopqrstuvwxyz"[(curve.run * len(panel.keys) + curve.key) % 26]
-        legend[f"{letter}={curve_name(curve, panel, names)}"] = None
-        rows = np.rint((top - values) / (top - bottom) * (height - 1)).astype(int)
-        for column, row in zip(at, rows, strict=True):
-            grid[row][column] = letter.upper() if curve.points else letter
-    labels = [f"{top:.4g}", *[""] * (height - 2), f"{bottom:.4g}"]
-    lines = [f"{panel.title.replace('+', ', ')}  {'  '.join(legend)}"[:width]]
-    lines += [f"{label:>9}|{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)]
-    begin, end = f"{left:.4g}", f"{right:.4g} {x_label}"
-    return [*lines, " " * 9 + "+" + "-" * columns, " " * 10 + begin + end.rjust(columns - len(begin)), ""]
 
 
 def main(config: dict) -> None:
@@ -270,9 +222,6 @@ def main(config: dict) -> None:
     names = names if len(set(names)) == len(names) else logs
     drawn = [run_of(name, read_events(Path(log)), config["x"]) for log, name in zip(logs, names, strict=True)]
     panels, label, path = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]], config["out"]
-    if config["ascii"]:
-        print(draw_ascii(panels, names, label, shutil.get_terminal_size().columns))
-        return
     try:
         draw(panels, names, label).savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one

@@ -206,40 +206,6 @@ def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed(
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def test_terminal_plot_by_hand():
-    """Eleven columns, one for each step, three rows."""
-    steps = np.arange(11.0)
-    values, few = np.where(steps < 5, 0.0, 2.0), np.array([1.0, math.nan])
-    line = plot.Curve(0, 0, False, steps, values, values)
-    points = plot.Curve(0, 0, True, np.array([0.0, 10.0]), few, few)
-    text = plot.panel_lines(plot.Panel("loss", ["loss"], [line, points]), ["a"], "step", (0, 10), 21, 3)
-    assert text == [
-        "loss  a=a",
-        "        2|     aaaaaa",
-        "         |A",
-        "        0|aaaaa",
-        "         +-----------",
-        "          0   10 step",
-        "",
-    ]
-
-
-def test_terminal_plot_has_a_letter_for_each_key_of_each_run():
-    runs = [run_of(name, evaluation(1, **{"r/x": 1.0, "r/y": 2.0})) for name in ("one", "two")]
-    for drawn, expected in ((runs[:1], "r/*  a=x  b=y"), (runs, "r/*  a=one x  b=one y  c=two x  d=two y")):
-        (panel,), names = plot.panels_of("r/*", drawn, 0), [run.name for run in drawn]
-        assert plot.draw_ascii([panel], names, "step", 80).splitlines()[0] == expected
-
-
-def test_terminal_plot_fits_the_terminal():
-    events = [train(step, loss=1 / step, lr=1.0, grad_norm=float(step)) for step in range(1, 200)]
-    panels = plot.panels_of("", [run_of("a", *events), run_of("b", *events[:7])], 0.9)
-    for width in (80, 200):
-        rows = plot.draw_ascii(panels, ["a", "b"], "step", width).splitlines()
-        assert max(map(len, rows)) <= width and all(row.isascii() for row in rows)
-    assert plot.draw_ascii([], [], "step", 80) == "nothing logged yet"
-
-
 def test_picture_has_what_the_log_has(tmp_path):
     pytest.importorskip("matplotlib")
     one = [train(step, loss=5.0 - step / 10, lr=0.1) for step in (1, 2, 3, 4)]
@@ -280,12 +246,12 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.jsonl").write_bytes(text)
-    plot.main(DEFAULTS | {"ascii": False})
+    plot.main(DEFAULTS)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "x.png.tmp").exists()
     assert capsys.readouterr().out == "wrote x.png\n"
 
 
-DEFAULTS = {"runs": "run", "out": "x.png", "ascii": True, "x": "steps", "y": "", "smooth": 0.8}
+DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -294,7 +260,7 @@ DEFAULTS = {"runs": "run", "out": "x.png", "ascii": True, "x": "steps", "y": "",
         ({"x": "step"}, "x must be one of steps, tokens, hours"),
         ({"x": "hours"}, "hours need step_ms"),
         ({"smooth": 1.0}, "smooth must be"),
-        ({"out": "x.doc", "ascii": False}, "cannot write x.doc: .*doc"),
+        ({"out": "x.doc"}, "cannot write x.doc: .*doc"),
         ({"y": "los"}, "no log has 'los'; they have loss, step"),
         ({"runs": "run,missing"}, "no log matches 'missing/log.jsonl'"),
     ],
@@ -313,7 +279,7 @@ def test_a_picture_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/log.jsonl", train(1, loss=1.0))
     with pytest.raises(UserError, match="cannot write none/x.svg: .*No such file"):
-        plot.main(DEFAULTS | {"ascii": False, "out": "none/x.svg"})
+        plot.main(DEFAULTS | {"out": "none/x.svg"})
 
 
 def test_without_matplotlib_the_line_to_install_it_is_given(monkeypatch):
