@@ -1,15 +1,13 @@
 """Row ddp: gradient exchange on a slow network, ddp.py beside torch DDP, each case with its own copy of one model.
 
-With mbit every rank runs in its own network namespace (removed at the end, also after an error or Ctrl-C); veth pairs
-join them, and tc's token bucket limits the rate. That needs root, ip and tc; mbit=0 is loopback without a limit.
-A round runs every case once: barrier, an untimed step, then the timed steps with nothing between, so that work which a
-step leaves to the next is timed too. Times are the slowest rank's, per step. float32, one thread per rank, fused AdamW,
-norm clipped to 1.0. torch DDP has gradient_as_bucket_view=True and broadcast_buffers=False (the model's are constant),
-both in its favour.
+With mbit each of the two ranks has a network namespace (removed at the end, also after an error or Ctrl-C), joined by
+a link that tc's token bucket limits; that needs root, ip and tc. A round runs every case once: barrier, an untimed
+step, then the timed steps with nothing between, so that work which a step leaves to the next is timed too. Times are
+the slowest rank's, per step. float32, one thread per rank, fused AdamW, norm clipped to 1.0. torch DDP has
+gradient_as_bucket_view=True and broadcast_buffers=False, both in its favour.
 eta = (T_sequential - T) / (T_sequential - T_ideal): the part of the possible gain that overlap has won. In T_ideal a
-bucket leaves once it is ready (measured without communication) and the link is free, at the full rate of the link:
-f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last). It needs the cases compute, comm and
-sequential, and is given where float32 travels once.
+bucket leaves once it is ready (measured without communication) and the link is free, at the rate of the case comm:
+f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last).
 """
 
 import json
@@ -44,7 +42,6 @@ LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 SEQUENCES, LENGTH = 4, 128  # per rank and step
 STEPS = 3  # timed in a row
 MODEL = ModelConfig(vocab_size=2048, block_size=LENGTH, n_layer=8, n_head=8, n_embd=256)  # 7M, ten buckets
-FRAME = 1514 / 1448  # bytes of an Ethernet frame (MTU 1500) per byte of TCP payload
 CASES = {  # options of our DDP
     "compute": {},  # without communication
     "comm": {},  # without computation
@@ -166,12 +163,12 @@ def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
     return results
 
 
-def add_ideal(results: dict[str, dict], compute: SimpleNamespace, mbit: int) -> float:
+def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
     """T_ideal in ms; writes eta into `results`."""
     t = 1e3 * torch.tensor(compute.times, dtype=torch.float64).view(-1, 1 + len(compute.buckets))[1 + STEPS :]
     mine = (t[:, 1:] - t[:, :1]).median(0).values  # when each bucket is ready
-    sent = [bucket.grad.nbytes for bucket in compute.buckets]  # 2 (N - 1) / N of them, for N = 2 ranks
-    rate = mbit * 1e3 / 8 / FRAME if mbit else sum(sent) / results["comm"]["median"]  # bytes per ms
+    sent = [bucket.grad.nbytes for bucket in compute.buckets]
+    rate = sum(sent) / results["comm"]["median"]  # bytes per ms
     last = 0.0
     for n_bytes, *ready in zip(sent, *(times.tolist() for times in gather_objects(mine)), strict=True):
         last = max(last, *ready) + n_bytes / rate
@@ -181,7 +178,7 @@ def add_ideal(results: dict[str, dict], compute: SimpleNamespace, mbit: int) -> 
     return ideal
 
 
-def run_rank(cases: list[str], rounds: int, mbit: int) -> None:
+def run_rank(cases: list[str], rounds: int) -> None:
     """Do one rank's part; rank 0 prints the results as JSON."""
     torch.set_num_threads(1), torch.manual_seed(0)
     world, model = init(timeout_s=60), Transformer(MODEL)
@@ -189,7 +186,7 @@ def run_rank(cases: list[str], rounds: int, mbit: int) -> None:
     built = {key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens) for key in cases}
     results = measure(built, rounds)
     if {"compute", "comm", "sequential"} <= built.keys():
-        add_ideal(results, built["compute"], mbit)
+        add_ideal(results, built["compute"])
     if world.is_main:
         print(json.dumps(results))
     close()
@@ -205,7 +202,7 @@ def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
             except (OSError, subprocess.CalledProcessError) as error:
                 said = f"{error} {getattr(error, 'stderr', '')}".strip()
                 raise UserError(f"bench: mbit={mbit} needs root, ip and tc; or use mbit=0: {said}") from None
-        command = [sys.executable, "-W", "ignore::FutureWarning", __file__, json.dumps([cases, rounds, mbit])]
+        command = [sys.executable, "-W", "ignore::FutureWarning", __file__, json.dumps([cases, rounds])]
         port = f"{20000 + os.getpid() % 12000}"  # below those that the kernel hands out
         env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
         env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that namespaces have no DNS

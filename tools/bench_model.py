@@ -32,7 +32,6 @@ from timing import Line, Options
 
 import ddp
 import tokenizer
-from groundup.errors import UserError
 from groundup.generate.engine import cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, ranks
@@ -52,8 +51,6 @@ SHAPES = {
 }
 PEERS = ("transformers", "transformers, compiled", "nanoGPT")
 PROMPT_TOKENS = 16
-Step = Callable[[], torch.Tensor | None]  # ours returns the loss
-Call = Callable[[], list[list[int]]]
 
 
 def shapes_of(options: Options, otherwise: str) -> list[str]:
@@ -63,7 +60,7 @@ def shapes_of(options: Options, otherwise: str) -> list[str]:
 # ---- train ----------------------------------------------------------------------------------------------------------
 
 
-def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype: torch.dtype) -> Step:
+def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype: torch.dtype) -> Callable:
     """Return a step of pretrain.py: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
@@ -72,18 +69,17 @@ def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype:
     if way == "blocks":
         model.compile_blocks(partial(torch.compile, dynamic=False))
 
-    def step() -> torch.Tensor:
+    def step() -> None:
         parallel.expect_step(opt, 1e-3)
         with autocast(tokens.device, dtype):
             loss = model(tokens, tokens) / tokens.numel()
         loss.backward()
         parallel.step(opt, lr=1e-3, clip=1.0)
-        return loss.detach()
 
     return step
 
 
-def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Step:
+def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Callable:
     """Return a step of the usual loop: backward, clip, step."""
     params = list(model.parameters())
 
@@ -111,7 +107,7 @@ def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformer
 
 def transformers_step(
     cfg: ModelConfig, tokens: torch.Tensor, dtype: torch.dtype, counts: dict[str, int], compiled: bool
-) -> Step:
+) -> Callable:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
@@ -122,7 +118,7 @@ def transformers_step(
     return plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
 
 
-def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts: dict[str, int]) -> Step:
+def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts: dict[str, int]) -> Callable:
     """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
     module = importlib.util.module_from_spec(spec)
@@ -175,7 +171,9 @@ def train_row(options: Options) -> Iterator[Line]:
 # ---- generate --------------------------------------------------------------------------------------------------------
 
 
-def our_call(model: Transformer, prompts: list[list[int]], options: Options, compiled: bool) -> Call:
+def our_call(
+    model: Transformer, prompts: list[list[int]], options: Options, compiled: bool
+) -> Callable[[], list[list[int]]]:
     params = SamplingParams(max_new_tokens=options.new_tokens, temperature=0)
 
     def call() -> list[list[int]]:
@@ -186,7 +184,7 @@ def our_call(model: Transformer, prompts: list[list[int]], options: Options, com
     return call
 
 
-def their_call(model: Transformer, prompts: list[list[int]], options: Options) -> Call:
+def their_call(model: Transformer, prompts: list[list[int]], options: Options) -> Callable[[], list[list[int]]]:
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM(llama_config(model.cfg)).eval()
@@ -211,34 +209,28 @@ def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int)
 
 
 def generate_row(options: Options) -> Iterator[Line]:
-    """Tokens/s for each shape, alone and in a batch."""
-    for shape in shapes_of(options, "25M,124M"):
-        if PROMPT_TOKENS + options.new_tokens > SHAPES[shape].block_size + 1:
-            raise UserError(f"config: new_tokens={options.new_tokens} does not fit the context of {shape}")
-        for rows in dict.fromkeys([1, options.batch_size]):
-            yield from compare(shape, rows, options)
-
-
-def compare(shape: str, rows: int, options: Options) -> list[Line]:
-    """Return tokens/s of all sides; the limit is that of half of the new tokens."""
-    timing.release()
-    cfg, device, dtype = SHAPES[shape], options.device, options.dtype
-    torch.manual_seed(0)
-    model = Transformer(cfg).to(device).eval()
-    prompts = torch.randint(cfg.vocab_size, (rows, PROMPT_TOKENS)).tolist()
-    makers = {"transformers": partial(their_call, model, prompts, options)}
-    for way in options.compile.split(","):
-        makers[f"ours{', compiled' * (way == 'blocks')}"] = partial(our_call, model, prompts, options, way == "blocks")
-    calls = timing.build(makers)
-    texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
-    n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + options.new_tokens // 2)
-    sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
-    found = timing.alternate(sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0)
-    limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
-    same = {name: sum(a == b for a, b in zip(first, ids, strict=True)) for name, ids in texts.items()}
-    notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
-    case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * options.new_tokens
-    return timing.lines("generate", case, found, "tok/s", ["transformers"], work, limit, notes)
+    """Tokens/s for each shape, alone and in a batch; the limit is that of half of the new tokens."""
+    device, dtype, new_tokens = options.device, options.dtype, options.new_tokens
+    for shape, rows in product(shapes_of(options, "25M,124M"), dict.fromkeys([1, options.batch_size])):
+        timing.release()
+        torch.manual_seed(0)
+        cfg = SHAPES[shape]
+        model = Transformer(cfg).to(device).eval()
+        prompts = torch.randint(cfg.vocab_size, (rows, PROMPT_TOKENS)).tolist()
+        makers = {"transformers": partial(their_call, model, prompts, options)}
+        for way in options.compile.split(","):
+            name = f"ours{', compiled' * (way == 'blocks')}"
+            makers[name] = partial(our_call, model, prompts, options, way == "blocks")
+        calls = timing.build(makers)
+        texts = {name: call() for name, call in calls.items()}  # also compiles and allocates
+        n_bytes = bytes_per_step(cfg, rows, dtype, PROMPT_TOKENS + new_tokens // 2)
+        sides = {name: partial(timing.device_seconds, call, device) for name, call in calls.items()}
+        found = timing.alternate(sides | {"memory": timing.reading(n_bytes, device)}, options.repeats, warmups=0)
+        limit, first = rows * median(found.pop("memory")) / n_bytes, next(iter(texts.values()))
+        same = {name: sum(a == b for a, b in zip(first, ids, strict=True)) for name, ids in texts.items()}
+        notes = {name: f"{n_bytes / 1e6:,.0f} MB/step, {n}/{rows} texts equal" for name, n in same.items()}
+        case, work = f"{shape}, batch {rows}, {str(dtype)[6:]}", rows * new_tokens
+        yield from timing.lines("generate", case, found, "tok/s", ["transformers"], work, limit, notes)
 
 
 # ---- checkpoint ------------------------------------------------------------------------------------------------------
@@ -250,7 +242,7 @@ def checkpoint_row(options: Options) -> Iterator[Line]:
     for shape in shapes_of(options, "124M"):
         with tempfile.TemporaryDirectory(dir=options.checkpoint_dir) as folder:
             calls, n_bytes = ways_to_save(SHAPES[shape], Path(folder))
-            sides = {name: partial(timing.wall_seconds, call) for name, call in calls.items()}
+            sides = {name: partial(timing.seconds_of, call) for name, call in calls.items()}
             seconds, mb = timing.alternate(sides, options.repeats), n_bytes / 1e6
             case, peers, limit = f"{shape}, {mb:,.0f} MB, CPU", ("disk", "torch.save"), mb / median(seconds["disk"])
             yield from timing.lines("checkpoint", case, seconds, "MB/s", peers, mb, limit)

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,7 +29,6 @@ from groundup.train import device as devices
 
 PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch", "trl")
 Options = SimpleNamespace  # the settings of tools/bench.py; device and dtype as torch's; folder: a temporary one
-T = TypeVar("T")
 
 
 @dataclass
@@ -101,7 +100,7 @@ def versions() -> dict[str, str]:
 # ---- turns ----------------------------------------------------------------------------------------------------------
 
 
-def alternate(sides: dict[str, Callable[[], T]], repeats: int, warmups: int = 1) -> dict[str, list[T]]:
+def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dict[str, list]:
     """Return {name: what each of `repeats` turns returned}, after `warmups` rounds that do not count."""
     names, found = list(sides), {name: [] for name in sides}
     for i in range(warmups + repeats):
@@ -115,11 +114,11 @@ def compare_sides(
     row: str, case: str, calls: dict[str, Callable], unit: str, peers: Iterable[str], work: float, repeats: int,
 ) -> list[Line]:  # fmt: skip
     """Return the lines of calls that take turns in this process, by CPU seconds: rates, or with work=0 the seconds."""
-    sides = {name: partial(cpu_seconds, call) for name, call in calls.items()}
+    sides = {name: partial(seconds_of, call, time.process_time) for name, call in calls.items()}
     return lines(row, case, alternate(sides, repeats), unit, peers, work)
 
 
-def build(makers: dict[str, Callable[[], T]]) -> dict[str, T]:
+def build(makers: dict[str, Callable]) -> dict[str, Any]:
     """Return {name: what its maker made}; say which are left out because their library cannot be imported."""
     made = {}
     for name, make in makers.items():
@@ -130,29 +129,19 @@ def build(makers: dict[str, Callable[[], T]]) -> dict[str, T]:
     return made
 
 
-def wall_seconds(call: Callable) -> float:
-    begin = time.perf_counter()
+def seconds_of(call: Callable, clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     call()
-    return time.perf_counter() - begin
-
-
-def cpu_seconds(call: Callable) -> float:
-    """Return the CPU seconds of this process: use it for one thread, other programs hardly change them."""
-    begin = time.process_time()
-    call()
-    return time.process_time() - begin
+    return clock() - begin
 
 
 def device_seconds(call: Callable, device: torch.device) -> float:
-    """Return the seconds until the device is done; on a CPU with a single thread CPU seconds."""
-
-    def ended() -> None:
-        call()
-        devices.synchronize(device)
-
-    devices.synchronize(device)
+    """Return the seconds until the device is done; on a CPU with a single thread CPU seconds, which other programs
+    hardly change."""
     one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    return (cpu_seconds if one_thread else wall_seconds)(ended)
+    devices.synchronize(device)
+    clock = time.process_time if one_thread else time.perf_counter
+    return seconds_of(lambda: (call(), devices.synchronize(device)), clock)
 
 
 def repeated(step: Callable, device: torch.device, least_s: float = 0.2) -> Callable[[], float]:
@@ -168,8 +157,7 @@ def release() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 # ---- limits of the machine ------------------------------------------------------------------------------------------

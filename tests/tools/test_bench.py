@@ -197,7 +197,7 @@ def test_what_overlap_could_win_by_hand(monkeypatch):
     times = [t + k for k in range(3) for t in (0, 0.010, 0.030)]
     compute = SimpleNamespace(times=times, buckets=buckets)
     results = {"compute": {"median": 35.0}, "comm": {"median": 20.0}, "sequential": {"median": 60.0}}
-    assert bench_ddp.add_ideal(results | {"ours": (ours := {"median": 45.0})}, compute, 0) == pytest.approx(40.0)
+    assert bench_ddp.add_ideal(results | {"ours": (ours := {"median": 45.0})}, compute) == pytest.approx(40.0)
     assert ours["eta"] == pytest.approx((60 - 45) / (60 - 40))
 
 
@@ -214,7 +214,7 @@ def test_checkpoint_rates_are_of_the_bytes_on_the_disk(tmp_path):
 
 
 def test_transformers_generates_the_same_texts():
-    theirs, ours = bench_model.compare("tiny", 2, options(new_tokens=4))
+    *_, theirs, ours = bench_model.generate_row(options(batch_size=2, new_tokens=4))
     assert (theirs.ratios, list(ours.ratios)) == ({}, ["transformers"])
     assert ours.note.endswith("2/2 texts equal")
 
