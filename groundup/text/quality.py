@@ -170,13 +170,9 @@ def ratio(part: float, whole: float) -> float:
 class Grams(NamedTuple):
     """Measures of the n-grams of a text, for one n."""
 
-    top: float  # characters in all occurrences of the most frequent one / all characters
-    covered: float  # characters within any that occurred before, each counted once / all characters
-    repeats: float  # n-grams that occurred before / all n-grams
-    most: int  # occurrences of the most frequent one
-
-
-NO_GRAMS = Grams(0.0, 0.0, 0.0, 0)
+    top: float = 0.0  # characters in all occurrences of the most frequent one / all characters
+    covered: float = 0.0  # characters within any that occurred before, each counted once / all characters
+    repeats: float = 0.0  # n-grams that occurred before / all n-grams
 
 
 class Features:
@@ -193,7 +189,7 @@ class Features:
         if not rule.n:
             return rule.measure(self)
         doubled = self.language == "zh" and rule.measure != "repeats"  # that rule is for Chinese alone
-        return getattr(self.grams.get(rule.n * (1 + doubled), NO_GRAMS), rule.measure)
+        return getattr(self.grams.get(rule.n * (1 + doubled), Grams()), rule.measure)
 
     @cached_property
     def lines(self) -> list[str]:
@@ -256,64 +252,49 @@ class Features:
 
 
 def repeated(ids: np.ndarray, lengths: np.ndarray, wanted: tuple[int, ...], enough: float) -> dict[int, Grams]:
-    """Return {n: Grams} for the wanted n, which ascend. ids uint64 (n,): words or characters; lengths int64 (n,): their
-    lengths in characters.
+    """Return {n: Grams} for the wanted n, which ascend, up to one where no n-gram occurs twice or, from the third on,
+    those that do cover less than `enough`: longer ones never cover more, and only for three the frequency is limited.
+    ids uint64 (n,): words or characters; lengths int64 (n,): their lengths in characters.
 
-    Stops at the n where no n-gram occurs twice or none can reach the ratio `enough` any more: longer ones never cover
-    more and are never more frequent. An n-gram occurs twice only where its beginning does, so fewer positions are left
-    as n grows. N-grams are compared by those bits of a 64-bit hash that the position leaves free.
+    An n-gram occurs twice only where its beginning does, so fewer positions are left as n grows. N-grams are compared
+    by those bits of a 64-bit hash that the position leaves free: sorting both as one is faster than argsort.
     """
     found: dict[int, Grams] = {}
     before = np.concatenate(([0], np.cumsum(lengths)))  # characters before each unit
-    top = wanted[2]  # rules of frequency take only the first three
-    longest = (before[top:] - before[:-top]).max(initial=0)  # characters in a run of that many
     starts, hashes, done = np.arange(len(ids)), np.zeros(len(ids), np.uint64), 0
     for n in wanted:
         fits = np.searchsorted(starts, len(ids) - n, side="right")
         starts, hashes = starts[:fits], hashes[:fits]
         for i in range(done, n):
-            hashes = mix(hashes, ids[starts + i] if done else ids[i : i + fits])
+            following = ids[starts + i] if done else ids[i : i + fits]
+            hashes = (hashes + following) * np.uint64(0x9E3779B97F4A7C15)  # the golden ratio's
+            hashes ^= hashes >> np.uint64(29)
         done = n
-        order, edges = sort_groups(hashes)
+        bits = np.uint64(len(hashes).bit_length())
+        packed = np.sort((hashes >> bits << bits) | np.arange(len(hashes), dtype=np.uint64))
+        in_order = packed >> bits
+        order = (packed ^ (in_order << bits)).astype(np.int64)  # of the hashes, and in the text of equal ones
+        edges = np.ones(len(hashes) + 1, bool)  # where a group of equal ones begins or ends
+        edges[1:-1] = in_order[1:] != in_order[:-1]
         if edges.all():
             break
         found[n] = measure_grams(starts, order, edges, before, n)
-        if found[n].covered < enough and found[n].most * longest / before[-1] < enough:
+        if n >= wanted[2] and found[n].covered < enough:
             break
         twice = np.sort(order[~(edges[:-1] & edges[1:])])
         starts, hashes = starts[twice], hashes[twice]
     return found
 
 
-def sort_groups(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (order int64 (m,): sorts equal hashes into groups, each in text order; edges bool (m + 1,): where a group
-    begins or ends). Sorts hashes with the position in the low bits, which is faster than argsort."""
-    bits = np.uint64(len(hashes).bit_length())
-    packed = np.sort((hashes >> bits << bits) | np.arange(len(hashes), dtype=np.uint64))
-    in_order = packed >> bits
-    edges = np.ones(len(hashes) + 1, bool)
-    edges[1:-1] = in_order[1:] != in_order[:-1]
-    return (packed ^ (in_order << bits)).astype(np.int64), edges
-
-
 def measure_grams(starts: np.ndarray, order: np.ndarray, edges: np.ndarray, before: np.ndarray, n: int) -> Grams:
-    """Return the measures of the n-grams that begin at starts (m,); order and edges are from `sort_groups`, before[i]
-    is the number of characters before word or character i."""
-    n_characters = before[-1]
+    """Return the measures of the n-grams that begin at starts (m,); before[i] is the number of characters before word
+    or character i."""
     bounds = np.flatnonzero(edges)
-    sizes = bounds[1:] - bounds[:-1]
-    most = sizes.max()
-    frequent = starts[order[bounds[:-1][sizes == most]]].min()  # the first of equally frequent ones
-    length = before[frequent + n] - before[frequent]
+    sizes = np.diff(bounds)
+    frequent = starts[order[bounds[:-1][sizes == sizes.max()]]].min()  # the first of equally frequent ones
+    top = sizes.max() * (before[frequent + n] - before[frequent])
     begins = np.sort(starts[order[~edges[:-1]]])  # of those that occurred before
     ends = begins + n
     ends[:-1] = np.minimum(ends[:-1], begins[1:])  # count each character once
     covered = (before[ends] - before[begins]).sum()
-    repeats = len(begins) / (len(before) - n)
-    return Grams(float(most * length / n_characters), float(covered / n_characters), repeats, int(most))
-
-
-def mix(hashes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the hashes (uint64) of sequences that continue with these values. The factor is the golden ratio's."""
-    hashes = (hashes + values) * np.uint64(0x9E3779B97F4A7C15)
-    return hashes ^ (hashes >> np.uint64(29))
+    return Grams(float(top / before[-1]), float(covered / before[-1]), len(begins) / (len(before) - n))
