@@ -85,9 +85,6 @@ def check_settings(path: str | Path, settings: dict) -> None:
         raise UserError(f"answers: {path} was begun with {change}; use another out")
 
 
-# ---- its lines ----------------------------------------------------------------------------------------------------
-
-
 def is_answers(path: str) -> bool:
     """Return whether the first readable row of a file is one of answers."""
     rows = (record.value for record in readers.read_records(path) if not record.problem)

@@ -24,9 +24,6 @@ from groundup.files.text_keys import columns_of
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
-# ---- which files, and in which parts -------------------------------------------------------------------------
-
-
 def find_files(input: str) -> list[str]:
     """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard input. In the order
     given, each once; a directory recursively in the byte order of relative paths, without hidden files and *.tmp.
@@ -92,9 +89,6 @@ def container(path: str, head: bytes, txt_split: str) -> str:
     if txt_split not in ("file", "blank", "line"):
         raise UserError(f"data: txt_split must be file, blank or line, got {txt_split!r}")
     return txt_split
-
-
-# ---- records and documents -----------------------------------------------------------------------------------
 
 
 def read_records(

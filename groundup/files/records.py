@@ -28,9 +28,6 @@ class Record(NamedTuple):
     detail: str = ""
 
 
-# ---- lines ---------------------------------------------------------------------------------------------------
-
-
 def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None) -> Iterator[Record]:
     """Yield the lines, as bytes, that start in [begin, end); the stream stands at begin - 1, or at 0.
 
@@ -109,9 +106,6 @@ def file_record(stream: io.BufferedReader) -> Iterator[Record]:
     yield from damage(stream, 1 + raw.count(b"\n"), offset + len(raw))
 
 
-# ---- CSV -----------------------------------------------------------------------------------------------------
-
-
 def csv_records(lines: Iterable[Record], delimiter: str, names: Sequence[str] = ()) -> Iterator[Record]:
     """Yield the rows as {column: text}; the first row names the columns if `names` does not. A quoted field may hold
     line ends."""
@@ -150,9 +144,6 @@ def csv_records(lines: Iterable[Record], delimiter: str, names: Sequence[str] = 
             encoding = next((line.encoding for line in held if line.encoding != "utf-8"), "utf-8")
             yield Record(dict(zip(names, row, strict=True)), *where, encoding)
     yield from lost
-
-
-# ---- JSON ----------------------------------------------------------------------------------------------------
 
 
 def json_records(stream: io.BufferedReader) -> Iterator[Record]:
@@ -258,9 +249,6 @@ class JsonStream:
         if len(held) > 1:
             self.text, self.pos = "".join(held), 0
         return len(held) > 1
-
-
-# ---- parquet -------------------------------------------------------------------------------------------------
 
 
 def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":

@@ -117,14 +117,6 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
     return any(row.get(name) == "length" for name in names) or pair.chosen in cut or pair.rejected in cut
 
 
-def format_name(row: object, kind: str) -> str:
-    """Return the name of a row's format; "" if it has none of this kind (text, chat or preference)."""
-    if isinstance(row, str):
-        return "plain text" if kind == "text" else ""
-    found = recognise(row, kind) if isinstance(row, dict) else None
-    return found.name if found else ""
-
-
 # ---- which format --------------------------------------------------------------------------------------------
 
 
@@ -150,9 +142,11 @@ def known_keys(kind: str) -> str:
     return " | ".join(known.keys for known in FORMATS[kind])
 
 
-def recognise(row: dict, kind: str) -> RowFormat | None:
+def recognise(row: object, kind: str) -> RowFormat | None:
     """Return the first format whose keys are all there and not null (joined tables have columns of others, with nulls);
     if there is none, the first whose keys are there, so that a null is reported as such."""
+    if not isinstance(row, dict):
+        return None
     row = rename(row)
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None

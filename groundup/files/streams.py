@@ -125,9 +125,6 @@ def skip_mark(stream: io.BufferedReader) -> int:
     return len(stream.read(3)) if stream.peek(3).startswith(codecs.BOM_UTF8) else 0
 
 
-# ---- text ----------------------------------------------------------------------------------------------------
-
-
 def decode(raw: bytes, first: str = "utf-8", cut: bool = False) -> tuple[str, str]:
     """Return (text, encoding): UTF-8 or GB18030, common for Chinese; `first` is tried first.
 

@@ -15,16 +15,15 @@ not STEM).
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from groundup.errors import UserError, listed
-from groundup.files import readers, records, streams
+from groundup.files import readers
 from groundup.generate.completion import begin_prompt
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
@@ -183,7 +182,7 @@ def read_questions(file: Path, task: str, words: dict, notes: dict[str, list[str
     others would be another benchmark's."""
     exam = task.removesuffix("_text")
     columns, questions, encodings = COLUMNS[exam], [], set()
-    for row in headless_rows(file, columns) if exam == "mmlu" else readers.read_records(str(file)):
+    for row in readers.read_records(str(file), names=columns if exam == "mmlu" else ()):  # its files name no columns
         where = f"{file}:{row.line}"
         if row.problem:
             raise UserError(f"choices: {where}: {row.problem}: {' '.join(row.detail.split())}")
@@ -204,12 +203,3 @@ def read_questions(file: Path, task: str, words: dict, notes: dict[str, list[str
     if encodings != {"utf-8"}:
         notes["read as GB18030 (GBK), not UTF-8"].append(f"{file.parent.name}/{file.name}")
     return questions
-
-
-def headless_rows(file: Path, columns: Sequence[str]) -> Iterator[records.Record]:
-    """Read a CSV file without a line of column names."""
-    with streams.open_stream(str(file)) as stream:
-        decoded = partial(records.text_record, encoding=streams.guess_encoding(stream.peek()))
-        header = records.Record(",".join(columns), 0, 0)
-        lines = map(decoded, records.read_lines(stream))
-        yield from records.csv_records(chain([header], lines), ",")

@@ -165,7 +165,7 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: reade
         return chat_work(fields, messages, tokenizer, settings)
     text, problem = row_formats.document_of(row, settings.text_key)
     if problem:
-        why = not_chat if row_formats.format_name(row, "chat") and not settings.text_key else problem
+        why = not_chat if row_formats.recognise(row, "chat") and not settings.text_key else problem
         hint = "; neither a conversation nor a text, give text_key" if why.startswith("unknown format") else ""
         return Work(fields, f"not understood: {without_list(why)}{hint}")
     if not text.strip():

@@ -136,9 +136,6 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
     return found
 
 
-# ---- the pairs of one line -------------------------------------------------------------------
-
-
 def lengths_fit(first: str, second: str, within: float) -> bool:
     """Return whether the longer text has at most (1 + within) times the characters of the other; within=0: any."""
     least, most = sorted((len(first), len(second)))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from groundup.errors import UserError
 from groundup.files import row_formats
-from groundup.files.row_formats import Pair, document_of, format_name, messages_of, pair_of
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of
 from groundup.files.text_keys import columns_of
 
 
@@ -102,7 +102,6 @@ DOCUMENTS = {
 def test_documents(name: str) -> None:
     row, expected = DOCUMENTS[name]
     assert document_of(row) == (expected, "")
-    assert format_name(row, "text")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,6 @@ CHATS = {
 def test_conversations(name: str) -> None:
     row, expected = CHATS[name]
     assert messages_of(row) == (expected, "")
-    assert format_name(row, "chat")
 
 
 @pytest.mark.parametrize(
@@ -461,7 +459,6 @@ PAIRS = {
 def test_pairs(name: str) -> None:
     row, expected = PAIRS[name]
     assert pair_of(row) == (expected, "")
-    assert format_name(row, "preference")
 
 
 @pytest.mark.parametrize(
@@ -518,7 +515,7 @@ def test_answers_of_sample_are_no_pairs_yet() -> None:
 def test_the_chosen_dialogue_of_hh_rlhf_is_a_conversation() -> None:
     row = {"chosen": HH + "没有。", "rejected": HH + "有"}
     turns = [user("最喜欢的词？"), assistant("你呢？"), user("我先问的"), assistant("没有。")]
-    assert messages_of(row) == (turns, "") and format_name(row, "chat")
+    assert messages_of(row) == (turns, "")
     assert messages_of(row | {"chosen": "没有。"})[1].endswith("messages | " + " | ".join(
         known.keys for known in row_formats.CHATS[1:]))  # fmt: skip
 
@@ -556,9 +553,8 @@ def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: 
 def test_every_format_has_a_golden_row() -> None:
     golden = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
     for kind, rows in golden.items():
-        seen = {format_name(row, kind) for row, _ in rows.values()}
-        named = {known.name for known in row_formats.FORMATS[kind]}
-        assert seen == named | ({"plain text"} if kind == "text" else set())
+        seen = {row_formats.recognise(row, kind) for row, _ in rows.values()}
+        assert seen - {None} == set(row_formats.FORMATS[kind])  # a string has none
 
 
 KEYS = sorted({key for table in row_formats.FORMATS.values() for shape in table for key in shape.keys.split(",")})
