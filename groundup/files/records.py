@@ -195,15 +195,14 @@ class JsonStream:
                 yield self._element()
             return
         self._use(self.pos + 1)
-        closed = self._next() == "]"
-        while not closed:
+        separator = "]" if self._next() == "]" else ","
+        while separator == ",":
             yield self._element()
             separator = self._next()
-            if separator not in (",", "]"):
-                raise ValueError(f"expected , or ] but found {separator or 'the end'!r}")
-            closed = separator == "]"
-            if not closed:
+            if separator == ",":
                 self._use(self.pos + 1)
+        if separator != "]":
+            raise ValueError(f"expected , or ] but found {separator or 'the end'!r}")
         self._use(self.pos + 1)
         if self._next():
             raise ValueError("text after the end of the array")

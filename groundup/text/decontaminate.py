@@ -27,9 +27,7 @@ class Evals:
     """
 
     def __init__(self, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
-        self.n_items = n_items
-        self.unprotected = unprotected
-        self.hashes = hashes  # by length in units: sorted (m,) uint64
+        self.n_items, self.unprotected, self.hashes = n_items, unprotected, hashes  # by length in units: sorted uint64
         self.tables = {length: Table(known) for length, known in hashes.items()}
 
     @classmethod
@@ -99,10 +97,8 @@ class Table:
     """Finds known hashes among many: first by flags for their leading bits, then by binary search."""
 
     def __init__(self, known: np.ndarray) -> None:
-        self.known = known
         bits = max(10, len(known).bit_length() + 4)
-        self.shift = np.uint64(64 - bits)
-        self.flags = np.zeros(2**bits, bool)
+        self.known, self.shift, self.flags = known, np.uint64(64 - bits), np.zeros(2**bits, bool)
         self.flags[known >> self.shift] = True
 
     def find(self, hashes: np.ndarray) -> np.ndarray:

@@ -118,10 +118,9 @@ def scan(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def mix64(h: np.ndarray) -> np.ndarray:
     """Apply MurmurHash3's 64-bit finalizer, a bijection, in place."""
-    h ^= h >> np.uint64(33)
-    h *= np.uint64(0xFF51AFD7ED558CCD)
-    h ^= h >> np.uint64(33)
-    h *= np.uint64(0xC4CEB9FE1A85EC53)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        h ^= h >> np.uint64(33)
+        h *= np.uint64(factor)
     h ^= h >> np.uint64(33)
     return h
 
@@ -154,15 +153,6 @@ def first_copies(keys: np.ndarray) -> np.ndarray:
     first = np.empty(len(keys), np.int64)
     first[order] = order[new][np.cumsum(new) - 1]
     return first
-
-
-@lru_cache(maxsize=4)
-def permutations(n_perm: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return factors and summands (n_perm,) uint32 of datasketch's affine32 scheme."""
-    from datasketch import MinHash  # here because it imports scipy, which takes half a second
-
-    a, b = MinHash(num_perm=n_perm, seed=1).permutations
-    return a, b
 
 
 def signatures(units: Units, n_perm: int = N_PERM) -> np.ndarray:
@@ -202,6 +192,14 @@ def shingle_block(units: Units, first: int) -> tuple[np.ndarray, np.ndarray, np.
     places = np.cumsum(lengths) - lengths
     kept = np.arange(lengths.sum()) + np.repeat(begins - places, lengths)
     return texts, places, (elements[kept] >> np.uint64(32)).astype(np.uint32)
+
+
+@lru_cache(maxsize=4)
+def permutations(n_perm: int) -> np.ndarray:
+    """Return factors and summands (2, n_perm) uint32 of datasketch's affine32 scheme."""
+    from datasketch import MinHash  # here because it imports scipy, which takes half a second
+
+    return MinHash(num_perm=n_perm, seed=1).permutations
 
 
 def least(shingles: np.ndarray, begins: np.ndarray, n_perm: int) -> np.ndarray:
