@@ -87,11 +87,16 @@ def memory_table(
     }
 
 
-def memory_parts(
-    cfg: ModelConfig, config: dict, trained: Mapping[str, int], masked: bool, world_size: int, device: torch.device,
-    dtype: torch.dtype, other: Mapping[str, float] | None = None, head: bool = True,
-) -> dict[str, float]:  # fmt: skip
-    """Return {part: bytes} of what a rank holds at most: memory_table's parts, what the settings add, and `other`."""
+def describe(
+    cfg: ModelConfig, config: dict, batch: str, tokens: float, world_size: int, device: torch.device,
+    dtype: torch.dtype, peak: float, masked: bool = False, other: Mapping[str, float] | None = None, head: bool = True,
+    note: str = "",
+) -> str:  # fmt: skip
+    """Return the plan of a run as text. batch: its line on the batch; tokens: of all steps; peak: FLOP/s of one rank;
+    masked, head: as in memory_table; other: more parts of memory; note: before the time."""
+    cfg = cfg if head else dataclasses.replace(cfg, tie_embeddings=True)  # a reward model's head is one row
+    trained = trainable_table(cfg, config["trainable"], adapters_of(config))
+    trained = trained if head else trained | {key: trained[key] + cfg.n_embd for key in ("total", "trainable")}
     memory = memory_table(cfg, config, trained, masked, device.type, dtype, head)
     if config["compress"] == "powersgd":
         params = parameter_table(cfg)
@@ -102,20 +107,7 @@ def memory_parts(
     if config["zero1"]:  # rank 0 saves the whole state, but holds its part
         memory["optimizer"] /= world_size
     memory |= other or {}
-    return memory | {"margin": MARGIN.get(device.type, 0.1) * sum(memory.values())}
-
-
-def describe(
-    cfg: ModelConfig, config: dict, batch: str, tokens: float, world_size: int, device: torch.device,
-    dtype: torch.dtype, peak: float, masked: bool = False, other: Mapping[str, float] | None = None, head: bool = True,
-    note: str = "",
-) -> str:  # fmt: skip
-    """Return the plan of a run as text. batch: its line on the batch; tokens: of all steps; peak: FLOP/s of one rank;
-    masked, other, head: as in memory_parts; note: before the time."""
-    cfg = cfg if head else dataclasses.replace(cfg, tie_embeddings=True)  # a reward model's head is one row
-    trained = trainable_table(cfg, config["trainable"], adapters_of(config))
-    trained = trained if head else trained | {key: trained[key] + cfg.n_embd for key in ("total", "trainable")}
-    memory = memory_parts(cfg, config, trained, masked, world_size, device, dtype, other, head)
+    memory["margin"] = MARGIN.get(device.type, 0.1) * sum(memory.values())
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     seconds = tokens * flops_per_token(cfg, config["block_size"], head) / (peak * world_size) / 0.4
     return "\n".join([
