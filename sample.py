@@ -79,7 +79,7 @@ def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> Samp
     params = SamplingParams(**{key: config[key] for key in keys} | {
         "best_of_by": "sum" if by_reward else config["best_of_by"],
         "stop": stop_texts(config["stop"]),
-        "stop_token_ids": stop_ids(config["stop_token_ids"]),
+        "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
         "eos_ids": tokenizer.stop_ids,
         "banned_ids": never_sampled(tokenizer, vocab_size),
     })  # fmt: skip
@@ -91,13 +91,6 @@ def stop_texts(value: str) -> tuple[str, ...]:
     characters = {r"\n": "\n", r"\t": "\t", r"\|": "|", r"\\": "\\"}
     parts = re.findall(r"(?:\\.|[^|])+", value, re.DOTALL)
     return tuple(re.sub(r"\\[nt|\\]", lambda match: characters[match[0]], part) for part in parts)
-
-
-def stop_ids(value: str) -> frozenset[int]:
-    try:
-        return frozenset(int(part) for part in value.split(",") if part.strip())
-    except ValueError:
-        raise UserError(f"sample: stop_token_ids must be numbers separated by commas, got {value!r}") from None
 
 
 def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
@@ -127,9 +120,10 @@ def is_tuned(directory: Path) -> bool:
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     """Raise UserError if the settings contradict each other."""
-    by, source, K = config["best_of_by"], config["reward_from"], config["num_beams"]
+    by, source, K, ids = (config[key] for key in ("best_of_by", "reward_from", "num_beams", "stop_token_ids"))
     in_terminal = talk and not config["prompt"] and not config["prompts"]
     for wrong, words in (
+        (re.search(r"[^\d, ]", ids), f"stop_token_ids must be numbers separated by commas, got {ids!r}"),
         (config["prompt"] and config["prompts"], "both prompt and prompts are given; give one of them"),
         (config["batch_size"] < 1, f"batch_size must be at least 1, got {config['batch_size']}"),
         (config["system"] and not talk and not config["prompts"], "system needs a chat; give --chat=yes"),

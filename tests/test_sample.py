@@ -288,7 +288,7 @@ def test_a_scripted_chat_equals_generation_from_whole_prompts(runs, tuned):
 
 def test_commands_of_a_chat(runs, tuned):
     options = {"max_new_tokens": 12}
-    said = ["one", "/temp 0", "two", "/system 短", "/reset", "three", "/help", "/exit", "never asked"]
+    said = ["one", "/temp 0", "two", "/system 短", "/reset", "three", "/forget", "/exit", "never asked"]
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=12", "--seed=1", said=lines(*said))
     net, tokenizer = tuned
     kept = Chat(net, tokenizer, params_of(tokenizer, net, seed=1, **options))

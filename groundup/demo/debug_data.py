@@ -1,6 +1,5 @@
 """Small data for the `debug` configurations: prepare.py makes a corpus with its tokenizer, this file makes rows."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -31,11 +30,9 @@ def make_debug_data(out_dir: str | Path) -> None:
         lock = os.open(out_dir.parent, os.O_RDONLY)  # the lock of a directory leaves no file behind
     except OSError as error:
         raise UserError(f"demo: cannot make {out_dir}: {error.strerror}") from None
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock)
+    with os.fdopen(lock), tempfile.TemporaryDirectory() as folder:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (out_dir / "manifest.json").exists():
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = write_rows(debug_texts(), Path(folder) / "debug.jsonl")
             command = [sys.executable, str(PREPARE), f"--input={path}", f"--out_dir={out_dir}", *SETTINGS]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -54,10 +51,8 @@ def make_debug_rows(path: Path, rows_of: Callable[[list], Iterable[dict]]) -> No
     it is there. Several processes may call this at once: each writes the same, first under a name of its own."""
     if not path.exists():
         make_debug_data(path.parent)
-        part = write_rows(
-            rows_of(list(islice(docs_conversations(), 0, 4000, 20))), path.with_name(f".{path.name}.{os.getpid()}")
-        )
-        os.replace(part, path)
+        rows = rows_of(list(islice(docs_conversations(), 0, 4000, 20)))
+        os.replace(write_rows(rows, path.with_name(f".{path.name}.{os.getpid()}")), path)
 
 
 def write_rows(rows: Iterable[str | dict], path: Path) -> Path:

@@ -1,15 +1,12 @@
 """Conversations and preference pairs made from the documentation that every Python carries, for the demo and the debug
-runs: what a function, method, class, module or topic is, how it is called, what an example prints.
+runs: what a function, method, class, module or topic is, and how it is called.
 
 Everything is chosen by hashes of names: the same Python gives the same data in the same order.
 """
 
 import ast
 import builtins
-import decimal
-import doctest
 import hashlib
-import importlib
 import inspect
 import itertools
 import math
@@ -17,7 +14,6 @@ import re
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from groundup.demo.python_docs import library_sources, python_docs
@@ -45,10 +41,6 @@ QUESTIONS = {
         "What does the Python reference say about this: {}?", "Explain this topic of the Python language: {}.",
         "In Python, what is there to know about this: {}?",
     ),
-    "example": (
-        "What does Python print?", "What is the result of this?", "What is the output of this code?",
-        "What does this print in Python?",
-    ),
     "call": ("What are its arguments?", "How is it called?", "Which arguments does it take?", "How do I call it?"),
 }  # fmt: skip
 
@@ -61,7 +53,6 @@ CHINESE = {  # the same questions
     "class": ("\u7c7b {} \u662f\u4ec0\u4e48\uff1f", "\u8bf7\u4ecb\u7ecd\u4e00\u4e0b {} \u7c7b\u3002"),
     "module": ("\u6a21\u5757 {} \u6709\u4ec0\u4e48\u7528\uff1f", "\u8bf7\u4ecb\u7ecd\u6a21\u5757 {}\u3002"),
     "topic": ("\u8bf7\u89e3\u91ca Python \u7684\u8fd9\u4e2a\u6982\u5ff5\uff1a{}",),
-    "example": ("\u8fd9\u6bb5 Python \u4ee3\u7801\u8f93\u51fa\u4ec0\u4e48\uff1f",),
     "call": ("\u5b83\u6709\u54ea\u4e9b\u53c2\u6570\uff1f", "\u600e\u4e48\u8c03\u7528\u5b83\uff1f"),
 }  # fmt: skip
 
@@ -86,40 +77,24 @@ def docs_rows(kind: str) -> Iterator[str | dict]:
 
 
 def docs_conversations() -> Iterator[list[dict]]:
-    """Yield conversations [{"role", "content"}, ...] about every subject once, then about every example whose output is
-    as documented (each is run first). In English, some questions in Chinese."""
+    """Yield a conversation [{"role", "content"}, ...] about each subject. In English, some questions in Chinese."""
     for subject, answer in described():
-        yield conversation(subject, answer)
-    seen = set()
-    for code, printed in itertools.chain.from_iterable(map(executed, docs_subjects())):
-        if code not in seen:
-            seen.add(code)
-            question = phrase("example", code)
-            yield [message("user", f"{question}\n{code}"), message("assistant", printed)]
-
-
-@cache
-def docs_subjects() -> tuple[Subject, ...]:
-    return (*topic_subjects(), *c_subjects(), *library_subjects())
+        messages = [question_about(subject), message("assistant", answer)]
+        if subject.call is not None and zlib.crc32(subject.name.encode()) % FOLLOW_UP_EVERY == 0:
+            none = "It takes no arguments: " if subject.call == "()" else ""
+            messages.append(message("user", phrase("call", subject.name)))
+            messages.append(message("assistant", f"{none}{subject.name}{subject.call}"))
+        yield messages
 
 
 def described() -> Iterator[tuple[Subject, str]]:
     """Yield each subject that can be asked about, once, with its description."""
     seen = set()
-    for subject in docs_subjects():
+    for subject in itertools.chain(topic_subjects(), c_subjects(), library_subjects()):
         answer = first_paragraph(subject.text)
         if answer and subject.name not in seen and is_public(subject):
             seen.add(subject.name)
             yield subject, answer
-
-
-def conversation(subject: Subject, answer: str) -> list[dict]:
-    messages = [question_about(subject), message("assistant", answer)]
-    if subject.call is None or zlib.crc32(subject.name.encode()) % FOLLOW_UP_EVERY:
-        return messages
-    none = "It takes no arguments: " if subject.call == "()" else ""
-    how = f"{none}{subject.name}{subject.call}"
-    return [*messages, message("user", phrase("call", subject.name)), message("assistant", how)]
 
 
 def question_about(subject: Subject) -> dict:
@@ -255,71 +230,6 @@ def flow(paragraph: str) -> str:
     return "\n".join(lines).strip() if laid_out else " ".join(WORD_BREAK.sub("", paragraph).split())
 
 
-# ---- examples ----------------------------------------------------------------------------------------------
-
-EXECUTED = "collections decimal difflib enum fractions heapq ipaddress json statistics textwrap"  # no side effects
-UNSAFE = "__import__ breakpoint compile eval exec exit help input open quit"  # what no example may call
-MAX_CODE_CHARS = 400  # of an example with the lines that it needs
-# Output that differs between processes: loaded classes, addresses, the order of sets.
-VARIES = re.compile(r"__subclasses__|<BLANKLINE>|doctest:|0x[0-9a-f]{4}|\bset\(|\{(?![^{}]*:)[^{}]*,")
-IMPORT = re.compile(r"import |from ")
-PRIVATE = re.compile(r"\b_[a-z]")
-MISSING = object()
-
-
-def executed(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Yield (code as at Python's prompt, its output) for each example that prints what its documentation says. The code
-    begins with what it needs: imports, and earlier lines of the same documentation."""
-    module = subject.name.split(".")[0]
-    names = vars(importlib.import_module(module)) if module in EXECUTED.split() and subject.kind != "topic" else {}
-    ours = names or subject.kind == "topic" or hasattr(builtins, module)
-    if ">>>" not in subject.text or not ours:
-        return
-    try:
-        examples = doctest.DocTestParser().get_examples(subject.text)
-    except ValueError:  # not written as the parser wants it
-        return
-    for number, example in enumerate(examples):
-        if example.exc_msg or not example.want.strip() or VARIES.search(example.source + example.want):
-            continue
-        if example.want[0].isspace():  # a conversation has no white space around what is said
-            continue
-        earlier = [e.source for e in examples[:number] if not e.want and not IMPORT.match(e.source)]
-        for sources in ([example.source], [*earlier, example.source]):
-            if prints(sources, example.want, names):
-                code = imports(sources, module, names) + "".join(map(at_prompt, sources))
-                if len(code) <= MAX_CODE_CHARS and not PRIVATE.search(code):
-                    yield code.rstrip("\n"), example.want.rstrip("\n")
-                break
-
-
-def prints(sources: list[str], want: str, names: dict) -> bool:
-    """Return whether, to doctest, the last of the sources prints `want` and those before it print nothing."""
-    wants = [*([""] * (len(sources) - 1)), want]
-    examples = [doctest.Example(source, text) for source, text in zip(sources, wants, strict=True)]
-    safe = {name: value for name, value in vars(builtins).items() if name not in UNSAFE.split()}
-    around = {**names, "__builtins__": safe, "__name__": "__main__"}  # as at the prompt
-    test = doctest.DocTest(examples, around, "example", None, None, None)
-    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.DONT_ACCEPT_TRUE_FOR_1)
-    with decimal.localcontext():  # examples may set the precision
-        failed = runner.run(test, out=lambda text: None).failed
-    vars(builtins).pop("_", None)  # where an expression at the prompt leaves its value
-    return not failed
-
-
-def imports(sources: list[str], module: str, names: dict) -> str:
-    """Return the lines that import what the sources use of a module."""
-    used = {node.id for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    own = sorted(name for name in used & set(names) if names[name] is not getattr(builtins, name, MISSING))
-    lines = [f">>> import {module}\n"] if names and module in used and module not in own else []
-    return "".join(lines) + (f">>> from {module} import {', '.join(own)}\n" if own else "")
-
-
-def at_prompt(source: str) -> str:
-    first, *rest = source.rstrip("\n").split("\n")
-    return "".join([f">>> {first}\n", *(f"... {line}\n" for line in rest)])
-
-
 # ---- preference pairs --------------------------------------------------------------------------------------
 
 SIMILAR = 0.2  # two answers have similar lengths if they differ by at most this fraction of the longer
@@ -328,9 +238,9 @@ MAX_SENTENCE = 200  # characters of a sentence that is repeated
 
 
 def docs_pairs() -> Iterator[dict]:
-    """Yield {"prompt", "chosen", "rejected"}: a first question of docs_conversations (examples excluded), the right
-    description, and a wrong one: it describes something else in the same module, or stops in the middle of a sentence,
-    or repeats itself. A hash of the name decides which, so the wrong answer is the longer one half of the time."""
+    """Yield {"prompt", "chosen", "rejected"}: a first question of docs_conversations, the right description, and a
+    wrong one: it describes something else in the same module, or stops in the middle of a sentence, or repeats itself.
+    A hash of the name decides which, so the wrong answer is the longer one half of the time."""
     found = list(described())
     answers = {}
     for subject, answer in found:

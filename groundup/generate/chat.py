@@ -17,11 +17,7 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
-HELP = """\
-/reset        forget the conversation
-/system TEXT  set the system message; without TEXT there is none
-/temp X       set the temperature; 0 = always the likeliest token
-/exit         leave, as Ctrl-D does; Ctrl-C stops an answer"""
+COMMANDS = "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; Ctrl-C stops an answer."
 
 
 class Chat:
@@ -31,9 +27,8 @@ class Chat:
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, system: str = "", compile: bool = False
     ) -> None:
         """Raise UserError for parameters that make no sense in a chat."""
-        for key in ("n", "num_beams", "best_of"):
-            if getattr(params, key) > 1:
-                raise UserError(f"sample: a chat has one answer at a time, got {key}={getattr(params, key)}")
+        if max(params.n, params.num_beams, params.best_of) > 1:
+            raise UserError("sample: a chat has one answer at a time; leave out n, num_beams and best_of")
         self.tokenizer, self.params, self.system = tokenizer, params, system
         self.context = model.cfg.block_size
         self.engine = Engine(model, tokenizer, rows=1, compile=compile)
@@ -64,9 +59,7 @@ class Chat:
         head = self.tokenizer.render([{"role": "system", "content": self.system}])[0] if self.system else []
         n_fixed = len(head) + len(question)
         if n_fixed > self.context:
-            raise UserError(
-                f"chat: message and system message have {n_fixed} tokens, the context {self.context}; shorten them"
-            )
+            raise UserError(f"chat: message and system message have {n_fixed} tokens, over {self.context}; shorten it")
         self.dropped = 0
         while self.turns and n_fixed + sum(map(len, self.turns)) > room:
             self.turns.pop(0)
@@ -88,7 +81,7 @@ def converse(chat: Chat) -> None:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)
-        note(f"A context of {chat.context:,} tokens. /help lists the commands.")
+        note(f"A context of {chat.context:,} tokens. {COMMANDS}")
     while True:
         try:
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
@@ -108,9 +101,7 @@ def converse(chat: Chat) -> None:
 
 
 def obey(chat: Chat, command: str, argument: str) -> None:
-    if command == "help":
-        note(HELP)
-    elif command == "reset":
+    if command == "reset":
         chat.turns.clear()
         note("The conversation is forgotten.")
     elif command == "system":
@@ -124,7 +115,7 @@ def obey(chat: Chat, command: str, argument: str) -> None:
         chat.params = dataclasses.replace(chat.params, temperature=temperature)
         note(f"The temperature is {temperature:g}.")
     else:
-        note(f"There is no command /{command}; /help lists them.")
+        note(f"There is no command /{command}. {COMMANDS}")
 
 
 def show(chat: Chat, pieces: Iterator[str]) -> None:

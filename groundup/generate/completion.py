@@ -142,7 +142,8 @@ class Text:
         if ends:
             end, _, self.stopped = min(ends)
             return self.show(end - len(self.stopped))
-        return self.show(len(self.held) - max(map(self.begun, self.stop), default=0))
+        begun = (k for stop in self.stop for k in range(1, len(stop)) if self.held.endswith(stop[:k]))
+        return self.show(len(self.held) - max(begun, default=0))
 
     def decode(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
@@ -150,11 +151,6 @@ class Text:
         if token in self.tokenizer.special_ids and not self.skip_special:
             return self.decoder.flush() + self.tokenizer.decode([token])
         return self.decoder.push(token)
-
-    def begun(self, stop: str) -> int:
-        """Return how many characters of `stop`, but not all, the held text ends with."""
-        longest = min(len(stop) - 1, len(self.held))
-        return next((k for k in range(longest, 0, -1) if self.held.endswith(stop[:k])), 0)
 
     def show(self, n: int) -> str:
         piece, self.held = self.held[:n], self.held[n:]

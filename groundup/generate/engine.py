@@ -15,6 +15,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.kv_cache import CacheStep, KVCache
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
+from groundup.train.device import autocast
 from groundup.train.lora import LoRALinear, plain_linear
 from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
 from tokenizer import Tokenizer
@@ -106,10 +108,11 @@ class Engine:
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.samples: list[Sample | None] = [None] * rows
         self.held: list[list[int]] = [[] for _ in range(rows)]
+        self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.generators = [torch.Generator(self.device) for _ in range(rows)]
         self.logits = torch.zeros(rows, model.cfg.vocab_size, device=self.device)
         self.params: RowParams | None = None
-        self.seen: Seen | None = None
+        self.seen: Seen | None = None  # if a row ever had a penalty
         self.cache: KVCache | None = None
         self.reserve(length)
 
@@ -137,11 +140,16 @@ class Engine:
         taken = {row: Sample(*found, self.tokenizer) for row, found in zip(free, waiting, strict=False)}
         if not taken:
             return
-        for row, sample in taken.items():
-            self.samples[row] = sample
-            self.generators[row].manual_seed(sample.request.params.seed + sample.index)
         pairs = [(row, sample.request) for row, sample in taken.items()]
-        self.set_params(pairs)
+        params = self.params.params if self.params else [pairs[0][1].params] * len(self.samples)
+        for row, sample in taken.items():
+            self.samples[row], params[row] = sample, sample.request.params
+            self.generators[row].manual_seed(params[row].seed + sample.index)
+        self.params = RowParams(params, self.model.cfg.vocab_size, self.device)
+        if self.seen is None and any(p.has_penalty for p in params):
+            self.seen = Seen([()] * len(params), self.model.cfg.vocab_size, self.device)
+        for row, request in pairs if self.seen else ():
+            self.seen.reset(row, request.ids)
         self.reserve(max(request.length for _, request in pairs))
         # First copy prompts that were read earlier: another prompt may be read into their row.
         self.share([pair for pair in pairs if pair[1].logits is not None])
@@ -151,19 +159,6 @@ class Engine:
         self.share(new)
         for row, request in pairs:
             self.logits[row] = request.logits
-
-    def set_params(self, pairs: list[tuple[int, Request]]) -> None:
-        """Set the parameters of new rows, and what their penalties count."""
-        V, rows = self.model.cfg.vocab_size, len(self.samples)
-        params = list(self.params.params) if self.params else [pairs[0][1].params] * rows
-        for row, request in pairs:
-            params[row] = request.params
-        if self.params is None or params != self.params.params:
-            self.params = RowParams(params, V, self.device)
-        if self.seen is None and any(p.has_penalty for p in params):
-            self.seen = Seen([()] * rows, V, self.device)
-        for row, request in pairs if self.seen else ():
-            self.seen.reset(row, request.ids)
 
     def share(self, pairs: list[tuple[int, Request]]) -> None:
         """Copy prompts that have been read into these rows."""
@@ -177,19 +172,15 @@ class Engine:
         pairs = sorted(pairs, key=lambda pair: len(pair[1].ids))
         for first in range(0, len(pairs), CHUNK_ROWS):
             group = pairs[first : first + CHUNK_ROWS]
-            begin = self.reusable(group[0][1]) if len(self.samples) == 1 else 0
+            begin = 0
+            if len(self.samples) == 1 and group[0][1].params.prompt_logprobs < 0:
+                # What the cache has of the prompt is not read again, but for the last token, whose logits are needed.
+                begin = len(os.path.commonprefix([self.held[0], group[0][1].ids[:-1]]))
             while group:
                 end = min(begin + CHUNK_TOKENS, len(group[-1][1].ids))
                 self.read_piece(group, begin, end)
                 group = [pair for pair in group if len(pair[1].ids) > end]
                 begin = end
-
-    def reusable(self, request: Request) -> int:
-        """Return how many tokens of the prompt are in the cache; the last one is read again for its logits."""
-        if request.params.prompt_logprobs >= 0:
-            return 0
-        pairs = zip(self.held[0], request.ids[:-1], strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.held[0]), len(request.ids) - 1))
 
     def read_piece(self, group: list[tuple[int, Request]], begin: int, end: int) -> None:
         """Read tokens begin to end of the prompts, all longer than `begin`."""
@@ -201,26 +192,24 @@ class Engine:
             for i, (row, request) in enumerate(group):
                 request.row, self.held[row] = row, request.ids[:end]
                 if request.params.prompt_logprobs >= 0:
-                    request.prompt_logprobs += self.score(hidden[i], request, begin, end)
+                    self.score(request, hidden[i], request.ids[begin + 1 : end + 1])
                 if len(request.ids) <= end:
                     last = len(request.ids) - 1 - begin
                     request.logits = self.model.lm_head(hidden[i, last : last + 1])[0].float()
 
-    def score(self, hidden: Tensor, request: Request, begin: int, end: int) -> list[dict[int, float]]:
-        """Return the log-probabilities of the prompt's tokens begin + 1 to `end`. hidden (T, C)."""
-        targets = torch.tensor(request.ids[begin + 1 : end + 1], device=self.device)
+    def score(self, request: Request, hidden: Tensor, following: list[int]) -> None:
+        """Append the log-probabilities of the tokens that follow in the prompt. hidden (T, C)."""
         size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
-        found = []
-        for h, t in zip(hidden[: len(targets)].split(size), targets.split(size), strict=True):
+        targets = torch.tensor(following, device=self.device).split(size)
+        for h, t in zip(hidden[: len(following)].split(size), targets, strict=True):
             ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, request.params.prompt_logprobs)
-            found += [dict(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logps.tolist(), strict=True)]
-        return found
+            request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
     def draw(self) -> Iterator[tuple[Sample, Token]]:
         """Draw and yield the next token of every busy row; free the rows whose sample ends."""
         n_out = torch.tensor([len(sample.ids) if sample else 0 for sample in self.samples], device=self.device)
-        processed = sampling.process(self.logits, self.params, self.seen, n_out)
-        self.tokens = sampling.choose(processed, self.params, self.generators)  # (rows,)
+        logits = sampling.process(self.logits, self.params, self.seen, n_out)
+        self.tokens = sampling.choose(logits, self.params, self.generators)  # (rows,)
         if self.seen is not None:
             self.seen.add(self.tokens)
         k = max(sample.request.params.logprobs for sample in self.samples if sample)
@@ -275,9 +264,6 @@ class Engine:
                 torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
             else:
                 torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     @torch.no_grad()
     def beam_search(self, request: Request) -> Result:

@@ -34,7 +34,7 @@ class KVCache:
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
         assert begin + T <= self.max_length, f"cache holds {self.max_length} positions, {begin + T} asked"
-        return CacheChunk(self.keys, self.values, begin, self.span[: begin + T], rows)
+        return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def step(self, lengths: Tensor, width: int) -> "CacheStep":
         """The next position of each row. lengths (rows,) int64: below `width`, or max_length to leave a row unchanged.
@@ -53,18 +53,16 @@ class KVCache:
 
 
 class CacheChunk:
-    def __init__(self, keys: list[Tensor], values: list[Tensor], begin: int, span: Tensor, rows: Tensor | None) -> None:
-        self.keys, self.values, self.begin, self.end = keys, values, begin, len(span)
-        self.rows = slice(None) if rows is None else rows
-        self.positions = span[begin:].unsqueeze(0)  # (1, T)
-        self.mask = span <= span[begin:].unsqueeze(1)  # (T, end)
+    def __init__(self, cache: KVCache, begin: int, end: int, rows: Tensor | slice) -> None:
+        self.cache, self.begin, self.end, self.rows = cache, begin, end, rows
+        self.positions = cache.span[begin:end].unsqueeze(0)  # (1, T)
+        self.mask = cache.span[:end] <= cache.span[begin:end].unsqueeze(1)  # (T, end)
 
     def layer(self, i: int) -> Callable:
-        return partial(self.append, i)
+        return partial(self.append, self.cache.keys[i], self.cache.values[i])
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (n, K, T, D); return keys and values of these rows from their beginning, (n, K, end, D)."""
-        keys, values = self.keys[layer], self.values[layer]
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
         return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]

@@ -82,8 +82,9 @@ class SamplingParams:
 
     def _ranges(self) -> list[tuple[str, bool, str]]:
         """Return (name, whether the value is in range, the range in words)."""
-        K, k = self.num_beams, "-1 (off) or the number of other ids"
+        K = self.num_beams
         several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
+        for_beams = (self.length_penalty, self.early_stopping) != (1, "false")
         alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
         # Logits divided by a temperature below 1e-6 could overflow float32.
         return [
@@ -91,8 +92,7 @@ class SamplingParams:
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
             ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < INF, "0 (greedy) or from 1e-6 up"),
             ("top_k", self.top_k >= -1, "positive, or -1 or 0 for off"),
-            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            *((name, 0 <= getattr(self, name) <= 1, "from 0 to 1") for name in ("top_p", "min_p")),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("repetition_penalty", 0 < self.repetition_penalty < INF, "above 0 (1 is off)"),
@@ -104,14 +104,12 @@ class SamplingParams:
             ("num_beams", K >= 1, "at least 1"),
             ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
             ("early_stopping", self.early_stopping in ("false", "true", "never"), "false, true or never"),
-            ("logprobs", self.logprobs >= -1, k),
-            ("prompt_logprobs", self.prompt_logprobs >= -1, k),
+            *((name, getattr(self, name) >= -1, "-1 (off) or more") for name in ("logprobs", "prompt_logprobs")),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("temperature", K > 1 or self.temperature > 0 or self.n_samples == 1, f"above 0 for {several}"),
             ("num_beams", K == 1 or alone, "1 unless temperature is 0 and best_of, stop and logprobs are off"),
             ("n", K == 1 or self.n <= K, f"at most num_beams={K}"),
-            ("length_penalty", K > 1 or self.length_penalty == 1, "1 without beam search (num_beams above 1)"),
-            ("early_stopping", K > 1 or self.early_stopping == "false", "false without beam search"),
+            ("num_beams", K > 1 or not for_beams, "above 1 for length_penalty and early_stopping"),
         ]
 
 

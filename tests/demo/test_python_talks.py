@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from groundup.demo import python_docs, python_talks
-from groundup.demo.python_talks import Subject, first_paragraph
+from groundup.demo.python_talks import first_paragraph
 from groundup.files import row_formats
 
 ROOT = Path(__file__).parents[2]
@@ -39,11 +39,6 @@ for texts in (python_docs.python_docs(), python_talks.docs_conversations(), pyth
 @pytest.fixture(scope="module")
 def conversations():
     return list(python_talks.docs_conversations())
-
-
-@pytest.fixture(scope="module")
-def examples(conversations):
-    return [turns for turns in conversations if "\n>>> " in turns[0]["content"]]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +79,7 @@ def test_every_phrasing_is_used(conversations):
     asked = [turn["content"] for turns in conversations for turn in turns if turn["role"] == "user"]
     for kind in python_talks.QUESTIONS:
         for form in phrasings(kind):
-            pattern = re.compile(re.escape(form).replace(re.escape("{}"), r"\S.*") + r"(\n>>> .*)?", re.DOTALL)
+            pattern = re.compile(re.escape(form).replace(re.escape("{}"), r"\S.*"), re.DOTALL)
             assert any(map(pattern.fullmatch, asked)), form
 
 
@@ -230,95 +225,11 @@ def test_the_first_paragraph_that_says_something():
     assert {text: first_paragraph(text) for text in cases} == cases
 
 
-def test_no_answer_is_only_a_signature(conversations, examples):
+def test_no_answer_is_only_a_signature(conversations):
     for turns in conversations:
-        if turns not in examples:
-            line = turns[1]["content"]
-            assert not re.fullmatch(r"[\w.]+\([^()]*\)( -> \w+)?", line), turns
-            assert len(line) <= python_talks.MAX_CHARS
-
-
-# ---- examples, against Python's prompt ---------------------------------------------------------------------
-
-PROMPT = """
-import code, contextlib, decimal, io, json, sys
-answers = []
-for lines in json.load(sys.stdin):
-    console, printed = code.InteractiveConsole({"__name__": "__main__"}), io.StringIO()
-    with contextlib.redirect_stdout(printed), decimal.localcontext():
-        for line in lines:
-            console.push(line)
-        console.push("")
-    answers.append(printed.getvalue())
-json.dump(answers, sys.stdout)
-"""
-
-
-def typed(question):
-    """The lines that someone types at the prompt; a block ends with an empty one."""
-    lines = []
-    for line in question.split("\n")[1:]:
-        assert line[:4] in (">>> ", "... ", "..."), question
-        if line.startswith(">>> ") and lines and lines[-1].startswith((" ", "\t")):
-            lines.append("")
-        lines.append(line[4:])
-    return lines
-
-
-@pytest.mark.parametrize("seed", ["3", "4"])
-def test_examples_print_what_the_prompt_prints(examples, seed):
-    """In another process, with nothing but what the question shows."""
-    questions = json.dumps([typed(turns[0]["content"]) for turns in examples])
-    done = subprocess.run(
-        [sys.executable, "-c", PROMPT],
-        input=questions, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
-    )  # fmt: skip
-    printed = json.loads(done.stdout)
-    wrong = [
-        (turns[0]["content"], turns[1]["content"], text)
-        for turns, text in zip(examples, printed, strict=True)
-        if text.rstrip("\n") != turns[1]["content"]
-    ]
-    assert not wrong
-    assert len(examples) > 300
-
-
-def examples_in(text, name="heapq.f"):
-    return list(python_talks.executed(Subject(name, "function", text)))
-
-
-def test_examples_that_are_not_as_written_are_left_out():
-    assert examples_in(">>> 1 + 1\n3\n>>> 1 + 1\n2\n") == [(">>> 1 + 1", "2")]
-    assert examples_in(">>> 1 == 1\n1\n") == []
-    assert examples_in(">>> 1 / 0\nTraceback (most recent call last):\nZeroDivisionError: division by zero\n") == []
-    assert examples_in(">>> [1, 2, 3] # doctest: +ELLIPSIS\n[1, ...]\n") == []
-    assert examples_in(">>> {'a', 'b'}\n{'a', 'b'}\n>>> {'a'} | set()\n{'a'}\n") == []
-    assert examples_in(">>> class A: pass\n>>> A\n<class 'A'>\n") == []  # it is in __main__
-    assert examples_in(">>> {'a': 1, 'b': 2}\n{'a': 1, 'b': 2}\n") == [(">>> {'a': 1, 'b': 2}", "{'a': 1, 'b': 2}")]
-
-
-def test_examples_have_what_they_need():
-    text = ">>> h = []\n>>> from heapq import *\n>>> heappush(h, 4)\n>>> 1\n1\n>>> h\n[4]\n"
-    expected = ">>> from heapq import heappush\n>>> h = []\n>>> heappush(h, 4)\n>>> h"
-    assert examples_in(text) == [(">>> 1", "1"), (expected, "[4]")]
-    assert examples_in(">>> for i in range(2):\n...     print(i)\n0\n1\n") == [
-        (">>> for i in range(2):\n...     print(i)", "0\n1")
-    ]
-
-
-def test_examples_cannot_reach_anything(tmp_path):
-    file = tmp_path / "made"
-    for code in (
-        f"open({str(file)!r}, 'w').close()", "__import__('os').getcwd()", "import os", "breakpoint()", "input()",
-        f"exec('open({str(file)!r}, mode=\"w\")')", "exit()",
-    ):  # fmt: skip
-        assert examples_in(f">>> {code}\n>>> 1 + 1\n2\n>>> x = {code.removeprefix('import ')}\n>>> x\n0\n")[1:] == []
-    assert not file.exists()
-    assert examples_in(">>> 1 + 1\n2\n", name="subprocess.f") == []
-
-
-def test_the_prompts_last_value_is_not_left_behind():
-    assert examples_in(">>> 40 + 2\n42\n") and "_" not in vars(builtins)
+        line = turns[1]["content"]
+        assert not re.fullmatch(r"[\w.]+\([^()]*\)( -> \w+)?", line), turns
+        assert len(line) <= python_talks.MAX_CHARS
 
 
 # ---- preference pairs --------------------------------------------------------------------------------------
@@ -349,8 +260,8 @@ def squeezed(text):
     return "".join(text.split())
 
 
-def test_pairs_ask_what_the_conversations_ask(conversations, examples, pairs):
-    asked = [(turns[:1], turns[1]["content"]) for turns in conversations if turns not in examples]
+def test_pairs_ask_what_the_conversations_ask(conversations, pairs):
+    asked = [(turns[:1], turns[1]["content"]) for turns in conversations]
     assert [(pair["prompt"], pair["chosen"]) for pair in pairs] == asked
     for pair in pairs:
         found = row_formats.pair_of(pair)[0]

@@ -428,8 +428,8 @@ def test_impossible_parameters_are_one_line(key, value):
         ({"temperature": 0, "n": 2}, "temperature must be above 0 for n=2, got 0"),
         ({"temperature": 0, "best_of": 3}, "temperature must be above 0 for best_of=3, got 0"),
         ({"n": 3, "best_of": 2}, "best_of must be 0 (as n) or at least n=3, got 2"),
-        ({"length_penalty": 0.5}, "length_penalty must be 1 without beam search (num_beams above 1), got 0.5"),
-        ({"early_stopping": "true"}, "early_stopping must be false without beam search, got true"),
+        ({"length_penalty": 0.5}, "num_beams must be above 1 for length_penalty and early_stopping, got 1"),
+        ({"early_stopping": "true"}, "num_beams must be above 1 for length_penalty and early_stopping, got 1"),
         ({"num_beams": 2, "temperature": 0, "n": 3}, "n must be at most num_beams=2, got 3"),
         *(
             (params, "num_beams must be 1 unless temperature is 0 and best_of, stop and logprobs are off, got 2")
