@@ -1,4 +1,4 @@
-"""The chat model of `make demo`, two CPU cores, two minutes: 4,600 questions and answers from Python's documentation.
+"""The chat model of `make demo`, two CPU cores, two minutes: 4,100 questions and answers from Python's documentation.
 
     python prepare.py --input=python-docs --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
     python sft.py config/demo_sft.py
