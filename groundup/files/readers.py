@@ -133,7 +133,7 @@ class Row(NamedTuple):
 
 
 class Report:
-    """What was not read, or only after mending. Made in each worker, merged in the parent.
+    """What was not read, or only after mending.
 
     problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding, bad_csv,
     truncated_file (damaged or cut; what came before was read). mended {gb18030 or surrogates: documents}
@@ -153,11 +153,6 @@ class Report:
         self.problems[reason] += 1
         if len(self.places) < self.max_places:
             self.places.append((path, line, offset, f"{reason}: {detail}"))
-
-    def merge(self, other: "Report") -> None:
-        self.problems += other.problems
-        self.mended += other.mended
-        self.places += other.places[: self.max_places - len(self.places)]
 
 
 def read_documents(

@@ -118,7 +118,6 @@ class Rules:
         self, quality: str = "curated", off: str = "", on: str = "", min_chars: int = 0, max_chars: int = 0,
         keep: str = "",
     ) -> None:  # fmt: skip
-        self.settings = quality, off, on, min_chars, max_chars, keep
         if quality not in ("curated", "web"):
             raise UserError(f"filters: quality must be curated or web, got {quality!r}")
         names = {rule.name for rule in RULES if rule.quality in ("all", quality)} | {"keep"}
@@ -135,9 +134,6 @@ class Rules:
         }
         self.keep = load_function(keep, "keep") if keep and "keep" in names else None
         self.keep_name = keep
-
-    def __reduce__(self) -> tuple:
-        return Rules, self.settings  # other processes load the function again from its file
 
     def check(self, text: str) -> tuple[str, str]:
         """Return (name of the first rule that the text breaks, what was measured and the limit), or ("", "")."""

@@ -237,9 +237,7 @@ def test_every_cut_reads_every_record_once(tmp_path: Path, bom: bytes, end: byte
         for cut in range(1, len(raw)):
             report, documents = Report(), []
             for begin, stop in ((0, cut), (cut, len(raw))):
-                part = Report()
-                documents += readers.read_documents(path, "text", split, begin, stop, part)
-                report.merge(part)
+                documents += readers.read_documents(path, "text", split, begin, stop, report)
             assert documents == expected, cut
             assert report.places == whole.places and report.problems == whole.problems, cut
     assert readers.work_units(path, "blank", 7) == [(a, min(a + 7, len(raw))) for a in range(0, len(raw), 7)]
