@@ -35,10 +35,9 @@ from groundup.errors import UserError
 from groundup.files import readers
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
-from groundup.text.inputs import find_inputs, look, parse_sources
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, read_prepared, work_dir
-from groundup.text.recipe import KEPT, Counts, Input, Recipe, parse_score
+from groundup.text.recipe import KEPT, Counts, Input, Recipe, find_inputs, look, parse_score, parse_sources
 from groundup.text.selection import cut, select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.bpe import PATTERNS
@@ -135,8 +134,7 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     out, workers = work / "out", config["workers"] or os.cpu_count() or 1
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    if evals := load_evals(recipe, work):
-        info["decontaminate"] = {"items": evals.n_items, "unprotected": len(evals.unprotected)}
+    info |= save_evals(recipe, work)
     units = plan_units(inputs, recipe)
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
     counts = sum(run(inspect, units, workers, "read", work), lost)
@@ -148,7 +146,6 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     if recipe.kind == "text" and counts.records == 1:
         single = "".join(text for unit in units for text in unit.documents(work, unit.fates(work) == KEPT))
     parts = split_sources(chosen, units, recipe)
-    report.check_train(parts)
     report.summarize(info, inputs, counts, chosen, parts, recipe)
     if recipe.kind == "text" and tokenizer is None:
         texts = [cut(single, recipe)[0]] if single is not None else training_texts(parts, chosen, TOKENIZER_BYTES, work)
@@ -187,13 +184,13 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     return manifest
 
 
-def load_evals(recipe: Recipe, work: Path) -> Evals | None:
-    """Return the evaluation text to look for, None without `decontaminate`. Save it in `work` for the workers."""
+def save_evals(recipe: Recipe, work: Path) -> dict:
+    """Save the evaluation text to look for in `work`, where the workers load it; return its entry for the manifest."""
     if not recipe.decontaminate:
-        return None
+        return {}
     evals = Evals.from_files(readers.find_files(recipe.decontaminate))
     evals.save(work / "evals.npz")
-    return evals
+    return {"decontaminate": {"items": evals.n_items, "unprotected": len(evals.unprotected)}}
 
 
 # ---- the command -----------------------------------------------------------------------------
@@ -299,7 +296,7 @@ def main(config: dict) -> int:
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "units").mkdir()
-            load_evals(recipe, Path(folder))
+            save_evals(recipe, Path(folder))
             inputs, _, _ = read_inputs(recipe, config, Path(folder))
             tokenizer = Tokenizer.load(config["tokenizer_dir"]) if config["tokenizer_dir"] else None
             return show_rows(inputs, recipe, config["show"], tokenizer, Path(folder))

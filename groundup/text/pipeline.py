@@ -61,7 +61,7 @@ def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
 
 
 class Problems(readers.Report):
-    """Writes every problem to a file as it comes: however many there are, they need no memory."""
+    """Writes every problem to a file as it comes."""
 
     def __init__(self, name: str, file: TextIO, strict: bool) -> None:
         super().__init__(strict)
@@ -142,7 +142,7 @@ class Inspector:
                 continue
             counts.mended["unanswered_turns_cut"] += item.trimmed
             pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
-            counts.split_huge += len(pieces) - 1
+            counts.mended["split_huge"] += len(pieces) - 1
             passed += len(pieces)
             for piece in pieces:
                 self.batch.append((item._replace(text=piece), number, offset))

@@ -29,28 +29,22 @@ def check_kept(counts: Counts, chosen: Selection | None) -> None:
         raise UserError(f"prepare: no document to prepare: {reasons}{first}")
 
 
-def check_train(parts: list[SourceDocs]) -> None:
-    """Raise UserError if train is empty; print a warning for each source that gives it nothing."""
+def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs],
+              recipe: Recipe) -> None:  # fmt: skip
+    """Put the counts of documents and bytes into `info`, and check that read = kept + dropped. Raise UserError if train
+    is empty; print a warning for each source that gives it nothing."""
     without = [part.source.name for part in parts if not (part.splits == 0).any()]
     if len(without) == len(parts):
         raise UserError("prepare: no document is left for train; lower val_fraction or hold_out, or give more text")
     for name in without:
         print(f"prepare: warning: nothing is left for train of source {name}")
-
-
-def summarize(
-    info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs], recipe: Recipe
-) -> None:
-    """Put the counts of documents and bytes into `info`, and check that read = kept + dropped."""
     n_bytes = chosen.rows["n_bytes"]
-    n_read, n_kept = counts.records + counts.split_huge, int((chosen.fates == KEPT).sum())
+    n_read, n_kept = counts.records + counts.mended["split_huge"], int((chosen.fates == KEPT).sum())
     kept_bytes, dropped_bytes = int(n_bytes[chosen.fates == KEPT].sum()), by_reason(chosen, n_bytes)
-    dropped, mended = dict(counts.lost) | by_reason(chosen), dict(counts.mended)
+    dropped, mended = dict(counts.lost) | by_reason(chosen), dict(+counts.mended)
     assert n_read == n_kept + sum(dropped.values()), f"{n_read=} {n_kept=} {dropped=}"
     removed = sum(dropped_bytes.values()) + counts.bytes_cleaned + counts.bytes_cut
     assert counts.bytes_read == kept_bytes + removed, f"{counts=} {kept_bytes=} {dropped_bytes=}"
-    if counts.split_huge:
-        mended["split_huge"] = counts.split_huge
     info["documents"] = {"read": n_read, "kept": n_kept, "dropped": dropped, "mended": mended}
     info["bytes"] = {
         "read": counts.bytes_read, "kept": kept_bytes, "cleaned": counts.bytes_cleaned, "cut": counts.bytes_cut,
