@@ -36,7 +36,7 @@ from groundup.files import readers
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
-from groundup.text.prepared_dir import check_replaceable, complete_manifest, publish, read_prepared, work_dir
+from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir
 from groundup.text.recipe import KEPT, Counts, Input, Recipe, find_inputs, look, parse_score, parse_sources
 from groundup.text.selection import cut, select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
@@ -107,9 +107,6 @@ OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
 OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
 
-# ---- tokens ----------------------------------------------------------------------------------
-
-
 def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
     """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
     lacks a special token that this kind needs."""
@@ -122,9 +119,6 @@ def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
     if tokenizer.eot_id < 0 and kind == "text":
         raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
     return tokenizer
-
-
-# ---- all of it -------------------------------------------------------------------------------
 
 
 def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work: Path, config: dict, info: dict,
@@ -301,7 +295,11 @@ def main(config: dict) -> int:
             tokenizer = Tokenizer.load(config["tokenizer_dir"]) if config["tokenizer_dir"] else None
             return show_rows(inputs, recipe, config["show"], tokenizer, Path(folder))
     with work_dir(out_dir) as work:
-        (inputs, answers, lost), manifest = read_inputs(recipe, config, work), complete_manifest(out_dir)
+        inputs, answers, lost = read_inputs(recipe, config, work)
+        try:
+            manifest = read_prepared(out_dir)
+        except DAMAGED:
+            manifest = {}
         tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         before = manifest.get("info", {})

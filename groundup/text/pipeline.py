@@ -303,7 +303,7 @@ def end_with(watched: Connection) -> None:
 
 
 def wait_for_workers(work: Path) -> None:
-    """Return when the workers of a run that was killed have ended: until then they may write into its units."""
+    """Return when the workers of a killed run, which may still write into its units, have ended."""
     handle = os.open(work / "units", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     os.close(handle)

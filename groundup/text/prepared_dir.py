@@ -16,6 +16,7 @@ from groundup.tokens.packing import PackedData
 from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify, verify_sha256
 from tokenizer import FILES, Tokenizer
 
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # UserError is a ValueError
 OWN = re.compile(
     r"(train|val|test)(_pack\d+)?_\d{5}(\.\w+)?\.npy|train_pack\d+(\.len\.npy|\.json)|(train|val|test|held_out)\.jsonl"
     r"|manifest\.json|config\.py|errors\.tsv|dropped\.tsv|report\.md|" + "|".join(FILES)
@@ -25,8 +26,7 @@ OWN = re.compile(
 @contextmanager
 def work_dir(out_dir: Path) -> Iterator[Path]:
     """Lock and yield the hidden directory beside `out_dir`. It is removed at the end, and after an error of the user if
-    little was done. It stays after a kill or the loss of a worker, so that the next run can continue. Raise UserError
-    if another run has locked it."""
+    little was done. It stays after a kill or the loss of a worker, so that the next run can continue."""
     work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
     handle = lock(work, out_dir)
     try:
@@ -75,7 +75,7 @@ def lock(work: Path, out_dir: Path) -> int:
 
 def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     """Return the manifest of a prepared directory after a check of its tokenizer and of the sizes of its files, or with
-    every_byte of their content. Raise UserError, or KeyError, TypeError or OSError for a damaged or missing file."""
+    every_byte of their content. Raise one of DAMAGED."""
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") == ROWS_FORMAT:
         for entry in manifest["splits"].values():
@@ -98,14 +98,6 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     if fingerprint and Tokenizer.load(directory).fingerprint() != fingerprint:
         raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     return manifest
-
-
-def complete_manifest(out_dir: Path) -> dict:
-    """Return manifest.json of a directory whose files are all there, {} for any other directory."""
-    try:
-        return read_prepared(out_dir)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # UserError is a ValueError
-        return {}
 
 
 def check_replaceable(out_dir: Path, overwrite: bool) -> None:

@@ -30,7 +30,10 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
     chosen, n_rows = select(units, recipe, work), 0
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")
-        found = sorted(problems_of(unit, work)[:limit] + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
+        errors = unit.file(work, "problems").read_text(encoding="utf-8").split("\n")[:-1]
+        found = [(int(place), [f"NOT UNDERSTOOD: {reason}: {detail}"]) for _, _, place, reason, detail in
+                 (line.split("\t") for line in errors)]  # fmt: skip
+        found = sorted(found[:limit] + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
         n_rows += len(found)
         for offset, lines in found:
             print(f"\n-- {unit.parts[0].name} at byte {offset}", *lines, sep="\n   ")
@@ -39,12 +42,6 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
     print(f"\n{n_rows} rows: {n_kept} would be kept, {n_rows - n_kept} not")
     return int(any(bad))
-
-
-def problems_of(unit: Unit, work: Path) -> list[tuple[int, list[str]]]:
-    """Return [(offset, lines to print)] of the rows that could not be read."""
-    problems = [line.split("\t") for line in unit.file(work, "problems").read_text(encoding="utf-8").split("\n")[:-1]]
-    return [(int(offset), [f"NOT UNDERSTOOD: {reason}: {detail}"]) for _, _, offset, reason, detail in problems]
 
 
 def rows_of(
