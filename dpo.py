@@ -4,9 +4,8 @@ python dpo.py config/debug_dpo.py                                               
 python dpo.py config/dpo.py --init_from=out/sft --data=pairs.jsonl                 # all weights
 torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sft --data='a.jsonl=0.5,b=0.5'
 
-It begins with a checkpoint of sft.py or any Hugging Face Llama or Qwen3 directory, and compares the log-probability of
-an answer, its <|im_end|> included, with what it was at the beginning: the reference. These numbers are computed once,
-into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
+It compares the log-probability of an answer, its <|im_end|> included, with what it was at the beginning: the reference,
+computed once, into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
 """
 
 import math
@@ -129,9 +128,8 @@ if __name__ == "__main__":
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
-    n_train = sum(pairs.n_rows for pairs in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_train / pairs_per_step)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     kind = "none" if loss in REFERENCE_FREE else reference

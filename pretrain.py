@@ -233,8 +233,7 @@ if __name__ == "__main__":
         run.rank(parts, step, losses["val_loss"], config, log)
         return losses["val_loss"]
 
-    def evaluations_since_best() -> int:
-        """Return how many in a row have not been better, the same on all ranks."""
+    def evaluations_since_best() -> int:  # the same on all ranks
         return int(ranks.all_reduce_sum(torch.tensor(float(log.since_best()))).item())
 
     # ---- the loop

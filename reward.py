@@ -5,8 +5,8 @@ python reward.py config/reward.py --init_from=out/sft --data=pairs.jsonl        
 torchrun --standalone --nproc_per_node=4 reward.py config/reward.py --init_from=out/sft --trainable=lora --data=DIR
 python reward.py --init_from=out/reward --score=chats.jsonl --out=scored.jsonl      # each row with "reward"
 
-It begins with a checkpoint of sft.py or any Hugging Face Llama or Qwen3 directory. The score is read at the <|im_end|>
-of an answer; the loss is -log sigmoid of the difference of two scores, over the number of pairs in the whole step.
+The score is read at the <|im_end|> of an answer; the loss is -log sigmoid of the difference of two scores, over the
+number of pairs in the whole step.
 """
 
 import math
@@ -116,9 +116,8 @@ if __name__ == "__main__":
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
-    n_pairs = sum(pairs.n_rows for pairs in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_pairs / pairs_per_step)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

@@ -143,9 +143,8 @@ if __name__ == "__main__":
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     run.refuse(not corpus.val, "no conversation is held out for validation; raise val_fraction or give val_data")
-    n_rows = sum(rows.n_rows for rows in corpus.train)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * n_rows / rows_per_step)
+    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

@@ -17,5 +17,4 @@ epochs = 2.0  # of so few pairs
 learning_rate = 1e-4
 nll_weight = 0.5  # keeps the chosen answers likely
 eval_steps = 0
-save_every = 1000
 log_every = 20

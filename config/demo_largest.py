@@ -18,5 +18,4 @@ learning_rate = 1e-3
 warmup_steps = 10
 eval_every = 20
 eval_answers = 0
-save_every = 1000
 sample_prompts = "Which is the largest of 5, 21, 14?|5、21、14哪个最大?"

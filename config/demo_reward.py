@@ -19,5 +19,4 @@ batch_size = 16
 epochs = 2.0  # of so few pairs
 learning_rate = 5e-4
 center = 0.01
-save_every = 1000
 log_every = 20

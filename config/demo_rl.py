@@ -32,4 +32,3 @@ warmup_steps = 5
 kl_coef = 0.02
 eval_prompts = 0
 log_every = 10
-save_every = 1000

@@ -16,6 +16,5 @@ learning_rate = 1e-3
 warmup_steps = 10
 eval_steps = 0
 eval_new_tokens = 64
-save_every = 1000
 log_every = 20
 sample_prompts = "What does the function math.gcd do?|What does the method list.append do?"

@@ -566,8 +566,9 @@ def test_a_reward_that_is_no_function_says_how_to_name_one(run, base):
 
 
 def test_means_leave_out_steps_without_a_value():
-    assert rollouts.mean_of_finite([1.0, float("nan"), 3.0]) == 2.0
-    assert math.isnan(rollouts.mean_of_finite([float("nan")]))
+    steps = [{"reward": value, "none": math.nan, "ratio_max": 1, "draw_s": 1, "drawn": 1} for value in (1, math.nan, 3)]
+    means = rollouts.mean_figures(steps, 6.0)
+    assert means["reward"] == 2 and math.isnan(means["none"]) and means["draw_share"] == 0.5
 
 
 @pytest.mark.parametrize("rule, says", [("fails", "ZeroDivisionError"), ("nan", "nan")])

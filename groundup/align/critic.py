@@ -72,10 +72,8 @@ def critic_state(parts: run.Parts, step: int, zero1: bool, source: Path | None) 
     opt_state = parts.opt.state_dict(parts.ddp.gather if zero1 else None, keep=parts.world.is_main)
     weights = {name: p.detach() for name, p in parts.model.named_parameters() if p.requires_grad}
     base_key = checkpoint.weights_key(source) if source else ""
-    return {
-        "step": step, "weights": weights, "base_key": base_key, "optimizer": opt_state,
-        "scaler": parts.scaler.state_dict(),
-    }  # fmt: skip
+    state = {"step": step, "weights": weights, "base_key": base_key}
+    return state | {"optimizer": opt_state, "scaler": parts.scaler.state_dict()}
 
 
 @torch.no_grad()

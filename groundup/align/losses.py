@@ -1,7 +1,7 @@
 """Preference losses, the log-probabilities that they are made of, and those of the reference model.
 
     hidden = model(x, index=index)                                  # hidden states at positions of the flat x, (N, C)
-    logps = token_logps(hidden, model.lm_head.weight, targets)      # (N,), without ever holding all the logits
+    logps = token_logps(hidden, model.lm_head.weight, targets)      # (N,), never holding all the logits
     logps, n_tokens = pair_logps(model, batch, device, dtype)       # sums over the answers of pairs, (2, B)
     losses = pair_losses(logps, reference, n_tokens, config)        # (B,)
 """
@@ -49,9 +49,6 @@ def check_losses(config: Mapping) -> None:
     refuse(not 0 <= wrong < 0.5, f"label_smoothing must be from 0 to below 0.5, got {wrong}")
     other = wrong and config["loss"] not in ("cdpo", "robust")
     refuse(other, f"label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
-
-
-# ---- log-probabilities -----------------------------------------------------------------------------------------------
 
 
 def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -128,9 +125,6 @@ def reference_logps(model: Transformer, batch: PairBatch, device: torch.device, 
     return logps
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
-
 def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
     """Return the loss of each pair, (B,) float32. logps, reference, n_tokens (2, B): of chosen and rejected answers;
     reference = 0 for losses that have none.
@@ -181,17 +175,12 @@ def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, confi
     return losses, torch.stack([*parts, *(torch.zeros_like(means) if config["loss"] in REFERENCE_FREE else means)])
 
 
-# ---- the reference ---------------------------------------------------------------------------------------------------
-
-
 def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corpus: PairCorpus, dtype: str) -> dict:
     """Return {what the reference log-probabilities depend on: its fingerprint}."""
     parts = [source, checkpoint.base_of(source)] if source and checkpoint.is_adapter(source) else [source]
     weights = [checkpoint.weights_key(part) for part in parts] if source else [config["seed"], asdict(cfg)]
-    return {
-        "checkpoint": json.dumps(weights), "pairs": corpus.fingerprint, "tokenizer": corpus.tokenizer.fingerprint(),
-        "dtype": dtype,
-    }  # fmt: skip
+    found = {"checkpoint": json.dumps(weights), "pairs": corpus.fingerprint, "dtype": dtype}
+    return found | {"tokenizer": corpus.tokenizer.fingerprint()}
 
 
 def open_reference(path: Path, about: Mapping[str, str], n_pairs: int) -> Tensor | None:
@@ -208,7 +197,7 @@ def open_reference(path: Path, about: Mapping[str, str], n_pairs: int) -> Tensor
     if differ or table.shape != (n_pairs, 2):
         raise UserError(
             f"config: the reference log-probabilities in {path} belong to another {' and '.join(differ) or 'run'}; "
-            "delete the file to have them computed again, or give another out_dir or reference_file"
+            "delete the file to have them computed again, or give another out_dir"
         )
     return table
 

@@ -2,8 +2,7 @@
 
 Tensors of tokens are flat, the tokens of R answers end to end: logps (n,) of the policy in training, old (n,) of the
 policy that sampled, ref (n,) of the reference, all float32; row (n,) int64, ascending, is the number of the token's
-answer. A value per answer, x (R,), is x[row] per token. The last token of an answer, its end token if it is finished,
-is an action like the others. An answer whose tokens are left out has no entry in row.
+answer, so a value per answer, x (R,), is x[row] per token. The token that ends an answer is an action like the others.
 """
 
 import torch
@@ -15,9 +14,6 @@ NORMALISERS = ("dapo", "grpo", "dr_grpo")  # of normalise
 # Keeps divisions finite where a standard deviation is nearly 0; trl's values.
 STD_FLOOR = 1e-4
 VARIANCE_FLOOR = 1e-8
-
-
-# ---- advantages of answers: GRPO -------------------------------------------------------------------------------------
 
 
 def flat_groups(rewards: Tensor, group_size: int, counts: Tensor | None = None) -> Tensor:
@@ -49,9 +45,6 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "none", coun
     return advantages.reshape(-1)
 
 
-# ---- the policy's loss -----------------------------------------------------------------------------------------------
-
-
 def policy_losses(
     logps: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +72,6 @@ def normalise(
         return (losses / row.bincount()[row]).sum() / max(1, n_answers_all)
     assert how == "dr_grpo", how
     return losses.sum() / (max(1, n_answers_all) * max_tokens)
-
-
-# ---- the distance to the reference -----------------------------------------------------------------------------------
 
 
 def kl_penalty(logps: Tensor, old: Tensor, ref: Tensor) -> Tensor:

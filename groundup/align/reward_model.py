@@ -7,8 +7,7 @@
     score(model, tokenizer, conversations) -> [score of each conversation's last answer]
 
 On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm) with one label, which computes the
-same score for text that is padded on the right with <|pad|>. Only differences of scores have a meaning: the head has no
-bias.
+same score for text padded on the right with <|pad|>. The head has no bias: only differences of scores have a meaning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,9 +48,6 @@ class RewardModel(Transformer):
             return self.score(x.float()).squeeze(-1)
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
-
-
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, center: float = 0.0) -> Tensor:
     """Return -log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2, all (B,) (arXiv:2203.02155,
     equation 1; margin: arXiv:2307.09288, 3.2.2; the second term keeps scores near 0: arXiv:2312.09244)."""
@@ -69,8 +65,6 @@ def pair_losses(
         chosen, rejected = model(batch.x, index=last).chunk(2)
     return bradley_terry(chosen, rejected, config["margin_scale"] * batch.margin, config["center"]), chosen, rejected
 
-
-# ---- evaluation -----------------------------------------------------------------------------------------------------
 
 LENGTH_BUCKETS = ("chosen_shorter", "alike", "chosen_longer")
 ALIKE = 1.25  # the longer of two answers of like length has at most this many times the tokens of the other
@@ -126,9 +120,6 @@ def evaluate(
         scores |= {f"val_loss/{name}": loss for name, loss in losses.items()}
         scores |= {f"accuracy/{name}": (v[1] > v[2]).double().mean().item() for name, v in found.items()}
     return scores
-
-
-# ---- disk -----------------------------------------------------------------------------------------------------------
 
 
 def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> None:
@@ -215,9 +206,6 @@ def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: 
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():
         params[name].copy_(weight)
-
-
-# ---- scores ---------------------------------------------------------------------------------------------------------
 
 
 def score(

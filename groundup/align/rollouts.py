@@ -1,11 +1,5 @@
 """Rollouts: answers that the policy samples to prompts, and the batches that it learns from, for a step of rl.py.
 
-    draw(...)              -> rollouts of prompts, sampled by generate/engine.py
-    draw_step(...)         -> those of a step, with the rewards of all ranks
-    evaluate(...)          -> figures of answers to the held-out prompts
-    Rollouts(rollouts)     -> their tokens, end to end, and batches of some of them
-    answer_logps(...)      -> log-probabilities of a batch's answer tokens
-
 Tokens are sampled from exactly the distribution that is trained: softmax of logits / temperature over all ids, with no
 top-k, top-p or forbidden ids. The token that ends an answer, <|im_end|> or the end of text, was sampled like the
 others, so it is learned like the others. An answer depends only on the weights, its prompt and (seed, step, attempt,
@@ -57,10 +51,8 @@ def draw(
     batch_size: answers at a time, 0 = all. dtype: of the matrix products, as in training."""
     if not prompts:
         return []
-    params = [
-        SamplingParams(max_new_tokens, temperature=temperature, eos_ids=tokenizer.stop_ids, n=n, seed=seed)
-        for seed in seeds
-    ]
+    how = {"temperature": temperature, "eos_ids": tokenizer.stop_ids, "n": n}
+    params = [SamplingParams(max_new_tokens, **how, seed=seed) for seed in seeds]
     with autocast(model.embed_tokens.weight.device, dtype):
         results = generate(model, tokenizer, [prompt.ids for prompt in prompts], params, batch_size)
     return [
@@ -98,14 +90,11 @@ def plan(
     return memory_plan.describe(*size, other=other, note="of the updates below ")
 
 
-# ---- the answers of a step and their rewards -------------------------------------------------------------------------
-
-
-def draw_groups(
+def draw_step(
     draw: Drawing, rewards: Rewards, corpus: PromptCorpus, step: int, slots: Sequence[int], config: Mapping
-) -> tuple[list[Rollout], Tensor, dict[str, float]]:
-    """Return group_size rollouts for each of these prompt numbers (`slots`) of a step; their rewards, as Rewards.table;
-    and counts: groups drawn again, all tokens drawn, seconds that drawing took.
+) -> tuple[list[Rollout], Tensor, Tensor, dict[str, float]]:
+    """Return this rank's group_size rollouts for each of these prompt numbers (`slots`) of a step; and of all ranks
+    the rewards (1 + parts, R), the answers' lengths in tokens (R,), and figures for the log. All ranks call it.
 
     Replace groups with equal rewards by groups of other prompts, at most filter_groups times (arXiv:2503.14476, 3.2).
     The other prompt depends only on step, slot and attempt."""
@@ -129,20 +118,11 @@ def draw_groups(
         if not len(wanted):
             break
     every = [one for slot in slots for one in kept[slot][0]]
-    return every, torch.cat([kept[slot][1] for slot in slots], dim=1), counts
-
-
-def draw_step(
-    draw: Drawing, rewards: Rewards, corpus: PromptCorpus, step: int, slots: Sequence[int], config: Mapping
-) -> tuple[list[Rollout], Tensor, Tensor, dict[str, float]]:
-    """Return this rank's rollouts of a step, as draw_groups; and of all ranks: the rewards (1 + parts, R), the answers'
-    lengths in tokens (R,), and figures for the log. All ranks call it."""
-    drawn, table, counts = draw_groups(draw, rewards, corpus, step, slots, config)
-    table, lengths, of_ranks = gather(table, drawn, counts)
+    table, lengths, of_ranks = gather(torch.cat([kept[slot][1] for slot in slots], dim=1), every, counts)
     figures = describe_answers(table, lengths, rewards.names, config)
     figures |= {key: sum(counts[key] for counts in of_ranks) for key in ("redrawn", "drawn")}
     figures["draw_s"] = max(counts["draw_s"] for counts in of_ranks)  # the other ranks wait for the slowest
-    return drawn, table, lengths, figures
+    return every, table, lengths, figures
 
 
 def gather(table: Tensor, drawn: Sequence[Rollout], other: object = None) -> tuple[Tensor, Tensor, list]:
@@ -160,10 +140,13 @@ def evaluate(
     prompts = corpus.held_out[: config["eval_prompts"] or None]
     seeds = [seed_of(config["seed"], 0, 0, k) for k in range(len(prompts))]  # no step has number 0
     drawn = draw(prompts[world.rank :: world.world_size], seeds[world.rank :: world.world_size], n=1)
-    own = rewards.table(drawn)
+    own, shown = rewards.table(drawn), []
     table, lengths, _ = gather(own, drawn)
-    shown = list(zip(drawn, own[0].tolist(), strict=True))[: config["eval_answers"]]
-    return describe_answers(table, lengths, rewards.names, config), [show_answer(*one) for one in shown]
+    for one, reward in zip(drawn[: config["eval_answers"]], own[0].tolist(), strict=False):
+        question, answer = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
+        figure = f"{reward:8.3f}" if one.finished else "     cut"
+        shown.append(f"    {figure}  {question:.60} -> {answer:.100}")
+    return describe_answers(table, lengths, rewards.names, config), shown
 
 
 def learned_rewards(rewards: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
@@ -185,9 +168,6 @@ def describe_answers(table: Tensor, lengths: Tensor, names: Sequence[str], confi
     }  # fmt: skip
     parts = zip(names, table[1:], strict=True) if len(names) > 1 else ()
     return figures | {f"reward/{name}": values[finished].mean().item() for name, values in parts}
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 class RolloutBatch(NamedTuple):
@@ -216,11 +196,7 @@ class Rollouts:
         self.offsets = np.cumsum(self.sizes) - self.sizes
         self.lengths = np.array([len(one.prompt.ids) for one in drawn], np.int64) + self.sizes - 1
         self.row = torch.from_numpy(np.repeat(np.arange(len(drawn)), self.sizes))
-
-    @property
-    def learned(self) -> Tensor:
-        """(n,) bool: tokens of answers that are learned."""
-        return self.counts[self.row]
+        self.learned = self.counts[self.row]  # (n,) bool: tokens of answers that are learned
 
     def batch(self, answers: np.ndarray) -> RolloutBatch:
         """Return these answers (B,) int64 as a batch, with T rounded up so that there are few shapes."""
@@ -264,9 +240,6 @@ def minibatch_of(n: int, n_minibatches: int, *seed: int) -> np.ndarray:
     return np.concatenate(lots)
 
 
-# ---- log-probabilities and entropies --------------------------------------------------------------------------------
-
-
 def answer_logps(
     model: Transformer, batch: RolloutBatch, temperature: float, device: torch.device, dtype: torch.dtype,
     with_entropy: bool = False,
@@ -297,8 +270,6 @@ def token_entropies(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-# ---- figures of a step
-
 # What is added up over the tokens of a step's updates, in this order.
 TOKEN_SUMS = ("tokens", "loss", "value_loss", "entropy", "kl", "clipped", "positions")
 
@@ -320,23 +291,11 @@ def describe_updates(
 def mean_figures(steps: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
     """Return the means of the figures of these steps, which took so many seconds; of ratio_max the largest; and how
     fast answers were drawn, and in which share of the time."""
-    means = {key: mean_of_finite([one[key] for one in steps]) for key in steps[-1]}
+    finite = {key: [one[key] for one in steps if math.isfinite(one[key])] for key in steps[-1]}
+    means = {key: sum(values) / len(values) if values else math.nan for key, values in finite.items()}
     means["ratio_max"] = max(one["ratio_max"] for one in steps)
     draw_s = means.pop("draw_s")
     return means | {"draw_tokens_per_s": means.pop("drawn") / draw_s, "draw_share": len(steps) * draw_s / seconds}
-
-
-def mean_of_finite(values: list[float]) -> float:
-    """Return the mean of the finite values (a step without a finished answer has no mean reward); nan if none is."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-def show_answer(one: Rollout, reward: float) -> str:
-    """Return the reward, the last message and the answer on one line, shortened."""
-    question, answer = (" ".join(text.split()) for text in (one.prompt.messages[-1]["content"], one.text))
-    shown = f"{reward:8.3f}" if one.finished else "     cut"
-    return f"    {shown}  {question:.60} -> {answer:.100}"
 
 
 def report_evaluation(log: RunLog, step: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:

@@ -111,6 +111,7 @@ class RowCorpus(Corpus):
         held_out = held_out or {name: rows.val for name, rows in zip(self.names, self.found, strict=True)}
         self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
         self.val = {data.name: data for data in self.all_val if data.n_rows}
+        self.n_rows = sum(data.n_rows for data in self.train)
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
         given = dict(zip(self.val_found, weights.values(), strict=True))
         self.val_weights = {name: given[name] or float(self.val[name].n_labels.sum()) for name in self.val if given}
