@@ -2,7 +2,6 @@
 
     OMP_NUM_THREADS=2 python tools/bench.py --quick=True                                    # about a minute
     OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json           # a checkout of nanoGPT
-    python tools/bench.py --rows=train --compile=none,blocks                                # on a GPU: what pays there
     sudo python tools/bench.py --rows=ddp --cases=all --mbit=500                            # over a link of 500 Mbit/s
 
 The sides of a row take turns after a warm-up. A line gives the median of the repeats, their spread (most - least) /
@@ -93,7 +92,7 @@ def main(config: dict) -> int:
         config = config | {key: value for key, value in QUICK.items() if config[key] == defaults[key]}
     check(config)
     device, found = choose_device(config["device"]), []
-    dtype = choose_dtype(config["dtype"], device)
+    where = {"device": device, "dtype": choose_dtype(config["dtype"], device)}
     machine = ", ".join(dict.fromkeys(map(hardware, [choose_device("cpu"), device])))
     print(f"{machine}, load average {os.getloadavg()[0]:.1f}")
     print(", ".join(f"{name} {version}" for name, version in timing.versions().items()))
@@ -101,8 +100,7 @@ def main(config: dict) -> int:
     try:
         with tempfile.TemporaryDirectory() as name:
             for row in MODULES if config["rows"] == "all" else config["rows"].split(","):
-                place = {"device": device, "dtype": dtype, "folder": Path(name, row)}
-                for line in attempted(row, Options(**config | place)):
+                for line in attempted(row, Options(**config | where, folder=Path(name, row))):
                     print(timing.text(line), flush=True)
                     found.append(line)
     finally:  # also after Ctrl-C

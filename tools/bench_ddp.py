@@ -121,8 +121,7 @@ def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
-    block_mb = sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB  # our largest bucket
-    cap = block_mb if key == "torch_same" else None
+    cap = sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB if key == "torch_same" else None
     wrapped = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False)
     opt = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
 
@@ -212,9 +211,7 @@ def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
             pipe = subprocess.DEVNULL if rank else subprocess.PIPE
             processes.append(subprocess.Popen([*prefix, *command], env=env, stdout=pipe, start_new_session=True))
             stack.callback(processes[-1].kill)
-        while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            time.sleep(0.2)
-        if any(codes):
+        if any(codes := [process.wait() for process in processes]):  # a rank that is left alone ends after timeout_s
             raise UserError(f"bench: a rank of bench_ddp.py ended with status {next(filter(None, codes))}")
         return json.loads(processes[0].stdout.read())
 

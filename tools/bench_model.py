@@ -8,9 +8,8 @@ the share shown is above the share of time in which the device multiplies.
 generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit: every step reads each
 matrix and the cached keys and values once, at the rate at which a sum reads as many bytes. transformers has its static
 cache, with which it compiles itself on a GPU; on a CPU it does not.
-checkpoint: the bare disk writes as many bytes into the same directory, in large blocks that cannot be compressed, and
-waits until they are stored. Training waits for the copy in memory that write_behind.py then saves from. The model is on
-the CPU, also on a machine with a GPU.
+checkpoint: the bare disk writes as many bytes into the same directory and waits until they are stored. Training waits
+for the copy in memory that write_behind.py then saves from. The model is on the CPU, also on a machine with a GPU.
 """
 
 import importlib.util
@@ -64,8 +63,7 @@ def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype:
     """Return a step of pretrain.py: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
-    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    opt = Optimizer(parallel.buckets, kind, muon_dtype=muon_dtype)
+    opt = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16)
     if way == "blocks":
         model.compile_blocks(partial(torch.compile, dynamic=False))
 
@@ -81,13 +79,12 @@ def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype:
 
 def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Callable:
     """Return a step of the usual loop: backward, clip, step."""
-    params = list(model.parameters())
 
     def step() -> None:
         with cast():
             loss = loss_of()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
 
@@ -272,9 +269,6 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
             torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, f)
         checkpoint.sync(plain)
 
-    def wait() -> None:
-        writer.copy(model, *states())
-
     def disk() -> None:
         with open(folder / "raw.bin", "wb", buffering=0) as f:
             for begin in range(0, n_bytes, len(block)):
@@ -283,4 +277,5 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
 
     block = random.Random(0).randbytes(2**24)  # a file system may compress zeros
     n_bytes = sum(path.stat().st_size for path in save().iterdir() if path.is_file())
-    return {"disk": disk, "torch.save": torch_save, "ours": save, "ours, training waits": wait}, n_bytes
+    calls = {"disk": disk, "torch.save": torch_save, "ours": save}
+    return calls | {"ours, training waits": lambda: writer.copy(model, *states())}, n_bytes

@@ -70,28 +70,22 @@ def tokenize_row(options: Options) -> Iterator[Line]:
 def bpe_row(options: Options) -> Iterator[Line]:
     """Seconds to train a tokenizer beside Hugging Face's and sentencepiece."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread
-    trainers = {"tokenizers": train_hugging_face, "sentencepiece": train_sentencepiece, "ours": train_ours}
+    trainers = {"tokenizers": train_hugging_face, "sentencepiece": train_sentencepiece}
+    trainers["ours"] = lambda texts, vocab_size: bpe.train_bpe(bpe.count_chunks(texts), vocab_size - 256)
     for name, texts, megabytes in corpora(options):
         calls = {side: partial(train, texts, options.vocab_size) for side, train in trainers.items()}
         case = f"{name} {megabytes:.1f} MB, {options.vocab_size} ids"
         yield from timing.compare_sides("bpe", case, calls, "s", list(trainers)[:2], 0.0, options.repeats)
 
 
-def train_ours(texts: list[str], vocab_size: int) -> None:
-    bpe.train_bpe(bpe.count_chunks(texts), vocab_size - 256)
-
-
 def train_hugging_face(texts: list[str], vocab_size: int) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     theirs = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated")
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=bpe.MIN_COUNT, initial_alphabet=alphabet, show_progress=False
-    )
+    steps = [pre_tokenizers.Split(Regex(bpe.PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=bpe.MIN_COUNT, **options)
     theirs.train_from_iterator(texts, trainer)
 
 
@@ -121,7 +115,11 @@ def dedup_row(options: Options) -> Iterator[Line]:
             raise UserError(f"bench: dedup: survivors differ, {name}")
         shingles = [[number.to_bytes(4, "little") for number in numbers] for numbers in sets]  # which bulk() hashes
         for case, theirs, ours in (
-            ("signatures", partial(MinHash.bulk, shingles, num_perm=128, seed=1), our_signatures),
+            (
+                "signatures",
+                partial(MinHash.bulk, shingles, num_perm=128, seed=1),
+                lambda texts: dedup.signatures(dedup.units(texts)),
+            ),
             ("texts to survivors", partial(plain_survivors, sets), our_survivors),
         ):
             calls = {"datasketch": theirs, "ours": partial(ours, texts)}
@@ -151,12 +149,8 @@ def elements(texts: list[str]) -> list[list[int]]:
     return found
 
 
-def our_signatures(texts: list[str]) -> np.ndarray:
-    return dedup.signatures(dedup.units(texts))
-
-
 def our_survivors(texts: list[str]) -> list[int]:
-    return dedup.near_duplicates(our_signatures(texts), THRESHOLD, BANDS, ROWS).dropped.tolist()
+    return dedup.near_duplicates(dedup.signatures(dedup.units(texts)), THRESHOLD, BANDS, ROWS).dropped.tolist()
 
 
 def plain_survivors(sets: list[list[int]]) -> list[int]:

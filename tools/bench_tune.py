@@ -1,9 +1,8 @@
 """Rows sft and dpo: tuning a model of random weights on conversations and preference pairs.
 
-sft compares packed rows with padded ones, in labelled tokens per second. dpo compares steps of dpo.py with those of
-trl's DPOTrainer on the same pairs with the same ids: ours in batches of similar length, as dpo.py makes them, trl's in
-its random order. trl runs twice: with precomputed log-probabilities of the reference, as ours has them, and with a
-second model. Whole steps are timed, with loading.
+sft: packed rows beside padded ones. dpo: steps of dpo.py beside those of trl's DPOTrainer on the same pairs with the
+same ids, ours in batches of similar length, as dpo.py makes them, trl's in its random order, once with precomputed
+log-probabilities of the reference, as ours has them, and once with a second model. Whole steps, with loading.
 """
 
 import json
@@ -55,9 +54,6 @@ def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path
     return data, tokenizer, base
 
 
-# ---- sft ------------------------------------------------------------------------------------------------------------
-
-
 def sft_row(options: Options) -> Iterator[Line]:
     """Labelled tokens/s of packed and of padded rows."""
     for shape in shapes_of(options, "25M"):
@@ -96,9 +92,6 @@ def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Op
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
     found = timing.alternate({name: partial(side, name) for name in corpora}, options.repeats)
     return timing.lines("sft", f"{shape}, batch {B} x {columns}", found, "label/s", ["padded"], 1.0, notes=notes)
-
-
-# ---- dpo ------------------------------------------------------------------------------------------------------------
 
 
 def dpo_row(options: Options) -> Iterator[Line]:
@@ -149,8 +142,7 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
         parallel.step(opt, lr=LEARNING_RATE, clip=1.0)
 
     def seconds(numbers: np.ndarray) -> float:
-        by_length = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")]
-        batches = by_length.reshape(-1, batch_size)
+        batches = numbers[np.argsort(corpus.train[0].columns[numbers], kind="stable")].reshape(-1, batch_size)
         return timing.device_seconds(lambda: list(map(step, batches)), device)
 
     return seconds, table

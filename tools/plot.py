@@ -163,22 +163,13 @@ def panel_of(title: str, keys: Sequence[str], runs: Sequence[Run], smooth: float
             for kind in ("train", "eval"):
                 points = [(e["x"], e[key]) for e in run.events if e["event"] == kind and key in e]
                 at, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
-                averaged = kind == "train" and smooth > 0 and key not in NOT_SMOOTHED
-                mean = moving_average(values, smooth) if averaged else values
+                mean = (
+                    moving_average(values, smooth) if kind == "train" and smooth and key not in NOT_SMOOTHED else values
+                )
                 if points:
                     curves.append(Curve(which, bases.index(key.removeprefix("val_")), kind == "eval", at, values, mean))
     one_group = len(bases) > 1 and len({base.rpartition("/")[0] for base in bases}) == 1
     return Panel(title, [base.rpartition("/")[2] for base in bases] if one_group else bases, curves)
-
-
-def curve_name(curve: Curve, panel: Panel, names: Sequence[str]) -> str:
-    """Return what tells a curve from the others of the panel: the run, the key or both."""
-    if len(panel.keys) == 1:
-        return names[curve.run]
-    return f"{names[curve.run]} {panel.keys[curve.key]}" if len(names) > 1 else panel.keys[curve.key]
-
-
-# ---- picture --------------------------------------------------------------------------------------------------------
 
 
 def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure":  # noqa: F821 - imported in it
@@ -203,7 +194,9 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
                     style |= {"marker": MARKERS[curve.key % len(MARKERS)], "markersize": 4, "linewidth": 1}
                 elif curve.mean is not curve.y:
                     axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.8, alpha=0.35)
-                axes.plot(curve.x, curve.mean, label=curve_name(curve, panel, names), **style)
+                parts = [names[curve.run]] if len(names) > 1 or len(panel.keys) == 1 else []
+                parts += [panel.keys[curve.key]] if len(panel.keys) > 1 else []
+                axes.plot(curve.x, curve.mean, label=" ".join(parts), **style)
             axes.set_title(panel.title.replace("+", ", "), fontsize=10)
             axes.set_xlabel(x_label, fontsize=9)
             axes.set_xlim(-0.03 * right, 1.03 * right + 1e-9)

@@ -97,9 +97,6 @@ def versions() -> dict[str, str]:
     return devices.versions() | peers
 
 
-# ---- turns ----------------------------------------------------------------------------------------------------------
-
-
 def alternate(sides: dict[str, Callable], repeats: int, warmups: int = 1) -> dict[str, list]:
     """Return {name: what each of `repeats` turns returned}, after `warmups` rounds that do not count."""
     names, found = list(sides), {name: [] for name in sides}
@@ -158,9 +155,6 @@ def release() -> None:
         torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-# ---- limits of the machine ------------------------------------------------------------------------------------------
 
 
 def matmul(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:

@@ -43,7 +43,7 @@ def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes
 
 
 def settings(**changes: object) -> dict:
-    keys = vars(options(**changes))
+    keys = {key: value for key, value in vars(options(**changes)).items() if key != "folder"}
     return keys | {"device": "cpu", "dtype": "float32"}
 
 
