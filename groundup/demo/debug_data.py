@@ -1,5 +1,6 @@
 """Small data for the `debug` configurations: prepare.py makes a corpus with its tokenizer, this file makes rows."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -30,10 +31,11 @@ def make_debug_data(out_dir: str | Path) -> None:
         lock = os.open(out_dir.parent, os.O_RDONLY)  # the lock of a directory leaves no file behind
     except OSError as error:
         raise UserError(f"demo: cannot make {out_dir}: {error.strerror}") from None
-    with os.fdopen(lock), tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (out_dir / "manifest.json").exists():
-            path = write_rows(debug_texts(), Path(folder) / "debug.jsonl")
+            path = write_rows(debug_texts(), Path(stack.enter_context(tempfile.TemporaryDirectory())) / "debug.jsonl")
             command = [sys.executable, str(PREPARE), f"--input={path}", f"--out_dir={out_dir}", *SETTINGS]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
