@@ -1,0 +1,164 @@
+"""tools/to_gguf.py and from_gguf.py against transformers, which reads GGUF too: logits there and back, ids, refusals.
+
+llama.cpp itself is tried by hand (docs/ecosystem.md): it is not on the test machines.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import from_gguf
+import gguf
+import numpy as np
+import pytest
+import to_gguf
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from groundup.errors import UserError
+from groundup.train import checkpoint
+from tokenizer import Tokenizer, train
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["Hello world, it's 12345\n\n\t你好世界！ 春天 def f(x):\n    return x\n"] * 20
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),  # transformers reads no other from GGUF
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(TEXTS, vocab_size=512, pattern="qwen")
+
+
+def make(kind: str, directory: Path, tokenizer: Tokenizer) -> torch.nn.Module:
+    """Write a random model of this kind with `tokenizer`, as transformers does."""
+    torch.manual_seed(0)
+    model_class, config_class, options = MODELS[kind]
+    model = model_class(config_class(vocab_size=tokenizer.vocab_size, **SIZES | options)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.2)
+    model.save_pretrained(directory)
+    tokenizer.save(directory)
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_there_and_back_gives_the_same_weights_and_ids(kind, tmp_path, tokenizer):
+    model = make(kind, tmp_path / "hf", tokenizer)
+    n = to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    assert n == sum(p.numel() for p in model.parameters())
+    ids = torch.arange(40).view(1, -1) * 7 % tokenizer.vocab_size
+    with torch.no_grad():
+        want = model(ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+        if kind != "llama3":  # transformers does not read the factors of Llama 3's frequencies
+            torch.testing.assert_close(theirs.eval()(ids).logits, want, rtol=1e-5, atol=1e-5)
+        from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, want)
+        ours = checkpoint.load_model(tmp_path / "back").eval()(ids)
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+    back, text = Tokenizer.load(tmp_path / "back"), TEXTS[0] + "<|im_start|>"
+    assert back.encode(text) == tokenizer.encode(text)
+    assert back.stop_ids == tokenizer.stop_ids and back.pad_id == tokenizer.pad_id
+    hf = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert hf.encode(TEXTS[0], add_special_tokens=False) == tokenizer.encode(TEXTS[0])
+    talk = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "Hello"}]
+    assert hf.apply_chat_template(talk, tokenize=False) == tokenizer.decode(tokenizer.render(talk)[0])
+
+
+def test_a_sentencepiece_tokenizer_goes_there_and_back(tmp_path):
+    text = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    tokenizer = train([text], vocab_size=1536, backend="sentencepiece")
+    make("llama", tmp_path / "hf", tokenizer)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
+    back = Tokenizer.load(tmp_path / "back")
+    assert back.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    assert back.special_tokens == tokenizer.special_tokens
+
+
+def test_eight_bits_are_what_gguf_makes_of_them(tmp_path, tokenizer):
+    model = make("llama", tmp_path / "hf", tokenizer)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.bfloat16)
+    assert json.loads((tmp_path / "back/config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    want = model.lm_head.weight.detach().numpy()
+    want = gguf.quants.dequantize(gguf.quants.quantize(want, kind), kind)
+    stored = checkpoint.load_model(tmp_path / "back").embed_tokens.weight
+    torch.testing.assert_close(stored.float(), torch.from_numpy(want).bfloat16().float(), rtol=0, atol=0)
+
+
+def test_shards_hold_every_tensor(tmp_path, tokenizer, monkeypatch):
+    model = make("qwen3", tmp_path / "hf", tokenizer)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    monkeypatch.setattr(from_gguf, "SHARD_BYTES", 100_000)
+    from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(back[name], p) for name, p in model.state_dict().items())
+
+
+def test_llama3_factors_are_those_of_transformers():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=128, rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / 500000.0 ** (torch.arange(0, 128, 2) / 128)
+    np.testing.assert_allclose(from_gguf.llama3_factors(LLAMA3, 500000.0, 128), plain / scaled, rtol=1e-5)
+
+
+def error_of(*command: str | Path) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path, tokenizer):
+    make("llama", tmp_path / "hf", train(TEXTS, vocab_size=512, pattern="zh"))
+    assert "pattern=qwen" in error_of("tools/to_gguf.py", tmp_path / "hf", tmp_path / "m.gguf")
+    (tmp_path / "text.gguf").write_text("no GGUF", encoding="utf-8")
+    assert "text.gguf" in error_of("tools/from_gguf.py", tmp_path / "text.gguf", tmp_path / "out")
+    assert "not an empty directory" in error_of("tools/from_gguf.py", tmp_path / "text.gguf", tmp_path)
+    assert "absent" in error_of("tools/from_gguf.py", tmp_path / "absent.gguf", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "text.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.add_string("general.architecture", "gemma3"), "gemma3"),
+        (lambda w: w.add_tokenizer_pre("deepseek-llm"), "deepseek-llm"),
+        (lambda w: w.add_tensor("blk.0.ffn_gate_exps.weight", np.zeros((2, 4, 4), np.float32)), "ffn_gate_exps"),
+    ],
+)
+def test_another_family_is_refused_by_name(change, message, tmp_path, tokenizer, monkeypatch):
+    make("llama", tmp_path / "hf", tokenizer)
+    monkeypatch.setattr(to_gguf, "add_weights", lambda writer, *_: change(writer) or ADD(writer, *_))
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    with pytest.raises(UserError, match=message):
+        from_gguf.convert(tmp_path / "m.gguf", tmp_path / "out", torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+ADD = to_gguf.add_weights
