@@ -1,0 +1,146 @@
+"""A checkpoint's own chat template: a conversation as text, with what is special in it and what the model learns.
+
+Published models carry a Jinja template (tokenizer_config.json or chat_template.jinja). It is run as transformers runs
+it, in Jinja's sandbox. Two things are added:
+
+1. User text never becomes a special token. A character that occurs nowhere else (GUARD) is put before every name of a
+   special token in the messages; such names are then ordinary text, and the guards are taken out again.
+2. What the assistant says is found exactly. Where the template has {% generation %}, that is it. Elsewhere each answer
+   is replaced by one character and the conversation rendered again: what stands before and after that character must
+   stand before and after the answer, too. A template for which it does not is refused.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any, NamedTuple
+
+from groundup.errors import UserError
+
+GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters: in no text that is meant to be read
+MARKS = re.compile(f"[{BEGIN}{END}]")
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation: one special token, or ordinary text."""
+
+    text: str
+    special: bool
+    learned: list[tuple[int, int]]  # (begin, end) in `text`: what the assistant says
+
+
+class ChatTemplate:
+    """A Jinja chat template. variables: what it may read beside the messages (bos_token, eos_token ...)."""
+
+    def __init__(self, source: str, specials: Iterable[str], variables: dict[str, Any]) -> None:
+        """Raise UserError if Jinja cannot read the template."""
+        import jinja2  # torch needs it, too
+
+        try:
+            self.template = environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"tokenizer: the chat template is damaged: line {error.lineno}: {error.message}") from None
+        self.errors = jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError
+        names = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
+        self.names = re.compile(f"(?=(?:{names}))" if names else "(?!)")
+        self.split = re.compile(f"((?<!{GUARD})(?:{names}))" if names else "((?!))")
+        self.variables, self.tagged = variables, re.search(r"{%-?\s*generation\s*-?%}", source) is not None
+
+    def pieces(
+        self, messages: Sequence[dict], add_generation_prompt: bool = False, tools: list[dict] | None = None,
+        learn: bool = True, **settings: Any,
+    ) -> list[Piece]:  # fmt: skip
+        """Return the conversation in pieces. learn: find the answers, else nothing is marked as learned. settings: what
+        the template reads, such as enable_thinking. Raise UserError if the template cannot take the conversation."""
+        messages, tools = self.guarded(messages), self.guarded(tools)
+        marked = self.text(messages, tools, add_generation_prompt, settings)
+        text, spans = MARKS.sub("", marked), []
+        if learn and self.tagged:
+            at = [match.start() - k for k, match in enumerate(MARKS.finditer(marked))]
+            spans = list(zip(at[::2], at[1::2], strict=True))
+        elif learn:
+            answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+            spans = [self.answer(text, messages, i, tools, add_generation_prompt, settings) for i in answers]
+        return self.cut(text, spans)
+
+    def guarded(self, value: Any) -> Any:
+        """Return messages or tools with a guard before every name of a special token in their texts."""
+        if isinstance(value, str):
+            return self.names.sub(GUARD, MARKS.sub("", value.replace(GUARD, "")))
+        if isinstance(value, dict):
+            return {key: one if key == "role" else self.guarded(one) for key, one in value.items()}
+        return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool, settings: dict) -> str:
+        values = self.variables | settings
+        try:
+            return self.template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **values)
+        except self.errors as error:
+            raise UserError(f"tokenizer: the chat template refuses this conversation: {error}") from None
+
+    def answer(
+        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool, settings: dict
+    ) -> tuple[int, int]:
+        """Return where the answer messages[i] begins and ends in `text`: from what the template opens for the model
+        (with a block of thoughts that it does not write itself) through the special token that ends the turn."""
+        asked = MARKS.sub("", self.text(messages[:i], tools, True, settings)) if i else ""
+        other = [*messages[:i], {"role": "assistant", "content": BEGIN}, *messages[i + 1 :]]
+        before, found, after = self.text(other, tools, prompt, settings).partition(BEGIN)
+        begin = len(asked) if asked and text.startswith(asked) else len(before)
+        end = len(text) - len(after)
+        if not found or not text.endswith(after) or not text.startswith((before, asked or before)) or begin > end:
+            raise UserError(
+                f"tokenizer: the chat template does not show where answer {i} begins and ends, so it cannot be trained "
+                "on; add {% generation %} to the template"
+            )
+        ending = self.split.match(text, end)
+        return begin, ending.end() if ending else end
+
+    def cut(self, text: str, spans: list[tuple[int, int]]) -> list[Piece]:
+        """Cut `text` at its special tokens, and take the guards out."""
+        pieces, at = [], 0
+        for k, part in enumerate(self.split.split(text)):
+            if part:
+                inside = [(max(b - at, 0), min(e - at, len(part))) for b, e in spans if b < at + len(part) and e > at]
+                guards = [sum(c == GUARD for c in part[:n]) for span in inside for n in span]
+                inside = [(b - guards[2 * j], e - guards[2 * j + 1]) for j, (b, e) in enumerate(inside)]
+                pieces.append(Piece(part.replace(GUARD, ""), k % 2 == 1, inside))
+            at += len(part)
+        return pieces
+
+
+@cache
+def environment() -> Any:
+    """Return Jinja's sandbox with what transformers adds to it."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: mark the assistant's words."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return BEGIN + caller() + END
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
