@@ -108,13 +108,6 @@ def evaluate(
     return scores
 
 
-def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
-    parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
-    parts += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
-    parts += [f"rejected {scores['logps/rejected']:.2f} nats"]
-    log.report(step, scores, parts)
-
-
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -189,7 +182,10 @@ if __name__ == "__main__":
     def evaluate_now(step: int) -> None:
         """Log all scores and rank the checkpoint of this step by its validation loss."""
         scores = evaluate(model, val(), shares, config, reference_of, torch_device, torch_dtype)
-        report_evaluation(log, step, scores)
+        line = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
+        line += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
+        line += [f"rejected {scores['logps/rejected']:.2f} nats"]
+        log.report(step, scores, line)
         run.rank(parts, step, scores["val_loss"], config, log)
 
     # ---- the loop

@@ -152,13 +152,6 @@ def evaluate(
     return losses | {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, n_bytes) in of.items()}
 
 
-def report_evaluation(log: RunLog, step: int, losses: dict, samples: list[str]) -> None:
-    sources = [key.partition("/")[2] for key in losses if key.startswith("val_loss/")]
-    parts = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
-    parts += [f"{name} {losses[f'val_loss/{name}']:.4f}, {losses[f'val_bpb/{name}']:.4f}" for name in sources]
-    log.report(step, losses, parts, [f"    {text!r}" for text in samples])
-
-
 def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: int) -> list[str]:
     """Return continuations of the prompts (separated by |), drawn with the same random numbers at each evaluation."""
     ids = [begin_prompt(tokenizer, prompt) for prompt in prompts.split("|") if prompt]
@@ -229,7 +222,11 @@ if __name__ == "__main__":
     def evaluate_now(step: int) -> float:
         """Log validation losses and samples, rank the checkpoint of this step by its loss, and return it."""
         losses = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
-        report_evaluation(log, step, losses, sample_texts(raw_model, tokenizer, sample_prompts, seed))
+        samples = sample_texts(raw_model, tokenizer, sample_prompts, seed)
+        sources = [key.partition("/")[2] for key in losses if key.startswith("val_loss/")]
+        line = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
+        line += [f"{name} {losses[f'val_loss/{name}']:.4f}, {losses[f'val_bpb/{name}']:.4f}" for name in sources]
+        log.report(step, losses, line, [f"    {text!r}" for text in samples])
         run.rank(parts, step, losses["val_loss"], config, log)
         return losses["val_loss"]
 

@@ -76,15 +76,6 @@ def check_config(config: dict, world_size: int) -> int:
     return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
 
 
-def report_evaluation(log: RunLog, step: int, scores: dict) -> None:
-    parts = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['accuracy']:.1f}%"]
-    parts += [f"longer wins {100 * scores['longer_wins']:.1f}%", f"ece {scores['ece']:.3f}"]
-    parts += [f"margin {scores['margin']:.3f}", f"correlation with length {scores['length_correlation']:.2f}"]
-    names = [name for name in reward_model.LENGTH_BUCKETS if scores[f"pairs/{name}"]]
-    shown = (f"{name} {100 * scores[f'accuracy/{name}']:.1f}% of {scores[f'pairs/{name}']}" for name in names)
-    log.report(step, scores, parts, ["    accuracy by length: " + ", ".join(shown)])
-
-
 def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
     """Score the conversations of the files in --score."""
     source = checkpoint.resolve(config["init_from"])
@@ -157,7 +148,12 @@ if __name__ == "__main__":
     def evaluate_now(step: int) -> None:
         """Log all scores and rank the checkpoint of this step by its validation loss."""
         scores = reward_model.evaluate(model, val(), shares, config, torch_device, torch_dtype)
-        report_evaluation(log, step, scores)
+        line = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['accuracy']:.1f}%"]
+        line += [f"longer wins {100 * scores['longer_wins']:.1f}%", f"ece {scores['ece']:.3f}"]
+        line += [f"margin {scores['margin']:.3f}", f"correlation with length {scores['length_correlation']:.2f}"]
+        names = [name for name in reward_model.LENGTH_BUCKETS if scores[f"pairs/{name}"]]
+        shown = (f"{name} {100 * scores[f'accuracy/{name}']:.1f}% of {scores[f'pairs/{name}']}" for name in names)
+        log.report(step, scores, line, ["    accuracy by length: " + ", ".join(shown)])
         run.rank(parts, step, scores["val_loss"], config, log)
 
     # ---- the loop

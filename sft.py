@@ -120,15 +120,6 @@ def answer(
     return [(result.completions[0].text, result.completions[0].finish_reason == "stop") for result in results]
 
 
-def report_evaluation(log: RunLog, step: int, scores: dict, samples: list[tuple[str, str]]) -> None:
-    parts = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-    parts += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
-    parts += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []
-    names = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
-    parts += [f"{name} {scores[f'val_loss/{name}']:.4f}" for name in names]
-    log.report(step, scores, parts, [f"    {question!r} -> {text!r}" for question, text in samples])
-
-
 if __name__ == "__main__":
     config = configure(globals())
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -189,7 +180,13 @@ if __name__ == "__main__":
         ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
         scores["self_stop"] = (ended[0] / ended[1]).item()  # the fraction that ends by itself; nan without questions
         answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in shown], eval_new_tokens)
-        report_evaluation(log, step, scores, [(text, said) for text, (said, _) in zip(shown, answers, strict=True)])
+        line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
+        line += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
+        line += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []
+        names = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
+        line += [f"{name} {scores[f'val_loss/{name}']:.4f}" for name in names]
+        replies = [f"    {text!r} -> {said!r}" for text, (said, _) in zip(shown, answers, strict=True)]
+        log.report(step, scores, line, replies)
         run.rank(parts, step, scores["val_loss"], config, log)
 
     # ---- the loop
