@@ -20,7 +20,7 @@ NAMES = sorted(
     for file in FILES
     if file.name != "__init__.py"
 )
-WITHOUT_TORCH = {"configurator", "tokenizer", "prepare", "bench", "bench_text"}
+WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
 WITHOUT_TORCH |= {"largest", "plot", "self_instruct"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
