@@ -20,6 +20,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import regex
 import tiktoken
 
 from configurator import configure
@@ -147,21 +149,47 @@ class ByteLevelBPE:
     """
 
     def __init__(self, description: dict) -> None:
-        """Take a parsed tokenizer.json. Raise UserError if tiktoken would not give the same ids."""
+        """Take a parsed tokenizer.json. Raise foreign.Unsupported if tiktoken would not give the same ids."""
         ranks, self.special_tokens, words, self.pattern, self.nfc = foreign.read_bpe(description)
         self.words = set(words)
         self.encoding = tiktoken.Encoding(
             "bpe", pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens | words
         )
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: word.encode() for word, i in words.items()}
-        if self.encoding.decode_bytes(self.encode(ALL_KINDS).tolist()) != ALL_KINDS.encode():
-            raise UserError(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
+        self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in ranks)
+        if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != ALL_KINDS.encode().translate(None, self.missing):
+            raise foreign.Unsupported(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> list[int]:
+        if len(text) > bpe.MAX_CHARS:
+            return self.encode_array(text).tolist()
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
+        if self.missing and len(data := scrub(text).encode()) > len(data.translate(None, self.missing)):
+            return self.encode_without(data.decode())
+        if self.words:
+            return self.encoding.encode(text, allowed_special=self.words, disallowed_special=())
+        return self.encoding.encode_ordinary(text)  # replaces surrogates itself
+
+    def encode_array(self, text: str) -> np.ndarray:
+        if self.missing and len(text) <= bpe.MAX_CHARS:
+            return np.array(self.encode(text), np.uint32)
         text = scrub(unicodedata.normalize("NFC", text) if self.nfc else text)
-        encode = self.encoding.encode_to_numpy
-        parts = [encode(block, allowed_special=self.words, disallowed_special=()) for block in bpe.blocks(text)]
+        encode = partial(self.encoding.encode_to_numpy, allowed_special=self.words, disallowed_special=())
+        parts = [self.encode_array(block) if self.missing else encode(block) for block in bpe.blocks(text)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def encode_without(self, text: str) -> list[int]:
+        """Return the ids of a text with bytes that have no token: each chunk is merged without them."""
+        ids = []
+        for part in re.split(f"({'|'.join(map(re.escape, self.words))})", text) if self.words else [text]:
+            if part in self.words:
+                ids.append(self.encoding.encode_single_token(part))
+                continue
+            for chunk in regex.findall(self.pattern, part):
+                if data := chunk.encode().translate(None, self.missing):
+                    ids += self.encoding._encode_single_piece(data)
+        return ids
 
     def identity(self) -> list:
         """Return all that decides the ids, besides the special tokens, as plain values."""
@@ -169,6 +197,7 @@ class ByteLevelBPE:
         return [self.pattern, self.nfc, sorted(self.words), tokens]
 
 
+IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))  # bytes; a vocabulary may lack the others, and some of these
 ALL_KINDS = "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 \t\r\n\n \x00\x85\u00a0\u2028\u200b\ufffd  "
 
 
@@ -178,9 +207,11 @@ ALL_KINDS = "a Z1\u0664 \u00e9\u0915\u093f \u7532\U0001f600 _'s'!\u3002 \t\r\n\n
 class Tokenizer:
     """Text <-> ids, and conversations -> ids with a mask of what is trained on. From `train` or `Tokenizer.load`.
 
-    backend: "bpe" | "sentencepiece";  vocab_size: every id is below it;  special_tokens {text: id}
+    backend: "bpe" | "sentencepiece" | "tokenizers" (a tokenizer.json that tiktoken cannot run)
+    vocab_size: every id is below it;  special_tokens {text: id}
     pieces {id: bytes of the token, or the name of a special one}
     eot_id, pad_id, im_start_id, im_end_id, bos_id: -1 where another's tokenizer has none; in ours bos_id is eot_id
+    begins: whether bos_id stands before every text, as the tokenizer's own files say
     stop_ids: the ids that end a text or a turn
     """
 
@@ -188,13 +219,16 @@ class Tokenizer:
         """Take the files of a directory in Hugging Face's layout, {name: content}; `save` writes them unchanged."""
         self.files, self.generation_config = files, generation_config
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        self.engine: ByteLevelBPE | foreign.SentencePieceBPE
+        self.engine: ByteLevelBPE | foreign.SentencePieceBPE | foreign.LibraryTokenizer
         if "tokenizer.model" in files:
             self.backend = "sentencepiece"
             self.engine = foreign.SentencePieceBPE(files["tokenizer.model"], config.get("added_tokens_decoder") or {})
         else:
-            self.backend = "bpe"
-            self.engine = ByteLevelBPE(json.loads(files["tokenizer.json"]))
+            description = json.loads(files["tokenizer.json"])
+            try:
+                self.backend, self.engine = "bpe", ByteLevelBPE(description)
+            except foreign.Unsupported as why:
+                self.backend, self.engine = "tokenizers", foreign.LibraryTokenizer(description, str(why))
         self.special_tokens = self.engine.special_tokens
         self.special_ids = frozenset(self.special_tokens.values())
         self.pieces = Pieces(self.engine.token_bytes | {i: s.encode() for s, i in self.special_tokens.items()})
@@ -204,6 +238,7 @@ class Tokenizer:
         self.eot_id = find("eos_token", name="<|endoftext|>")
         self.pad_id = find("pad_token", name="<|pad|>")
         self.bos_id = find("bos_token", default=self.eot_id)
+        self.begins = self.bos_id >= 0 and foreign.begins_text(files, config)
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         self.stop_ids = frozenset({self.eot_id, self.im_end_id} - {-1})
@@ -244,11 +279,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text: never a special one. Works for any str; lone surrogates become U+FFFD."""
-        return self.engine.encode(text).tolist()
+        return self.engine.encode(text)
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
-        return self.engine.encode(text)
+        return self.engine.encode_array(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what an id adds to the text, possibly part of a character; b"" for special ones. Raise UserError."""

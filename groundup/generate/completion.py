@@ -41,14 +41,12 @@ class Token(NamedTuple):
 
 
 def begin_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text to continue. An empty text begins a new document; a begin token that does not also
-    separate documents (Llama's) stands before every text. Raise UserError if there is no token to begin with."""
-    ids = tokenizer.encode(text)
+    """Return the ids of a text to continue, after the begin token where the tokenizer puts one before every text. An
+    empty text begins a new document. Raise UserError if there is no token to begin with."""
+    ids = [tokenizer.bos_id] * tokenizer.begins + tokenizer.encode(text)
     if not ids and tokenizer.bos_id < 0:
         raise UserError("sample: this tokenizer has no token that begins a text; give --prompt=TEXT")
-    if not ids or tokenizer.bos_id not in (tokenizer.eot_id, -1):
-        return [tokenizer.bos_id, *ids]
-    return ids
+    return ids or [tokenizer.bos_id]
 
 
 def prompt_ids(

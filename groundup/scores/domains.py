@@ -74,8 +74,9 @@ def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> It
 
 
 def begin_id(tokenizer: Tokenizer) -> int:
-    """Return the id that stands before every text. Raise UserError if there is none."""
-    found = tokenizer.bos_id if tokenizer.bos_id >= 0 else tokenizer.eot_id
+    """Return the id that the first token of a text is predicted from: the begin token where the tokenizer puts one
+    before every text, else the one between documents. Raise UserError if there is none."""
+    found = tokenizer.eot_id if tokenizer.eot_id >= 0 and not tokenizer.begins else tokenizer.bos_id
     if found < 0:
         raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
     return found

@@ -5,6 +5,7 @@ tokenizer.model (sentencepiece), with tokenizer_config.json. tokenizer.py runs t
 """
 
 import hashlib
+import itertools
 import json
 import re
 import unicodedata
@@ -78,6 +79,10 @@ def to_json(value: dict) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
 
 
+# SmolLM's Digits and ByteLevel: each digit is a chunk, and GPT-2's pattern takes white space before it as a text's end.
+DIGITS_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+
+
 class ByteLevel(NamedTuple):
     """A tokenizer.json as tiktoken runs it."""
 
@@ -88,22 +93,26 @@ class ByteLevel(NamedTuple):
     nfc: bool  # whether text is first brought to Unicode's form C (Qwen)
 
 
+class Unsupported(Exception):
+    """tiktoken would give other ids than a tokenizer.json says; the text tells why."""
+
+
 def read_bpe(description: dict) -> ByteLevel:
-    """Return the content of a parsed tokenizer.json. Raise UserError if tiktoken would not give the same ids."""
+    """Return the content of a parsed tokenizer.json. Raise Unsupported if tiktoken would not give the same ids."""
     model, added = description["model"], description.get("added_tokens") or []
     specials = {token["content"]: token["id"] for token in added if token["special"]}
     words = {token["content"]: token["id"] for token in added if not token["special"]}
     flags = [token.get(flag) for token in added if not token["special"] for flag in ("lstrip", "rstrip", "single_word")]
     names = sorted([*specials, *words])
     if any(flags) or (words and any(b.startswith(a) for a, b in zip(names, names[1:], strict=False))):
-        raise UserError("its added words overlap, or take in the white space around them, which is not supported")
+        raise Unsupported("its added words overlap, or take in the white space around them")
     normalizer = (description.get("normalizer") or {}).get("type", "")
     if normalizer not in ("", "NFC") and description["normalizer"] != {"type": "Sequence", "normalizers": []}:
-        raise UserError(f"its normalizer {normalizer!r} is not supported; none and NFC are")
+        raise Unsupported(f"its normalizer {normalizer!r} is not supported; none and NFC are")
     pattern = split_pattern(description.get("pre_tokenizer"))
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model.get("type") != "BPE" or any(model.get(key) for key in others):
-        raise UserError(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
+        raise Unsupported(f"its model, of type {model.get('type')!r}, is not byte-level BPE")
     ranks = {in_bytes(word): i for word, i in model["vocab"].items() if word not in specials and word not in words}
     ids = [*ranks.values(), *specials.values(), *words.values()]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids) or len(set(ids)) < len(ids):
@@ -114,7 +123,7 @@ def read_bpe(description: dict) -> ByteLevel:
 
 
 def split_pattern(pre_tokenizer: dict | None) -> str:
-    """Return the regular expression that splits text into chunks. Raise UserError for other ways to split."""
+    """Return the regular expression that splits text into chunks. Raise Unsupported for ways to split that are none."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     *splits, last = steps
     kinds = [step.get("type") for step in steps]
@@ -122,11 +131,13 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
         own_regex = last.get("use_regex", True)
         if not splits and own_regex:
             return PATTERNS["gpt2"]
+        if kinds[:-1] == ["Digits"] and splits[0].get("individual_digits") and own_regex:
+            return DIGITS_GPT2
         if kinds[:-1] == ["Split"] and not own_regex and "Regex" in splits[0]["pattern"]:
             # Both keep every match as a chunk. ByteLevelBPE tries whether the pattern matches all text.
             if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
                 return splits[0]["pattern"]["Regex"]
-    raise UserError(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+    raise Unsupported(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
 
 
 def merge_words(model: dict) -> list[list[str]]:
@@ -135,18 +146,16 @@ def merge_words(model: dict) -> list[list[str]]:
 
 
 def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], whole_chunks: bool) -> None:
-    """Raise UserError unless tiktoken, which has no list of merges, does what the list says.
+    """Raise Unsupported unless tiktoken, which has no list of merges, does what the list says.
 
     tiktoken joins the two neighbours whose union has the smallest id. That is the same if the ids are in the order of
     the merges, and joining a token's bytes, up to its own id, ends in a pair of the list.
     whole_chunks ("ignore_merges"): a chunk that is a token is taken at once, as tiktoken always does. Then no merges
     need to lead to a token if the list has all its splits into two tokens (Llama 3's was made from the tokens).
     """
-    if missing := sum(bytes([b]) not in ranks for b in range(256)):
-        raise UserError(f"{missing} of the 256 bytes have no token")
-    order = [ranks.get(left + right, -1) for left, right in merges]
-    if order and (order[0] < 0 or any(a > b for a, b in zip(order, order[1:], strict=False))):
-        raise UserError("its merges are not in the order of the token ids, or make tokens that do not exist")
+    order = [ranks.get(left + right, -1) if left in ranks and right in ranks else -1 for left, right in merges]
+    if order and (min(order) < 0 or any(a > b for a, b in zip(order, order[1:], strict=False))):
+        raise Unsupported("its merges are not in the order of the token ids, or make tokens that do not exist")
     listed = set(merges)
     for token, rank in ranks.items():
         parts = merge_below(token, rank, ranks)
@@ -156,7 +165,7 @@ def check_merges(ranks: dict[bytes, int], merges: list[tuple[bytes, bytes]], who
         else:
             follows = len(parts) < 2 or tuple(parts) in listed
         if not follows:
-            raise UserError(f"its token {rank} ({token!r}) does not follow from its merges")
+            raise Unsupported(f"its token {rank} ({token!r}) does not follow from its merges")
 
 
 def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes]:
@@ -170,6 +179,62 @@ def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes
         at = made.index(least)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts
+
+
+# ---- any other tokenizer.json: the library tokenizers ---------------------------------------------------------
+
+
+class LibraryTokenizer:
+    """A tokenizer.json that tiktoken cannot run, by the library it was made for. Attributes as in ByteLevelBPE."""
+
+    def __init__(self, description: dict, why: str) -> None:
+        """Take a parsed tokenizer.json. why: what tiktoken cannot do, for the errors. Raise UserError."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(f"{why}; to use it: pip install tokenizers==0.23.3") from None
+        model, added = description["model"], description.get("added_tokens") or []
+        vocab = model["vocab"]
+        words = vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+        self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
+        self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
+        try:
+            plain = description | {"truncation": None, "padding": None}
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        except BaseException as error:  # the library's own Exception, or a panic
+            raise UserError(f"{why}, and tokenizers cannot read it: {str(error)[:200]}") from None
+        self.library.encode_special_tokens = True  # their names in a text are ordinary text
+        self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
+        decoder = json.dumps(description.get("decoder"))
+        if '"ByteLevel"' in decoder:
+            to_bytes = in_bytes
+        elif SPACE in decoder or "\\u2581" in decoder:
+            to_bytes = bytes_of_piece
+        else:
+            raise UserError(f"{why}, and its decoder {decoder:.100} is not supported")
+        self.token_bytes = {i: to_bytes(word) for word, i in words.items() if word not in self.special_tokens}
+        self.token_bytes |= {token["id"]: token["content"].encode() for token in added if not token["special"]}
+
+    def encode(self, text: str) -> list[int]:
+        text = scrub(text)
+        ids = self.library.encode(text, add_special_tokens=False).ids
+        if not {*self.special_tokens.values()} & {*ids}:  # a Unigram vocabulary may hold their names as words
+            return ids
+        cuts = [0, *(match.start() + 1 for match in self.names.finditer(text)), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(cuts)]
+        return [i for part in parts for i in self.library.encode(part, add_special_tokens=False).ids]
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def identity(self) -> list:
+        return [self.sha256]
+
+
+def bytes_of_piece(piece: str) -> bytes:
+    """Return the bytes of a piece in sentencepiece's writing: U+2581 for a space, <0x0A> for a byte."""
+    is_byte = re.fullmatch("<0x[0-9A-F]{2}>", piece)
+    return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
 
 
 # ---- tokenizer.model: sentencepiece --------------------------------------------------------------------------
@@ -199,18 +264,36 @@ class SentencePieceBPE:
         self.has_prefix = self.processor.encode("a", out_type=str)[0].startswith(SPACE)
         self.space_in_bytes = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> list[int]:
         first, *rest = [scrub(text)] if self.has_prefix else scrub(text).split(SPACE)
         ids = self.processor.encode(first)
         for part in rest:
             ids += self.space_in_bytes + self.processor.encode(part)
-        return np.array(ids, dtype=np.uint32)
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.uint32)
 
     def identity(self) -> list:
         return [self.sha256]
 
 
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
+
+
+# ---- how a text begins ---------------------------------------------------------------------------------------
+
+
+def begins_text(files: dict[str, bytes], config: dict) -> bool:
+    """Return whether the tokenizer puts its begin token before every text: what tokenizer_config.json says, else the
+    template in tokenizer.json, else what transformers does for Llama's sentencepiece models."""
+    if "add_bos_token" in config:
+        return bool(config["add_bos_token"])
+    if "tokenizer.model" in files:
+        return str(config.get("tokenizer_class", "")).startswith("Llama")
+    processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
+    steps = processor.get("processors") or [processor]
+    return any("SpecialToken" in step["single"][0] for step in steps if step.get("type") == "TemplateProcessing")
 
 
 # ---- more tokens ---------------------------------------------------------------------------------------------

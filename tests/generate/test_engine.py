@@ -638,9 +638,11 @@ def test_where_a_prompt_begins(tokenizer):
     assert begin_prompt(tokenizer, "猫") == tokenizer.encode("猫")
     text = "<|endoftext|><|im_end|>"
     assert not tokenizer.stop_ids & set(begin_prompt(tokenizer, text))
-    llama = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2)
+    llama = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2, begins=True)
     assert begin_prompt(llama, "") == [1] and begin_prompt(llama, "ab") == [1, 7, 7]
-    neither = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=-1, eot_id=-1)
+    smol = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=1, eot_id=2, begins=False)
+    assert begin_prompt(smol, "ab") == [7, 7]  # its begin token opens the turns of a chat, not a text
+    neither = SimpleNamespace(encode=lambda text: [7] * len(text), bos_id=-1, eot_id=-1, begins=False)
     assert begin_prompt(neither, "ab") == [7, 7]
     with pytest.raises(UserError, match="--prompt=TEXT"):
         begin_prompt(neither, "")
