@@ -92,7 +92,7 @@ max_bad_fraction = 1.0  # exit status 1 if a larger fraction of the records is u
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
 
-VERSION = 6  # of the output; a directory of another version is made again
+VERSION = 7  # of the output; a directory of another version is made again
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {
@@ -102,7 +102,7 @@ CHOICES = {
 }  # fmt: skip
 LEAST = {"shard_tokens": 1, "vocab_size": SMALLEST}  # of other numbers 0
 # Settings of one kind only, with the values that mean that they are not used.
-OF_TEXT = {"text_key": "", "order": "input", "pack": 0, "decontaminate_action": "drop"}
+OF_TEXT = {"text_key": "", "quality": "curated", "order": "input", "pack": 0, "decontaminate_action": "drop"}
 OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
 OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
@@ -216,8 +216,9 @@ def check_config(config: dict) -> Recipe:
         raise UserError(f"config: fold={fold!r} is not i/k with 1 <= i <= k, such as 2/5")
     idle = (OF_ROWS if kind == "text" else OF_TEXT) | ({} if kind == "chat" else {"hold_out": 0})
     for key, unused in (idle | ({} if kind == "preference" else OF_PAIRS)).items():
-        if config[key] != unused:
-            raise UserError(f"config: {key}={config[key]} has no effect with kind={kind}; leave it out")
+        for settings in (config, *map(vars, sources)):
+            if settings.get(key, unused) != unused:
+                raise UserError(f"config: {key}={settings[key]} has no effect with kind={kind}; leave it out")
     for key, by in (("pair_margin", ("reward",)), ("length_within", ("dataset", "reward"))):
         if config[key] and config["pair_by"] not in by:
             raise UserError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")

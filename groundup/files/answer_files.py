@@ -12,6 +12,7 @@ model gave them, and after which system message.
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 from groundup.errors import UserError
@@ -123,6 +124,11 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     if system and prompt[0]["role"] != "system":  # which sample.py put in front
         prompt = [{"role": "system", "content": system}, *prompt]
     return prompt, own
+
+
+def text_of(answer: dict) -> str:
+    """Return the text of an answer without the end of turn that sample.py --skip_special_tokens=False leaves."""
+    return re.sub(r"<\|im_end\|>\n*\Z", "", answer["text"])
 
 
 def reward_of(answer: dict) -> float | None:

@@ -9,6 +9,7 @@ row: a row that cannot be used comes back with one line that says why, for the c
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -60,20 +61,23 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
     """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
     try:
         pair = read(row, "preference")
-        if not pair.chosen.strip() or not pair.rejected.strip():
+        if is_blank(pair.chosen) or is_blank(pair.rejected):
             raise BadRow("empty answer")
-        if pair.chosen == pair.rejected:
+        if are_equal(pair.chosen, pair.rejected):
             raise BadRow("chosen and rejected are the same")
         return pair, ""
     except BadRow as problem:
         return None, str(problem)
 
 
-def chat_problem(messages: list[dict]) -> str:
-    """Return why a conversation cannot be trained on, one of CHAT_PROBLEMS, or "" if it can.
+def chat_problem(messages: list[dict], row: object = None) -> str:
+    """Return why a conversation cannot be trained on, one of CHAT_PROBLEMS, or "" if it can. row: that it is from.
 
     The assistant may speak first. A last turn that is not the assistant's is no problem: see `trim_chat`.
     """
+    if isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations", "completion")):
+        if any(row.get(key) is False or row.get(key) in ("false", "False") for key in KTO_LABELS):
+            return "bad answer"
     roles = [message["role"] for message in messages]
     if any(role not in FOLLOWERS for role in roles):
         return "unknown role"
@@ -81,7 +85,7 @@ def chat_problem(messages: list[dict]) -> str:
         return "system message not first"
     if "assistant" not in roles:
         return "answer missing"
-    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+    if any(m["role"] == "assistant" and is_blank(m["content"]) for m in messages):
         return "empty answer"
     for role, following in itertools.pairwise(["system", *roles]):
         if following not in FOLLOWERS[role]:
@@ -95,9 +99,10 @@ FOLLOWERS = {  # which turns may follow one; a conversation begins as if after a
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
+KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the answer is a good one
 CHAT_PROBLEMS = (
-    "unknown role", "system message not first", "answer missing", "empty answer", "two user turns in a row",
-    "two assistant turns in a row", "tool turn out of place",
+    "bad answer", "unknown role", "system message not first", "answer missing", "empty answer",
+    "two user turns in a row", "two assistant turns in a row", "tool turn out of place",
 )  # fmt: skip
 
 
@@ -105,6 +110,26 @@ def trim_chat(messages: list[dict]) -> list[dict]:
     """Return the messages up to the assistant's last one: what follows is never answered."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     return messages[: last + 1]
+
+
+INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f\u200b-\u200d\u2060\ufeff]")
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text has nothing to see, which cleaning would leave empty."""
+    return not INVISIBLE.sub("", text).strip()
+
+
+def are_equal(one: str, other: str) -> bool:
+    """Return whether two answers look the same, but for white space around them."""
+    first, second = (unicodedata.normalize("NFC", INVISIBLE.sub("", text)).strip() for text in (one, other))
+    return first == second
+
+
+def pair_problem(row: dict, pair: Pair) -> str:
+    """Return why the pair of a row cannot be trained on, "" if it can."""
+    turns = [*pair.prompt, {"role": "assistant", "content": pair.chosen}]
+    return "unfinished answer" if is_unfinished(row, pair) else chat_problem(turns)
 
 
 def is_unfinished(row: dict, pair: Pair) -> bool:
@@ -215,6 +240,14 @@ def seed_task(row: dict) -> list[dict]:
     if not instances:
         raise BadRow("instances is not a list of objects, it is empty")
     return one_turn("instruction,input?", "output", {**row, **instances[0]})
+
+
+def prompt_and_completion(row: dict) -> list[dict]:
+    """Return the turns of two texts or two lists of turns, as trl has them."""
+    prompt, answer = row["prompt"], row["completion"]
+    turns = read_turns(prompt) if isinstance(prompt, list) else [message("user", prompt)]
+    turns += read_turns(answer) if isinstance(answer, list) else [message("assistant", answer)]
+    return with_system(turns, row)
 
 
 def turns_at(key: str, row: dict) -> list[dict]:
@@ -399,7 +432,7 @@ def answer_at(row: dict, key: str) -> str:
         value = read_turn(value)["content"]
     if not isinstance(value, str):
         raise BadRow(f"{'no' if value is None else type(value).__name__ + ', not an'} answer under {key!r}")
-    return re.sub(r"<\|im_end\|>\n*\Z", "", value)
+    return value
 
 
 # ---- the formats: the first that fits is taken ---------------------------------------------------------------
@@ -430,6 +463,7 @@ CHATS = (
     RowFormat("inputs and outputs", "input,output", partial(one_turn, "input", "output")),
     RowFormat("prompts and responses", "prompt,response", partial(one_turn, "prompt", "response")),
     RowFormat("prompts and answers", "prompt,answer", partial(one_turn, "prompt", "answer")),
+    RowFormat("prompts and completions (trl)", "prompt,completion", prompt_and_completion),
     RowFormat("questions and answers", "question,answer", partial(one_turn, "question", "answer")),
     RowFormat("questions (medical CSV)", "title,ask,answer", partial(one_turn, "title?,ask?", "answer")),
     RowFormat("questions (baike_qa)", "title,answer", partial(one_turn, "title,desc?", "answer")),

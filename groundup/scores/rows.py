@@ -283,7 +283,7 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         prompt, _ = answer_files.conversation_of(row, settings)
     except answer_files.NoPair as problem:
         return Talks(row, [], f"not understood: {problem}")
-    answers = [{"role": "assistant", "content": row_formats.answer_at(one, "text")} for one in found]
+    answers = [{"role": "assistant", "content": answer_files.text_of(one)} for one in found]
     ended = [one.get("finish_reason") == "stop" for one in found]
     return Talks(row, [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)])
 

@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import answer_files, readers, row_formats
-from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of
+from groundup.files import answer_files, readers
+from groundup.files.answer_files import BadLine, NoPair, conversation_of, is_answers, reward_of, row_of, text_of
 from groundup.files.text_keys import as_score
 from groundup.text.documents import ANSWER_PLACE, PAIR_NUMBERS
 from groundup.text.pipeline import Problems
@@ -132,7 +132,7 @@ def usable(completions: list[dict], pair_by: str, left_out: Counter) -> list[dic
         elif pair_by == "reward" and reward_of(answer) is None:
             left_out["no reward"] += 1
         else:
-            found.append(answer | {"text": row_formats.answer_at(answer, "text")})
+            found.append(answer | {"text": text_of(answer)})
     return found
 
 

@@ -27,6 +27,7 @@ class Item(NamedTuple):
     text: str  # checked by the rules; of a conversation, its questions and answers
     n_read: int  # bytes of it before it was cleaned
     more: str = ""  # a pair: the rejected answer, compared with other rows together with the text
+    sides: tuple[str, str] = ("", "")  # of a row: near copies are alike in both
     row: str = ""  # kinds chat and preference: what is written, as JSON
     notes: str = ""  # a pair: its numbers and who made it, as JSON; no part of what is compared
     prompt: str = ""  # a pair: the text before the answers
@@ -54,8 +55,9 @@ class Judge:
         steps = cleaning.WEB if source.quality == "web" else cleaning.CURATED
         self.clean = partial(cleaning.clean, steps=replace(steps, punctuation=recipe.punctuation))
         self.rules = quality.Rules(
-            source.quality, source.rules_off, source.rules_on, source.min_chars, source.max_chars, recipe.keep
-        )
+            source.quality if recipe.kind == "text" else "rows", source.rules_off, source.rules_on, source.min_chars,
+            source.max_chars, recipe.keep,
+        )  # fmt: skip
         self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
         self.questions = self.read_questions() if recipe.prompts_from else None
         columns = text_keys.columns_of(source.text_key) if recipe.kind == "text" else None
@@ -89,16 +91,18 @@ class Judge:
         if kind == "text":
             item = Item(self.clean(found), len(found.encode()))
         else:
-            item = self.chat_item(found) if kind == "chat" else self.pair_item(row, found)
+            item = self.chat_item(row, found) if kind == "chat" else self.pair_item(row, found)
         return item._replace(scores=tuple(as_score(row, one.key) for one in self.ranges)), ""
 
-    def chat_item(self, messages: list[dict]) -> Item:
+    def chat_item(self, row: dict, messages: list[dict]) -> Item:
         cleaned = self.clean_messages(messages)
-        problem = row_formats.chat_problem(cleaned)
+        problem = row_formats.chat_problem(cleaned, row)
         answered = cleaned if problem else row_formats.trim_chat(cleaned)
-        row = json.dumps({"messages": answered}, ensure_ascii=False)
+        of_model = [[m for m in answered if (m["role"] == "assistant") is own] for own in (False, True)]
+        questions, answers = map(dialogue_text, of_model)
         return Item(
-            dialogue_text(answered), len(dialogue_text(messages).encode()), row=row, question=first_question(answered),
+            dialogue_text(answered), len(dialogue_text(messages).encode()), sides=(questions or answers, answers),
+            row=json.dumps({"messages": answered}, ensure_ascii=False), question=first_question(answered),
             problem=problem, trimmed=len(answered) < len(cleaned),
         )  # fmt: skip
 
@@ -106,13 +110,12 @@ class Judge:
         prompt = self.clean_messages(pair.prompt)
         cleaned = row_formats.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
-        answered = bool(cleaned.chosen.strip() and cleaned.rejected.strip()) and cleaned.chosen != cleaned.rejected
-        problem = "" if answered else "answer missing"
+        problem = "answer missing" if row_formats.are_equal(cleaned.chosen, cleaned.rejected) else ""
         place = row.get(ANSWER_PLACE)
         return Item(
-            text, len(before.encode()), cleaned.rejected, json.dumps(cleaned._asdict(), ensure_ascii=False),
-            pair_notes(row), dialogue_text(prompt), first_question(prompt),
-            "unfinished answer" if row_formats.is_unfinished(row, pair) else problem,
+            text, len(before.encode()), cleaned.rejected, (text, cleaned.rejected),
+            json.dumps(cleaned._asdict(), ensure_ascii=False), pair_notes(row), dialogue_text(prompt),
+            first_question(prompt), row_formats.pair_problem(row, pair) or problem,
             offset=place[1] if isinstance(place, list) else None,
         )  # fmt: skip
 
@@ -126,9 +129,10 @@ class Judge:
                 return item.problem.replace(" ", "_"), ""
             if self.questions is not None and item.question.strip() not in self.questions:
                 return "other_prompt", "not in prompts_from"
-        rule, detail = self.rules.check(item.text)
-        if rule:
-            return rule, detail
+        for text in (item.text, f"{item.prompt}\n{item.more}") if item.more else (item.text,):
+            rule, detail = self.rules.check(text)
+            if rule:
+                return rule, detail
         detail = outside_range(item.scores, self.ranges)
         return ("score", detail) if detail else ("kept", "")
 

@@ -94,14 +94,15 @@ def pieces_of(text: str) -> list[str]:
 def signatures_of(items: list[Item], units: dedup.Units, n_perm: int) -> np.ndarray:
     """Return MinHash signatures (n, n_perm) uint32 of items. units: of the items' compared texts.
 
-    The similarity of two pairs is the product of two: that of the prompts with the chosen answers, and that of the
-    rejected answers. So pairs with different answers to one long prompt are not copies. A pair with an answer too short
-    for a unit is similar to no other."""
-    if not any(item.more for item in items):
+    The similarity of two conversations is the product of that of their questions and that of their answers; of two
+    pairs, of that of the prompts with the chosen answers and that of the rejected answers. So different answers to one
+    long prompt, or questions on one long text, are not copies. A row with a side too short for a shingle of words is
+    similar to no other: many questions have the answer "no"."""
+    if not any(item.row for item in items):
         return dedup.signatures(units, n_perm)
-    first = dedup.signatures(dedup.units([item.text for item in items]), n_perm)
-    second = dedup.signatures(dedup.units([item.more for item in items]), n_perm)
-    empty = (first == dedup.NO_UNITS) | (second == dedup.NO_UNITS)
+    sides = [dedup.units([item.sides[k] for item in items]) for k in (0, 1)]
+    first, second = (dedup.signatures(side, n_perm) for side in sides)
+    empty = np.minimum(*(np.diff(side.starts) for side in sides))[:, None] < dedup.SHINGLE
     return np.where(empty, dedup.NO_UNITS, first * PAIR_FACTOR ^ second)  # equal where both are
 
 

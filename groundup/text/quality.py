@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     zh: float | None
     measure: Callable[["Features"], float] | str  # a field of Grams if n is set
     n: int = 0  # of n-grams
-    quality: str = "web"  # or all: web and curated
+    quality: str = "web"  # or text: web and curated; all: conversations and pairs, too
 
 
 def length(f: "Features") -> int:
@@ -72,8 +72,8 @@ LETTER = re.compile(r"[^\W\d_]")
 RULES = (
     Rule("replacement_characters", ">", 0.001, 0.001, lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
          quality="all"),  # own; left by a wrong decoding
-    Rule("min_length", "<", 50, 200, length, quality="all"),  # words, Gopher; characters, CWT
-    Rule("max_length", ">", 100_000, 200_000, length, quality="all"),  # words, Gopher; characters, own
+    Rule("min_length", "<", 50, 200, length, quality="text"),  # words, Gopher; characters, CWT
+    Rule("max_length", ">", 100_000, 200_000, length, quality="text"),  # words, Gopher; characters, own
     Rule("han_share", "<", None, 0.30, lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible)),  # CWT
     Rule("mean_line_length", "<", None, 10, lambda f: mean(map(len, f.lines))),  # CWT
     Rule("short_words", "<", 3, None, lambda f: mean(map(len, f.words))),  # Gopher
@@ -109,7 +109,8 @@ CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (
 class Rules:
     """Which texts to keep.
 
-    quality: "web" = all rules; "curated" (books, encyclopedias, code) = length and replacement characters. off, on:
+    quality: "web" = all rules; "curated" (books, encyclopedias, code) = length and replacement characters; "rows"
+    (conversations and pairs, where a short answer is a good one) = replacement characters. off, on:
     rules by name, separated by commas. min_chars, max_chars: lengths that replace those of the table, if not 0. keep:
     your own function text -> bool, as "file.py:function". Raise UserError if a setting is wrong.
     """
@@ -118,12 +119,13 @@ class Rules:
         self, quality: str = "curated", off: str = "", on: str = "", min_chars: int = 0, max_chars: int = 0,
         keep: str = "",
     ) -> None:  # fmt: skip
-        if quality not in ("curated", "web"):
+        if quality not in ("curated", "web", "rows"):
             raise UserError(f"filters: quality must be curated or web, got {quality!r}")
-        names = {rule.name for rule in RULES if rule.quality in ("all", quality)} | {"keep"}
+        lengths = {k: n for k, n in (("min_length", min_chars), ("max_length", max_chars)) if n}
+        of = ("all", quality) if quality == "rows" else ("all", "text", quality)
+        names = {rule.name for rule in RULES if rule.quality in of} | {"keep", *lengths}
         names = (names | named_rules(on, "on")) - named_rules(off, "off")
-        lengths = CURATED_LENGTHS if quality == "curated" else {}
-        lengths = lengths | {k: n for k, n in (("min_length", min_chars), ("max_length", max_chars)) if n}
+        lengths = ({} if quality == "web" else CURATED_LENGTHS) | lengths
         rules = [
             rule._replace(measure=lambda f: len(f.text.strip()), en=n, zh=n) if (n := lengths.get(rule.name)) else rule
             for rule in RULES if rule.name in names

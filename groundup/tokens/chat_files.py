@@ -129,7 +129,7 @@ class ChatReader(RowReader):
         messages, detail = row_formats.messages_of(row)
         if detail:
             raise Unusable(STRANGE, detail)
-        if problem := row_formats.chat_problem(messages):
+        if problem := row_formats.chat_problem(messages, row):
             raise Unusable(problem)
         answered = row_formats.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)

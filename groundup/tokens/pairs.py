@@ -61,12 +61,8 @@ def read_pair(row: object) -> row_formats.Pair:
     if not pair:
         reason = PROBLEMS.get(detail, STRANGE)
         raise Unusable(reason, detail if reason == STRANGE else "")
-    if pair.chosen.strip() == pair.rejected.strip():
-        raise Unusable("equal answers", "but for white space")
-    if row_formats.is_unfinished(row, pair):
-        raise Unusable("unfinished answer")
-    if problem := row_formats.chat_problem([*pair.prompt, {"role": "assistant", "content": pair.chosen}]):
-        raise Unusable("prompt: " + problem)
+    if problem := row_formats.pair_problem(row, pair):
+        raise Unusable(problem)
     return pair
 
 

@@ -226,6 +226,11 @@ CHATS = {
         [user("翻译\n早"), assistant("morning")],
     ),
     "qa": ({"input": "问", "output": "答"}, [user("问"), assistant("答")]),
+    "prompt, completion": ({"prompt": "问", "completion": "答"}, [user("问"), assistant("答")]),
+    "prompt, completion in turns": (
+        {"prompt": [system("短"), user("问")], "completion": [assistant("答")]},
+        [system("短"), user("问"), assistant("答")],
+    ),
     "prompt, answer": ({"prompt": "问", "answer": "答"}, [user("问"), assistant("答")]),
     "prompt, response": ({"prompt": "解释启示录", "response": "一部书"}, [user("解释启示录"), assistant("一部书")]),
     "question, answer": ({"question": "症状？", "answer": "克罗恩病"}, [user("症状？"), assistant("克罗恩病")]),
@@ -386,9 +391,9 @@ PAIRS = {
         {"system": "", "history": [["甲", "乙"]], "question": "问", "response_chosen": "好", "response_rejected": "坏"},
         Pair([user("甲"), assistant("乙"), user("问")], "好", "坏"),
     ),
-    "ended": (
+    "literal markers": (
         {"prompt": "问", "response": "答", "chosen": "好<|im_end|>", "rejected": "坏<|im_end|>\n"},
-        Pair([user("问")], "好", "坏"),
+        Pair([user("问")], "好<|im_end|>", "坏<|im_end|>\n"),
     ),
     "conversations, strings": (
         {

@@ -225,7 +225,8 @@ def test_files_of_answers_are_told_from_pairs(tmp_path):
 def test_half_a_surrogate_pair_reaches_prepare_as_it_is(tmp_path):
     rows = ['{"prompt": "q", "answer": "good", "completions": [{"text": "bad \\ud83d", "finish_reason": "stop"}]}']
     write(tmp_path / "a.jsonl", rows)
-    found, manifest = prepared(tmp_path / "out", input=str(tmp_path / "a.jsonl"), pair_by="dataset")
+    found, manifest = prepared(tmp_path / "out", input=str(tmp_path / "a.jsonl"), pair_by="dataset",
+                               rules_off="replacement_characters")  # fmt: skip
     assert manifest["info"]["documents"]["mended"] == {"surrogates": 1} and len(found["train"]) == 1
 
 

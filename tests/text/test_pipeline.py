@@ -1,6 +1,7 @@
 """The pipeline of prepare.py on texts with planted faults, against what was planted and against brute force."""
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -16,8 +17,9 @@ import prepare
 from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline, selection
-from groundup.tokens import chat_files
+from groundup.text import documents, pipeline, selection
+from groundup.tokens import chat_files, pairs
+from groundup.tokens.row_reader import Unusable
 from groundup.tokens.token_files import TokenData
 from tokenizer import Tokenizer, train
 
@@ -332,6 +334,87 @@ def test_conversations_are_filtered_by_question_and_answer(tmp_path):
     assert {split: entry["rows"] for split, entry in manifest["splits"].items()}["val"] > 0
     assert run(tmp_path / "out", input=path, kind="chat", question_min_chars=5, val_fraction=0.2) == 0
     assert run(tmp_path / "again", input=tmp_path / "out" / "train.jsonl", kind="chat") == 0  # its own output
+
+
+def talk(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_questions_on_one_passage_are_no_copies(tmp_path):
+    """Neither with answers of their own nor with the same short one; a near copy in question and answer is."""
+    texts = [" ".join(text.split()) for text in pieces(60)]
+    asked = ("Who is it about?", "Where was that?", "Why is that so?", "What came then?", "Is it true, yes or no?")
+    rows = [talk(f"{texts[k] * 2}\n{question}", answer) for k in range(20) for question, answer in
+            zip(asked, (texts[20 + k], texts[20 + k][::-1], "Nobody knows.", "yes", "yes"), strict=True)]  # fmt: skip
+    copies = [talk(f"{texts[k] * 3} Please.", f"Well: {texts[k + 1] * 2}") for k in range(40, 50)]
+    rows += [talk(f"{texts[k] * 3}", f"{texts[k + 1] * 2}") for k in range(40, 50)] + copies
+    run(tmp_path / "out", input=write_rows(tmp_path / "x.jsonl", rows), kind="chat", val_fraction=0.0)
+    assert rows_in(tmp_path / "out")["train"] == rows[:-10]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"near_duplicate": 10}
+
+
+def test_short_answers_are_kept(tmp_path):
+    """Rules on length are for texts, unless a length is given; what is garbled is dropped, in any answer."""
+    rows = [talk("谢谢", "不客气！"), talk("What is 2+2?", "4"), talk("2+2?", "4\ufffd4")]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
+    assert rows_in(tmp_path / "out")["train"] == rows[:2]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"replacement_characters": 1}
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, min_chars=9, rules_off="replacement_characters")
+    assert rows_in(tmp_path / "out")["train"] == rows[1:2]
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": answer} for answer in ("5", "4\ufffd4")]
+    run(tmp_path / "pairs", input=write_rows(path, rows), kind="preference", val_fraction=0.0)
+    assert [row["rejected"] for row in rows_in(tmp_path / "pairs")["train"]] == ["5"]
+    with pytest.raises(UserError, match="quality=web has no effect with kind=chat; leave it out"):
+        run(tmp_path / "out", input=f"a: {path}, quality=web", kind="chat")
+
+
+def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
+    """Every row, alone: kept by both or by none."""
+    empty = ("", " \n", "\u200b", "\ufeff\x00", "\u200d")
+    answers = ("a", "b", "4 ", "4", "e\u0301", "\u00e9", "a\u200b", "<|im_end|>", *empty)
+    roles = ("system", "user", "assistant", "tool")
+    rows = [{"messages": [{"role": role, "content": "x"} for role in some]}
+            for n in (1, 2, 3, 4) for some in itertools.product(roles, repeat=n)]  # fmt: skip
+    rows += [talk("q", answer) for answer in answers] + [talk("q", "a") | {"label": label} for label in (True, False)]
+    kept = {}
+    for kind in ("chat", "preference"):
+        recipe = prepare.check_config(KEYS | {"input": "x", "out_dir": "x", "kind": kind})
+        judge, reader = documents.Judge(recipe.sources[0], recipe, tmp_path), chat_files.ChatReader(Tokenizer.load(tok))
+        if kind == "preference":
+            prompts = [row["messages"] for row in rows if row["messages"][-1]["role"] != "assistant"]
+            rows = [{"prompt": prompt, "chosen": "a", "rejected": "b"} for prompt in prompts]
+            rows += [{"prompt": "q", "chosen": a, "rejected": b} for a, b in itertools.product(answers, repeat=2)]
+            rows += [{"prompt": "q", "chosen": "a", "rejected": "b", "finish_reason": "length"}]
+            reader = pairs.PairReader(Tokenizer.load(tok), 10**6)
+        for row in rows:
+            item, problem = judge.understand(row)
+            ours = not problem and judge.judge(item)[0] == "kept" and not item.text.isspace()
+            try:
+                theirs = bool(reader.item(row, ""))
+            except Unusable:
+                theirs = False
+            assert ours == theirs, row
+            kept[kind, ours] = kept.get((kind, ours), 0) + 1
+    assert len(kept) == 4 and min(kept.values()) > 10
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag"])
+def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
+    """By prepare.py and by sft.py, which share the rule; a label of another kind of row, or a number, is none."""
+    rows = [talk(f"Question {k}?", f"answer {k}") | {label: good} for k, good in enumerate((True, False, 0, None))]
+    rows += [{"prompt": "P?", "completion": "c", label: good} for good in (True, False, "False")]
+    turns = talk("In turns?", "yes")["messages"]
+    rows += [{"prompt": turns[:1], "completion": turns[1:], label: good} for good in (True, False)]
+    rows += [{"question": "Is it?", "answer": "No.", label: False}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"bad_answer": 4}
+    expected = [talk(f"Question {k}?", f"answer {k}") for k in (0, 2, 3)]
+    expected += [talk("P?", "c"), talk("In turns?", "yes"), talk("Is it?", "No.")]
+    assert rows_in(tmp_path / "out")["train"] == expected
+    source = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0)
+    assert len(source.train) == 6 and source.reader.dropped == {"bad answer": 4}
 
 
 def test_pairs_without_two_different_answers_are_dropped(tmp_path):

@@ -179,11 +179,11 @@ def test_every_reason_is_counted_and_the_first_are_named(tok, tmp_path):
     assert corpus.train[0].n_rows == 3
     assert corpus.found[0].reader.dropped == Counter({
         "equal answers": 2, "empty answer": 1, "not understood": 2, "different prompts": 1, "bad_json": 1,
-        "prompt: two assistant turns in a row": 1, "does not fit in block_size=256": 4,
+        "two assistant turns in a row": 1, "does not fit in block_size=256": 4,
     })  # fmt: skip
     report = "\n".join(corpus.report())
     for line, reason in (
-        (4, "equal answers: but for white space"), (5, "equal answers"), (6, "empty answer"),
+        (4, "equal answers"), (5, "equal answers"), (6, "empty answer"),
         (7, "not understood: a chosen answer but none under 'rejected'"), (9, "different prompts"),
         (8, "not understood: a rejected answer but none under 'chosen'"), (10, "bad_json"),
         (12, "does not fit in block_size=256: "), (14, "does not fit"),
