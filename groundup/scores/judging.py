@@ -23,6 +23,7 @@ from tqdm import tqdm
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
+from groundup.files import answer_files
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import shared
@@ -100,7 +101,8 @@ def shared_scores(
 
 def read_answers(path: str) -> list[dict]:
     """Return [{"prompt": messages, "answer": the first completion, "finish_reason"}, ...] of a file of sample.py, in
-    the order of the prompts. A text to continue counts as a user's message. Raise UserError for any other line."""
+    the order of the prompts: the messages that the model answered, so without the data's own answer at their end. A
+    text to continue counts as a user's message. Raise UserError for any other line."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -112,11 +114,11 @@ def read_answers(path: str) -> list[dict]:
                 continue
             row = json.loads(line)
             fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
-            prompt, first = fields[answers.prompt_key(fields)], row["completions"][0]
-            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            key, first = answers.prompt_key(fields), row["completions"][0]
+            messages, _ = answer_files.conversation_of({"prompt" if key == "text" else key: fields[key]}, {})
             answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
             found.append((row["index"], {"prompt": messages} | answer))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair) as error:
             what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
             raise UserError(f"judge: {what}; give what its --out has written") from None
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]

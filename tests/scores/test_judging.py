@@ -131,6 +131,30 @@ def test_answers_of_sample_py_are_read(judge, tmp_path):
     assert found[0]["answer"] == generate(model, tokenizer, [ids], params)[0].completions[0].text
 
 
+def test_a_judge_never_sees_the_datas_own_answer(judge, tmp_path):
+    """It ends the rows that sample.py was given, in the shape of any tool; the model answered what precedes it."""
+    _, tokenizer = judge
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(vocab_size=tokenizer.vocab_size, block_size=96)).eval()
+    turns = [*ask("1?"), {"role": "assistant", "content": "One."}, *ask("And 2?")]
+    given = [
+        {"messages": [*turns, {"role": "assistant", "content": "THE REFERENCE"}]},
+        {"prompt": [*turns, {"role": "assistant", "content": "THE REFERENCE"}]},
+        {"messages": turns, "response": "THE REFERENCE"},
+        {"prompt": "And 3?", "response": "THE REFERENCE"},
+    ]
+    questions = write(tmp_path / "questions.jsonl", given)
+    answers = Answers(questions, "", out := str(tmp_path / "a.jsonl"), {"model": "m"})
+    encode = functools.partial(prompt_ids, tokenizer, True, "")
+    answers.write(model, tokenizer, SamplingParams(4, temperature=0), encode, 2, False)
+    found = read_answers(out)
+    assert [row["prompt"] for row in found] == [turns, turns, turns, ask("And 3?")]
+    seen = []
+    worse = [row | {"answer": "no"} for row in found]
+    win_rate(found, worse, lambda matches: seen.extend(matches) or [Verdict("tie")] * len(matches))
+    assert "REFERENCE" not in "".join(judging.judge_prompt(match, swapped=False) for match in seen)
+
+
 def test_mistakes_in_files_of_answers(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         read_answers(str(tmp_path / "none.jsonl"))
