@@ -33,6 +33,7 @@ from pathlib import Path
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
@@ -53,7 +54,7 @@ vocab_size = 32_768  # of the tokenizer, if one is trained
 backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
 pattern = "gpt4"  # how a trained bpe tokenizer splits text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
-text_key = ""  # field or fields with the text: 'text', 'a.b' or 'title,body'; "" = detected
+text_key = ""  # fields: 'text', 'a.b' or 'title,body'; of rows 'question=KEY,answer=KEY'; "" = detected
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
@@ -102,7 +103,7 @@ CHOICES = {
 }  # fmt: skip
 LEAST = {"shard_tokens": 1, "vocab_size": SMALLEST}  # of other numbers 0
 # Settings of one kind only, with the values that mean that they are not used.
-OF_TEXT = {"text_key": "", "quality": "curated", "order": "input", "pack": 0, "decontaminate_action": "drop"}
+OF_TEXT = {"quality": "curated", "order": "input", "pack": 0, "decontaminate_action": "drop"}
 OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
 OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
@@ -224,6 +225,8 @@ def check_config(config: dict) -> Recipe:
             raise UserError(f"config: {key}={config[key]} has no effect without pair_by={' or '.join(by)}")
     if kind != "text" and any(source.weight for source in sources):
         raise UserError(f"config: input: weight has no effect with kind={kind}; weigh when you train")
+    for text_key in filter(None, (source.text_key for source in sources)):
+        (parse_text_key if kind == "text" else parse_names)(text_key)
     parse_score(config["score"])
     if config["order"] == "score" and not config["score"]:
         raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")

@@ -40,7 +40,7 @@ from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
-text_key = "text"  # where the text is in JSON, csv and parquet; a.b for b within a
+text_key = ""  # where the text is in JSON, csv and parquet: text, a.b or title,body; "" = detected
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
 pattern = "gpt4"  # how bpe splits text: gpt4 | gpt2 | zh | cl100k | qwen

@@ -928,6 +928,14 @@ def run(monkeypatch: pytest.MonkeyPatch):
     return started
 
 
+def test_formats_of_prepare_are_found_by_their_keys(run, tmp_path: Path):
+    rows = [{"title": "标题", "content": CHINESE, "dataType": "百科"}] * 3
+    (tmp_path / "wudao.json").write_text(json.dumps(rows), "utf-8")
+    done = run(f"--input={tmp_path}/wudao.json", f"--out_dir={tmp_path}/tok", "--vocab_size=512")
+    assert done.returncode == 0, done.stderr
+    assert len(Tokenizer.load(tmp_path / "tok").encode("标题")) < 6
+
+
 @pytest.mark.parametrize("backend", ["bpe", "sentencepiece"])
 def test_command_line_trains(run, tmp_path: Path, backend: str):
     (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")

@@ -52,7 +52,7 @@ def messages_of(row: object) -> tuple[list[dict], str]:
     reasoning_content within <think>.
     """
     try:
-        return read(row, "chat"), ""
+        return check_media(read(row, "chat"), row), ""
     except BadRow as problem:
         return [], str(problem)
 
@@ -61,6 +61,7 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
     """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
     try:
         pair = read(row, "preference")
+        check_media(pair.prompt, row)
         if is_blank(pair.chosen) or is_blank(pair.rejected):
             raise BadRow("empty answer")
         if are_equal(pair.chosen, pair.rejected):
@@ -160,7 +161,17 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
     if kind == "preference" and "completions" in row:
         hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
+    if kind != "text" and not hint:
+        hint = "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
     raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")
+
+
+def check_media(messages: list[dict], row: dict) -> list[dict]:
+    """Return the messages. Raise BadRow if one has the place of a picture, video or sound of the row."""
+    kinds = [kind for kind in ("image", "video", "audio") if row.get(kind) or row.get(f"{kind}s")]
+    if found := next((kind for kind in kinds for m in messages if f"<{kind}>" in m["content"]), ""):
+        raise BadRow(f"a turn holds an {found}, not only text")
+    return messages
 
 
 def known_keys(kind: str) -> str:
@@ -214,7 +225,7 @@ def article(row: dict) -> str:
 
 
 def poem(row: dict) -> str:
-    return "\n".join([text("title?,author?", row), *list_at("paragraphs", row, str, "texts")]).strip("\n")
+    return "\n".join([text("title?,rhythmic?,author?", row), *list_at("paragraphs", row, str, "texts")]).strip("\n")
 
 
 # ---- conversations ----------------------------------------------------------------------------------------

@@ -33,6 +33,24 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
     return tuple(Name(tuple(name.rstrip("?").split(".")), name.endswith("?")) for name in names)
 
 
+@lru_cache(maxsize=256)
+def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
+    """Return {name: path} of 'question=ask,answer=a.b', which gives other names to keys of a row. Raise UserError."""
+    pairs = [tuple(map(str.strip, piece.split("="))) for piece in text_key.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        hint = "for conversations and pairs write question=KEY,answer=KEY"
+        raise UserError(f"data: cannot understand text_key={text_key!r}; {hint}")
+    return {name: tuple(key.split(".")) for name, key in pairs}
+
+
+def renamed(row: object, text_key: str) -> object:
+    """Return a row with what text_key names under the other names, too. See `parse_names`."""
+    if not text_key or not isinstance(row, dict):
+        return row
+    found = ((name, value_at(row, path)) for name, path in parse_names(text_key).items())
+    return row | {name: value for name, value in found if value is not None}
+
+
 def text(text_key: str, row: dict, lists: bool = False) -> str:
     """Return the text that is meant; lists: a list of texts is joined by newlines. Raise BadRow if there is none."""
     return "\n".join(filter(None, (text_at(row, name, lists) for name in parse_text_key(text_key))))

@@ -85,6 +85,7 @@ class Judge:
         if kind == "text":
             found, problem = row_formats.document_of(row, self.source.text_key)
         else:
+            row = text_keys.renamed(row, self.source.text_key)
             found, problem = row_formats.messages_of(row) if kind == "chat" else row_formats.pair_of(row)
         if problem:
             return None, problem

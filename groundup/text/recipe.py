@@ -213,6 +213,9 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
                 files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
             else:
                 files = [look(path, path, number) for path in readers.find_files(name)]
+                if rows := next(filter(looks_like_rows, files), None):
+                    hint = "if its rows are meant, let its name end in .jsonl"
+                    print(f"prepare: {rows.name} looks like JSON lines but is read as plain text; {hint}")
             for file in files:
                 if out_dir.name and out_dir.resolve() in Path(file.path).resolve().parents:
                     continue
@@ -226,10 +229,23 @@ def look(path: str | Path, name: str, source: int) -> Input:
         stat = os.stat(path)
         if not S_ISREG(stat.st_mode):
             return Input(str(path), name, 0, "", source, problem="not a regular file")
-        open(path, "rb").close()
+        with open(path, "rb") as f:
+            head = f.read(64)
     except OSError as error:
         return Input(str(path), name, 0, "", source, problem=error.strerror)
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        return Input(str(path), name, 0, "", source, problem="a pointer of Git LFS, not the file; run git lfs pull")
     return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
+
+
+def looks_like_rows(file: Input) -> bool:
+    """Return whether a file of plain text, by its name, begins like a file of JSON lines."""
+    if file.problem:
+        return False
+    with streams.open_stream(file.path) as stream:
+        head = stream.peek()
+    is_row = re.match(rb'\s*\{\s*"[^"\n]*"\s*:', head)
+    return is_row is not None and readers.container(file.path, head, "file") == "file"
 
 
 def spool_stdin(work: Path) -> Path:

@@ -84,6 +84,10 @@ DOCUMENTS = {
     ),
     "TigerBot": ({"content": "只有正文", "dataType": "web"}, "只有正文"),
     "baby-llama2": ({"response": "只有回答"}, "只有回答"),
+    "ci": (
+        {"author": "李煜", "rhythmic": "虞美人", "paragraphs": ["春花秋月何时了？", "往事知多少。"]},
+        "虞美人\n李煜\n春花秋月何时了？\n往事知多少。",
+    ),
     "ChatLM": ({"prompt": "水的沸点？", "response": "一百度。"}, "水的沸点？\n一百度。"),
     "Zhihu-KOL": (
         {"INSTRUCTION": "为什么天是蓝的？", "RESPONSE": "散射。", "SOURCE": "Zhihu", "METADATA": "{}"},
@@ -368,6 +372,7 @@ def test_conversations(name: str) -> None:
         ({"instruction": "问", "output": "答", "history": 5}, "history is not a list of"),
         ({"instruction": "问", "instances": []}, "instances is not a list"),
         ({"prompt": "问", "answer": None}, "no text under 'answer'"),
+        ({"messages": [user("<image>\n这是什么？"), assistant("猫")], "images": ["a.png"]}, "a turn holds an image"),
         ({"text": "文"}, "this is text, of kind='text'"),
         ({"prompt": "问", "response": "答", "chosen": "好", "rejected": "坏"}, "of kind='preference'"),
         ({}, "unknown format"),

@@ -399,6 +399,35 @@ def test_prepare_keeps_what_the_trainers_keep(tmp_path, tok):
     assert len(kept) == 4 and min(kept.values()) > 10
 
 
+def test_text_key_gives_other_names_to_the_keys_of_rows(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("编号,问题,回答\n1,水的沸点？,一百度。\n2,,没有问题。\n", "utf-8")
+    with pytest.raises(UserError, match="text_key='question=KEY,answer=KEY' reads other names"):
+        run(tmp_path / "out", input=path, kind="chat", strict=True)
+    run(tmp_path / "out", input=f"qa: {path}, text_key=question=问题+answer=回答", kind="chat", val_fraction=0.0)
+    rows = [talk("水的沸点？", "一百度。"), talk("", "没有问题。")]
+    assert rows_in(tmp_path / "out")["train"] == [row | {"source": "qa"} for row in rows]
+    pair = {"ask": {"text": "q"}, "good": "a", "bad": "b"}
+    settings = {"kind": "preference", "text_key": "prompt=ask.text, chosen=good, rejected=bad", "val_fraction": 0.0}
+    run(tmp_path / "pairs", input=write_rows(tmp_path / "p.jsonl", [pair]), **settings)
+    assert rows_in(tmp_path / "pairs")["train"] == [
+        {"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b"}
+    ]
+    with pytest.raises(UserError, match="text_key='question'; for conversations and pairs write question=KEY"):
+        run(tmp_path / "out", input=path, kind="chat", text_key="question")
+
+
+def test_files_that_are_not_what_their_name_says_are_named(tmp_path, tok, capsys):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / "a.jsonl.gz").write_text(pointer, "utf-8")
+    write_rows(tmp_path / "b.txt", [{"text": text} for text in pieces(3)])
+    assert run(tmp_path / "out", input=f"{tmp_path}/a.jsonl.gz,{tmp_path}/b.txt", tokenizer_dir=tok) == 1
+    printed = capsys.readouterr().out
+    assert "a.jsonl.gz: cannot be read: a pointer of Git LFS, not the file; run git lfs pull" in printed
+    hint = "if its rows are meant, let its name end in .jsonl"
+    assert f"b.txt looks like JSON lines but is read as plain text; {hint}" in printed
+
+
 @pytest.mark.parametrize("label", ["label", "kto_tag"])
 def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
     """By prepare.py and by sft.py, which share the rule; a label of another kind of row, or a number, is none."""
@@ -823,7 +852,7 @@ def test_many_units_need_few_open_files(tmp_path, tok, monkeypatch):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"kind": "chat", "text_key": "a"}, "text_key=a has no effect with kind=chat"),
+        ({"kind": "chat", "order": "length"}, "order=length has no effect with kind=chat"),
         ({"kind": "preference", "order": "length"}, "order=length has no effect"),
         ({"hold_out": 0.25}, "hold_out=0.25 has no effect with kind=text"),
         ({"kind": "preference", "hold_out": 0.25}, "hold_out=0.25 has no effect with kind=preference"),
