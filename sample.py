@@ -61,7 +61,7 @@ early_stopping = "false"  # end of beam search: true = with num_beams results; f
 logprobs = -1  # k >= 0: log-probabilities of each token and of the k likeliest, as JSON; -1 = off
 prompt_logprobs = -1  # the same for the tokens of the prompt
 skip_special_tokens = True  # leave the names of special tokens out of the text
-seed = 1337  # sample i of a prompt uses seed + i, answer i of a chat likewise
+seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
 batch_size = 16  # samples generated together
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
@@ -164,7 +164,10 @@ def deciding_settings(
         "model": checkpoint.model_name(directory),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-    } | ({"reward_model": checkpoint.model_name(reward_dir)} if reward_dir else {})  # fmt: skip
+    } | ({"reward_model": checkpoint.model_name(reward_dir)} if reward_dir else {}) | (
+        # Files begun when sample i drew from seed + i are not continued: all their prompts share their noise.
+        {"noise": "hash of seed, prompt and sample"} if config["temperature"] > 0 else {}
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

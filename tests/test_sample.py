@@ -256,13 +256,13 @@ def test_a_prompt_to_a_tuned_model_is_a_question(runs, tuned):
 
 
 def by_hand(
-    tuned: tuple[Transformer, Tokenizer], messages: list[str], seeds: list[int], system: str = "", **changes: object
+    tuned: tuple[Transformer, Tokenizer], messages: list[str], seed: int, system: str = "", **changes: object
 ) -> list[str]:
     """The answers of a conversation, each generated from its whole prompt without a session."""
     net, tokenizer = tuned
     ids = tokenizer.render([{"role": "system", "content": system}])[0] if system else []
     answers = []
-    for message, seed in zip(messages, seeds, strict=True):
+    for message in messages:
         ids += tokenizer.render([{"role": "user", "content": message}], add_generation_prompt=True)[0]
         found = generate(net, tokenizer, [ids], params_of(tokenizer, net, seed=seed, **changes))[0].completions[0]
         said = found.ids[:-1] if found.finish_reason == "stop" else found.ids
@@ -277,7 +277,7 @@ def lines(*texts: str) -> bytes:
 
 def test_a_scripted_chat_equals_generation_from_whole_prompts(runs, tuned):
     said = ["从前有一只猫", "and then?", "🙂" * 3]
-    want = by_hand(tuned, said, [7, 8, 9], system="答", max_new_tokens=30)
+    want = by_hand(tuned, said, 7, system="答", max_new_tokens=30)
     flags = ["--init_from=tuned/chat", "--max_new_tokens=30", "--seed=7"]
     ended = run(runs, *flags, "--system=答", said=lines(*said))
     assert (ended.code, ended.err) == (0, "")
@@ -293,10 +293,10 @@ def test_commands_of_a_chat(runs, tuned):
     net, tokenizer = tuned
     kept = Chat(net, tokenizer, params_of(tokenizer, net, seed=1, **options))
     first = "".join(kept.ask("one"))
-    assert [first] == by_hand(tuned, ["one"], [1], **options)
+    assert [first] == by_hand(tuned, ["one"], 1, **options)
     kept.params = dataclasses.replace(kept.params, temperature=0.0)
     second = "".join(kept.ask("two"))
-    third = by_hand(tuned, ["three"], [0], system="短", temperature=0.0, **options)[0]
+    third = by_hand(tuned, ["three"], 0, system="短", temperature=0.0, **options)[0]
     assert ended.code == 0 and ended.out == "".join(text + "\n" for text in (first, second, third))
     for words in ("temperature is 0", "system message is set", "forgotten", "/reset"):
         assert words in ended.err
@@ -311,14 +311,14 @@ def test_commands_of_a_chat(runs, tuned):
 )  # fmt: skip
 def test_mistakes_in_a_chat_are_one_line_and_it_goes_on(runs, tuned, said, words):
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=lines("", said, "  ", "hello"))
-    [want] = by_hand(tuned, ["hello"], [sample.seed], max_new_tokens=5)
+    [want] = by_hand(tuned, ["hello"], sample.seed, max_new_tokens=5)
     assert (ended.code, ended.out) == (0, want + "\n")
     assert ended.err.count("\n") == 1 and words in ended.err
 
 
 def test_a_path_is_not_a_command_and_bad_bytes_are_replaced(runs, tuned):
     ended = run(runs, "--init_from=tuned/chat", "--max_new_tokens=5", said=b"/etc/passwd is\n\xe7\x8c\n")
-    want = by_hand(tuned, ["/etc/passwd is", "\ufffd"], [1337, 1338], max_new_tokens=5)
+    want = by_hand(tuned, ["/etc/passwd is", "\ufffd"], 1337, max_new_tokens=5)
     assert (ended.err, ended.out) == ("", "".join(text + "\n" for text in want))
 
 
@@ -373,7 +373,7 @@ def test_ctrl_c_stops_the_answer_only(tuned, capsys):
     chat.show(talk, talk.ask("one"))
     assert signal.getsignal(signal.SIGINT) is before
     shown = capsys.readouterr().out
-    assert by_hand(tuned, ["one"], [1], max_new_tokens=200, ignore_eos=True)[0].startswith(shown[:-1])
+    assert by_hand(tuned, ["one"], 1, max_new_tokens=200, ignore_eos=True)[0].startswith(shown[:-1])
     assert len(shown) > 1 and shown[-1] == "\n"
     stop_after = 0
     [turn] = talk.turns
@@ -383,7 +383,7 @@ def test_ctrl_c_stops_the_answer_only(tuned, capsys):
     assert turn[: len(first)] == first and turn[-len(end) :] == end
     assert tokenizer.decode(turn[len(first) : -len(end)]) == shown[:-1]
     ids = turn + asked
-    want = generate(net, tokenizer, [ids], dataclasses.replace(params, seed=2))[0].completions[0].text
+    want = generate(net, tokenizer, [ids], params)[0].completions[0].text
     chat.show(talk, talk.ask("two"))
     assert capsys.readouterr().out == want + "\n"
 
@@ -460,7 +460,7 @@ def test_chat_on_a_terminal(runs, tuned):
     assert "2,048" in terminal.until("> ")
     terminal.type("从前有一只猫\n")
     assert terminal.until("\n") == "从前有一只猫"  # the terminal's echo
-    want = by_hand(tuned, ["从前有一只猫", "one"], [1337, 1338], **options)
+    want = by_hand(tuned, ["从前有一只猫", "one"], 1337, **options)
     assert "> " not in want[0] + want[1]
     assert terminal.until("> ") == want[0].replace("\r", "") + "\n"
     terminal.type("one\n")
@@ -474,7 +474,7 @@ def test_chat_on_a_terminal(runs, tuned):
 def test_ctrl_c_on_a_terminal(runs, tuned):
     """In an answer, which it stops, and then at the prompt, where it leaves."""
     flags = ["--init_from=tuned/chat", "--temperature=0", "--max_new_tokens=1900", "--ignore_eos=True"]
-    whole = by_hand(tuned, ["从前"], [1337], temperature=0.0, max_new_tokens=300, ignore_eos=True)[0].replace("\r", "")
+    whole = by_hand(tuned, ["从前"], 1337, temperature=0.0, max_new_tokens=300, ignore_eos=True)[0].replace("\r", "")
     terminal = Terminal(runs, *flags)
     terminal.until("> ")
     terminal.type("从前\n")
@@ -666,6 +666,12 @@ def test_answers_of_other_settings_or_prompts_are_not_mixed(runs, tmp_path):
     ended = run(tmp_path, init, *FILE_FLAGS, "--batch_size=1")  # decides nothing
     assert ended == Ended(0, "", head(3, 3, batch_size=1))
     assert (tmp_path / "a.jsonl").read_bytes() == before
+    settings = json.loads((tmp_path / "a.jsonl.config.json").read_text(encoding="utf-8"))
+    old = {key: value for key, value in settings.items() if key != "noise"}  # begun when all prompts shared their noise
+    (tmp_path / "a.jsonl.config.json").write_text(json.dumps(old), encoding="utf-8")
+    ended = run(tmp_path, init, *FILE_FLAGS)
+    assert ended.code == 1 and ended.err.count("\n") == 1 and "hash of seed, prompt and sample" in ended.err
+    (tmp_path / "a.jsonl.config.json").write_text(json.dumps(settings), encoding="utf-8")
     with open(tmp_path / "q.jsonl", "a", encoding="utf-8") as f:
         f.write('"one more"\n')
     assert run(tmp_path, init, *FILE_FLAGS).code == 0

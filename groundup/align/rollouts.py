@@ -3,7 +3,9 @@
 Tokens are sampled from exactly the distribution that is trained: softmax of logits / temperature over all ids, with no
 top-k, top-p or forbidden ids. The token that ends an answer, <|im_end|> or the end of text, was sampled like the
 others, so it is learned like the others. An answer depends only on the weights, its prompt and (seed, step, attempt,
-number of the prompt in the step, sample): not on the ranks, nor on the rest of the batch (to the bit in float32).
+number of the prompt in the step, sample): not on the ranks, nor, but for near ties in bfloat16 and float16, on the rest
+of the batch. Only its ids are the same in any batch: sums are rounded otherwise, and log-probabilities differ by some
+1e-6 in float32, 1e-2 in bfloat16, also between drawing and training.
 """
 
 import math
@@ -39,7 +41,7 @@ Drawing = Callable[..., list[Rollout]]  # `draw` with all arguments but prompts,
 
 
 def seed_of(seed: int, *place: int) -> int:
-    """Return the seed of a prompt's first sample; the next samples have the numbers that follow."""
+    """Return the seed of a prompt; the engine hashes it with the prompt's ids and the number of the sample."""
     return int(hash_words(1, "rollouts", seed, *place)[0]) >> 2
 
 

@@ -33,18 +33,15 @@ class Chat:
         self.context = model.cfg.block_size
         self.engine = Engine(model, tokenizer, rows=1, compile=compile)
         self.turns: list[list[int]] = []  # ids of each question and its answer
-        self.n_answers = 0  # answer i draws from seed + i
         self.dropped = 0  # turns that did not fit before the last answer
 
     def ask(self, message: str) -> Iterator[str]:
         """Yield the answer in pieces. If it is closed early, what was said so far stays in the history."""
         question, _ = self.tokenizer.render([{"role": "user", "content": message}], add_generation_prompt=True)
         prompt = self._fitted(question)
-        params = dataclasses.replace(self.params, seed=(self.params.seed + self.n_answers) % 2**63)
-        self.n_answers += 1
         ids, texts = [], []
         try:
-            for token in self.engine.stream(prompt, params):
+            for token in self.engine.stream(prompt, self.params):
                 ids.append(token.id)
                 texts.append(token.text)
                 yield token.text

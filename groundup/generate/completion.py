@@ -12,6 +12,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate.sampling import SamplingParams
+from groundup.tokens.mixture import hash_words
 from model import ModelConfig
 from tokenizer import StreamDecoder, Tokenizer
 
@@ -95,6 +96,11 @@ class Request:
     def length(self) -> int:
         """Positions of the cache that a sample needs: its last token is not fed back."""
         return len(self.ids) + self.limit - 1
+
+    def seed_of(self, sample: int) -> int:
+        """Return the seed of a sample's random numbers. Not seed + sample: then all prompts would draw the same noise,
+        and neighbouring seeds the same samples."""
+        return int(hash_words(1, "sample", self.params.seed, sample, *self.ids)[0])
 
     def result(self) -> Result:
         """Return the n best samples, best first; without best_of all samples in their order."""

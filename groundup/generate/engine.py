@@ -5,10 +5,10 @@
     Engine.stream(...)  -> the tokens of one text as they are drawn; only what is new of the prompt is read
 
 A fixed number of rows generates at a time; a row that ends takes the next waiting sample (continuous batching). The
-cache has no padding. Sample s of a prompt draws from its own generator, seeded with the prompt's seed + s, so its ids
-do not depend on the rows beside it (in float32; in bfloat16 and float16 the number of rows changes the rounding, and
-near ties may fall otherwise). torch's global generators are not touched. Products and cache have the dtype of the
-autocast around the call, else that of the weights.
+cache has no padding. Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's
+ids and the sample's number: independent of other prompts, samples and seeds, and the same ids in any batch (in float32;
+in bfloat16 and float16 the number of rows changes the rounding, and near ties may fall otherwise). torch's global
+generators are not touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
 """
 
 import copy
@@ -144,7 +144,7 @@ class Engine:
         params = self.params.params if self.params else [pairs[0][1].params] * len(self.samples)
         for row, sample in taken.items():
             self.samples[row], params[row] = sample, sample.request.params
-            self.generators[row].manual_seed(params[row].seed + sample.index)
+            self.generators[row].manual_seed(sample.request.seed_of(sample.index))
         self.params = RowParams(params, self.model.cfg.vocab_size, self.device)
         if self.seen is None and any(p.has_penalty for p in params):
             self.seen = Seen([()] * len(params), self.model.cfg.vocab_size, self.device)

@@ -51,7 +51,7 @@ class SamplingParams:
     logprobs: int = -1  # k >= 0: of every token its own and the k highest; -1 = off
     prompt_logprobs: int = -1  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # in the text; ids keep them
-    seed: int = 1337  # sample i draws from seed + i
+    seed: int = 1337  # sample i draws from a hash of seed, prompt ids and i
 
     def __post_init__(self) -> None:
         for field in fields(self):

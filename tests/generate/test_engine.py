@@ -209,13 +209,32 @@ def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
     assert ids_of([results[i] for i in range(7)]) == ids_of(want)
 
 
-def test_sample_s_draws_from_seed_plus_s(net):
+def test_samples_and_seeds_share_no_text(net):
     ids = prompt(3)
-    samples = ids_of(generate(net, None, [ids], SamplingParams(max_new_tokens=12, seed=1, n=8)))[0]
-    assert len({tuple(sample) for sample in samples}) == 8
-    assert len({sample[0] for sample in samples}) > 1  # the very first token is drawn for each sample too
-    each = [SamplingParams(max_new_tokens=12, seed=1 + s) for s in range(8)]
-    assert only(generate(net, None, [ids] * 8, each)) == samples
+    of_seeds = [ids_of(generate(net, None, [ids], SamplingParams(max_new_tokens=12, seed=s, n=8)))[0] for s in (1, 2)]
+    assert len({tuple(sample) for samples in of_seeds for sample in samples}) == 16
+    assert len({sample[0] for sample in of_seeds[0]}) > 1  # the very first token is drawn for each sample too
+    params = SamplingParams(max_new_tokens=12, seed=1)
+    assert [token.id for token in Engine(net, None, 1).stream(ids, params)] == of_seeds[0][0]
+
+
+def test_different_prompts_draw_independently():
+    """A model that gives every token the same probability, whatever the prompt: agreement, and the variance of the
+    mean over prompts, are those of independent draws. With one stream for all prompts they would all agree."""
+    net = random_model(tiny_config(vocab_size=96))
+    with torch.no_grad():
+        net.lm_head.weight.zero_()
+    texts = [[i // 96, i % 96] for i in range(200)]
+    first = torch.tensor([
+        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed)))]
+        for seed in range(60)
+    ])  # fmt: skip
+    pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
+    assert sum(pairs) / (60 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
+    means = (first < 48).double().mean(dim=1)
+    assert 0.5 < means.var().item() / (0.25 / 200) < 1.6  # of 60 runs: 1 +- 0.18
+    between = (first[:, None] == first).float().mean().item() - 1 / 60  # runs with other seeds
+    assert between == pytest.approx(59 / 60 / 96, rel=0.05)
 
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
