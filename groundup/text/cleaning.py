@@ -1,6 +1,6 @@
 """Clean a text before the quality rules see it: control characters, zero-width characters, white space, Unicode forms.
 
-Also tells Chinese ("zh") from everything that is written with spaces ("en"), by the script of the characters.
+Also tells English ("en") and Chinese ("zh") from other languages ("other"), by the script of the characters.
 """
 
 import re
@@ -32,7 +32,8 @@ HAN = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in HAN_RANGES)
 HALF_WIDTH = re.compile(f"(?<=[{HAN}])[,.!?:;()](?=[{HAN}])")
 FULL_WIDTH = dict(zip(",.!?:;()", "\uff0c\u3002\uff01\uff1f\uff1a\uff1b\uff08\uff09", strict=True))
 REPEATED_MARKS = re.compile("([\u3002\uff01\uff1f\uff0c\u3001])\\1+")
-SPACE, OTHER, LETTERS, LATIN, HAN_CLASS = range(5)  # classes of characters
+SPACE, OTHER, LETTERS, KANA, ACCENTED, LATIN, HAN_CLASS = range(7)  # classes of characters; accented Latin letters
+N_CLASSES = 7
 
 
 def clean(text: str, steps: Cleaning) -> str:
@@ -78,8 +79,11 @@ def character_classes() -> np.ndarray:
     classes = np.full(0x110000, OTHER, np.uint8)
     classes[:0x20000][[character.isalpha() for character in characters]] = LETTERS
     classes[:0x20000][[character.isspace() for character in characters]] = SPACE
-    for begin, end in ((0, 0x250), (0x1E00, 0x1F00), (0xFF21, 0xFF5B)):  # Latin, its extensions, its full-width form
-        classes[begin:end][classes[begin:end] == LETTERS] = LATIN
+    of_ranges = {LATIN: ((0, 0x80), (0xFF21, 0xFF5B)), ACCENTED: ((0x80, 0x250), (0x1E00, 0x1F00))}
+    of_ranges[KANA] = ((0x3040, 0x3100), (0x31F0, 0x3200), (0xFF66, 0xFFA0))
+    for kind, ranges in of_ranges.items():  # Latin also in its full-width form
+        for begin, end in ranges:
+            classes[begin:end][classes[begin:end] == LETTERS] = kind
     for begin, end in HAN_RANGES:
         classes[begin:end] = HAN_CLASS
     return classes
@@ -91,13 +95,21 @@ def code_points(text: str) -> np.ndarray:
 
 
 def language(text: str) -> str:
-    """Return zh if at least 30 % of the Chinese characters and Latin letters are Chinese, else en."""
+    """Return zh, en or other, see `language_of`."""
     if text.isascii():
         return "en"
-    return language_of(np.bincount(character_classes()[code_points(text)], minlength=5))
+    return language_of(np.bincount(character_classes()[code_points(text)], minlength=N_CLASSES))
 
 
 def language_of(class_counts: np.ndarray) -> str:
-    """Return the language of a text that has so many characters of each class, (5,)."""
-    han, latin = class_counts[[HAN_CLASS, LATIN]].tolist()
-    return "zh" if han and han / (han + latin) >= 0.3 else "en"
+    """Return the language of a text that has so many characters of each class, (N_CLASSES,).
+
+    zh: at least 30 % of the letters are Chinese, and of them and kana at most 10 % kana. Else other: more letters of
+    other scripts than Latin ones, or more than 0.5 % of the Latin letters are accented (German has 2 %, French 4 %,
+    English 0.05 %). Else en, and so is what has no letters. A language without accents, such as Indonesian, passes for
+    English. The shares are our own."""
+    letters, kana, accented, latin, han = class_counts[LETTERS:].tolist()
+    latin += accented
+    if han and han >= 0.3 * (letters + kana + latin + han) and kana <= 0.1 * (han + kana):
+        return "zh"
+    return "other" if letters + kana > latin or accented > 0.005 * latin else "en"

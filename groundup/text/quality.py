@@ -1,7 +1,7 @@
 """Quality rules: which texts to keep, decided for each text alone, without a model.
 
-RULES has what is measured and the limits with their sources, for Chinese ("zh") and for everything that is written with
-spaces ("en").
+RULES has what is measured and the limits with their sources, for English ("en"), Chinese ("zh") and any other language
+("other"), which has only rules that need no words, or hold for texts with and without spaces.
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy as np
 
 from configurator import load_function
 from groundup.errors import UserError
-from groundup.text.cleaning import HAN_CLASS, LETTERS, SPACE, character_classes, code_points, language_of
+from groundup.text.cleaning import HAN_CLASS, LETTERS, N_CLASSES, SPACE, character_classes, code_points, language_of
 
 
 class Rule(NamedTuple):
@@ -25,13 +25,14 @@ class Rule(NamedTuple):
     sign: str  # < or >
     en: float | None  # None = no such rule for this language
     zh: float | None
+    other: float | None
     measure: Callable[["Features"], float] | str  # a field of Grams if n is set
     n: int = 0  # of n-grams
     quality: str = "web"  # or text: web and curated; all: conversations and pairs, too
 
 
 def length(f: "Features") -> int:
-    return len(f.text.strip()) if f.language == "zh" else len(f.words)
+    return len(f.words) if f.language == "en" else len(f.text.strip())
 
 
 def mean(values: Iterable[float]) -> float:
@@ -68,41 +69,43 @@ LETTER = re.compile(r"[^\W\d_]")
 # FineWeb-2: Penedo et al. 2025, its settings for Chinese (cmn_Hani.yml); counts of words there come from a segmenter.
 # CWT: ChineseWebText, Chen et al. 2023, its preprocess.py.
 # A word is what white space separates. In Chinese two characters count as one word (own), so n-grams of words become
-# 2n-grams of characters.
+# 2n-grams of characters. The limits of "other" are those of Gopher where they do not depend on a language, or own.
 RULES = (
-    Rule("replacement_characters", ">", 0.001, 0.001, lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
+    Rule("replacement_characters", ">", 0.001, 0.001, 0.001, lambda f: ratio(f.text.count("\ufffd"), len(f.text)),
          quality="all"),  # own; left by a wrong decoding
-    Rule("min_length", "<", 50, 200, length, quality="text"),  # words, Gopher; characters, CWT
-    Rule("max_length", ">", 100_000, 200_000, length, quality="text"),  # words, Gopher; characters, own
-    Rule("han_share", "<", None, 0.30, lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible)),  # CWT
-    Rule("mean_line_length", "<", None, 10, lambda f: mean(map(len, f.lines))),  # CWT
-    Rule("short_words", "<", 3, None, lambda f: mean(map(len, f.words))),  # Gopher
-    Rule("long_words", ">", 10, None, lambda f: mean(map(len, f.words))),  # Gopher
-    Rule("hash_signs", ">", 0.1, 0.1, lambda f: ratio(f.text.count("#"), f.n_words)),  # Gopher
-    Rule("ellipses", ">", 0.1, 0.1, lambda f: ratio(sum(map(f.text.count, ELLIPSES)), f.n_words)),  # Gopher
-    Rule("bullet_lines", ">", 0.9, 0.9, lambda f: mean(line.startswith(BULLETS) for line in f.lines)),  # Gopher
-    Rule("ellipsis_lines", ">", 0.3, 0.3, lambda f: mean(line.endswith(ELLIPSES) for line in f.lines)),  # Gopher
-    Rule("letters", "<", 0.8, 0.6, lambda f: f.letters()),  # words with a letter, Gopher; characters, own
-    Rule("stop_words", "<", 2, 2, lambda f: f.stop_words()),  # Gopher; FineWeb-2
-    Rule("terminal_punctuation", "<", 0.12, 0.106, lambda f: mean(line.endswith(TERMINAL) for line in f.lines)),
+    Rule("min_length", "<", 50, 200, 200, length, quality="text"),  # words, Gopher; characters, CWT
+    Rule("max_length", ">", 100_000, 200_000, 600_000, length, quality="text"),  # words, Gopher; characters, own
+    Rule("han_share", "<", None, 0.30, None, lambda f: ratio(f.class_counts[HAN_CLASS], f.n_visible)),  # CWT
+    Rule("mean_line_length", "<", None, 10, None, lambda f: mean(map(len, f.lines))),  # CWT
+    Rule("short_words", "<", 3, None, None, lambda f: mean(map(len, f.words))),  # Gopher
+    Rule("long_words", ">", 10, None, None, lambda f: mean(map(len, f.words))),  # Gopher
+    Rule("hash_signs", ">", 0.1, 0.1, 0.1, lambda f: ratio(f.text.count("#"), f.n_words)),  # Gopher
+    Rule("ellipses", ">", 0.1, 0.1, 0.1, lambda f: ratio(sum(map(f.text.count, ELLIPSES)), f.n_words)),  # Gopher
+    Rule("bullet_lines", ">", 0.9, 0.9, 0.9, lambda f: mean(line.startswith(BULLETS) for line in f.lines)),  # Gopher
+    Rule("ellipsis_lines", ">", 0.3, 0.3, 0.3, lambda f: mean(line.endswith(ELLIPSES) for line in f.lines)),  # Gopher
+    Rule("letters", "<", 0.8, 0.6, 0.5, lambda f: f.letters()),  # words with a letter, Gopher; characters, own
+    Rule("stop_words", "<", 2, 2, None, lambda f: f.stop_words()),  # Gopher; FineWeb-2
+    Rule("terminal_punctuation", "<", 0.12, 0.106, None, lambda f: mean(line.endswith(TERMINAL) for line in f.lines)),
     # FineWeb; FineWeb-2
-    Rule("short_lines", ">", 0.67, None, lambda f: mean(len(line) <= 30 for line in f.lines)),  # FineWeb
-    Rule("line_ends", ">", 0.3, 0.178, lambda f: ratio(f.text.count("\n"), f.n_words)),  # FineWeb; FineWeb-2
-    Rule("duplicate_lines", ">", 0.30, 0.287, lambda f: duplicates(f.lines)),  # Gopher; FineWeb-2
-    Rule("duplicate_line_characters", ">", 0.20, None, lambda f: duplicate_characters(f.lines)),  # Gopher
-    Rule("any_duplicate_lines", ">", 0.01, 0.1, lambda f: duplicate_characters(f.lines)),  # FineWeb; FineWeb-2
-    Rule("duplicate_paragraphs", ">", 0.30, 0.30, lambda f: duplicates(f.paragraphs)),  # Gopher
-    Rule("duplicate_paragraph_characters", ">", 0.20, 0.20, lambda f: duplicate_characters(f.paragraphs)),  # Gopher
-    *(Rule(f"top_{n}_grams", ">", en, zh, "top", n)  # Gopher; FineWeb-2
+    Rule("short_lines", ">", 0.67, None, None, lambda f: mean(len(line) <= 30 for line in f.lines)),  # FineWeb
+    Rule("line_ends", ">", 0.3, 0.178, 0.3, lambda f: ratio(f.text.count("\n"), f.n_words)),  # FineWeb; FineWeb-2
+    Rule("duplicate_lines", ">", 0.30, 0.287, 0.30, lambda f: duplicates(f.lines)),  # Gopher; FineWeb-2
+    Rule("duplicate_line_characters", ">", 0.20, None, 0.20, lambda f: duplicate_characters(f.lines)),  # Gopher
+    Rule("any_duplicate_lines", ">", 0.01, 0.1, 0.1, lambda f: duplicate_characters(f.lines)),  # FineWeb; FineWeb-2
+    Rule("duplicate_paragraphs", ">", 0.30, 0.30, 0.30, lambda f: duplicates(f.paragraphs)),  # Gopher
+    Rule("duplicate_paragraph_characters", ">", 0.20, 0.20, 0.20, lambda f: duplicate_characters(f.paragraphs)),
+    # Gopher
+    *(Rule(f"top_{n}_grams", ">", en, zh, en, "top", n)  # Gopher; FineWeb-2
       for n, en, zh in ((2, 0.20, 0.256), (3, 0.18, 0.201), (4, 0.16, 0.171))),
-    *(Rule(f"duplicate_{n}_grams", ">", en, zh, "covered", n)  # Gopher; FineWeb-2
+    *(Rule(f"duplicate_{n}_grams", ">", en, zh, en, "covered", n)  # Gopher; FineWeb-2
       for n, en, zh in ((5, 0.15, 0.198), (6, 0.14, 0.182), (7, 0.13, 0.167), (8, 0.12, 0.154), (9, 0.11, 0.14),
                         (10, 0.10, 0.127))),
-    Rule("repeated_13_characters", ">", None, 0.5, "repeats", 13),  # CWT
+    Rule("repeated_13_characters", ">", None, 0.5, None, "repeats", 13),  # CWT
 )  # fmt: skip
 ENOUGH = min(rule.en for rule in RULES if rule.en and rule.n)  # the lowest limit of the n-gram rules
 RULE_NAMES = (*(rule.name for rule in RULES), "keep")
 GRAMS = {"en": tuple(range(2, 11)), "zh": (4, 6, 8, 10, 12, 13, 14, 16, 18, 20)}  # words, characters
+GRAMS["other"] = GRAMS["en"]
 CURATED_LENGTHS = {"min_length": 15, "max_length": float("inf")}  # characters (own); a book is one text
 
 
@@ -127,12 +130,13 @@ class Rules:
         names = (names | named_rules(on, "on")) - named_rules(off, "off")
         lengths = ({} if quality == "web" else CURATED_LENGTHS) | lengths
         rules = [
-            rule._replace(measure=lambda f: len(f.text.strip()), en=n, zh=n) if (n := lengths.get(rule.name)) else rule
+            rule._replace(measure=lambda f: len(f.text.strip()), en=n, zh=n, other=n)
+            if (n := lengths.get(rule.name)) else rule
             for rule in RULES if rule.name in names
         ]  # fmt: skip
         self.limits = {  # by language: (rule, limit) in order
             language: [(rule, getattr(rule, language)) for rule in rules if getattr(rule, language) is not None]
-            for language in ("en", "zh")
+            for language in ("en", "zh", "other")
         }
         self.keep = load_function(keep, "keep") if keep and "keep" in names else None
         self.keep_name = keep
@@ -204,7 +208,7 @@ class Features:
 
     @cached_property
     def class_counts(self) -> np.ndarray:
-        return np.bincount(self.classes, minlength=5)
+        return np.bincount(self.classes, minlength=N_CLASSES)
 
     @property
     def n_visible(self) -> int:
@@ -216,7 +220,7 @@ class Features:
 
     @property
     def n_words(self) -> float:
-        return self.n_visible / 2 if self.language == "zh" else len(self.words)
+        return len(self.words) if self.language == "en" else self.n_visible / (2 if self.language == "zh" else 5)
 
     @cached_property
     def numbered(self) -> tuple[np.ndarray, dict[str, int]]:
@@ -235,8 +239,8 @@ class Features:
         return repeated(ids.astype(np.uint64), lengths, GRAMS[self.language], ENOUGH)
 
     def letters(self) -> float:
-        """Return the ratio of characters that are letters (zh), or of words with a letter (en)."""
-        if self.language == "zh":
+        """Return the ratio of characters that are letters, in English of words with a letter."""
+        if self.language != "en":
             return ratio(self.class_counts[LETTERS:].sum(), self.n_visible)
         ids, numbers = self.numbered
         without = [i for word, i in numbers.items() if not word[0].isalpha() and not LETTER.search(word)]

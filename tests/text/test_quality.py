@@ -2,6 +2,7 @@
 brute force."""
 
 import glob
+import itertools
 import math
 import os
 import random
@@ -211,17 +212,19 @@ EDGES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def gram_edges() -> dict[tuple[str, str], tuple[str, str]]:
-    """Units of one character. Of 1000, the most frequent n-gram makes k n, and a copy of m units covers m."""
+    """Units of one length. Of 1000, the most frequent n-gram makes k n, and a copy of m units covers m."""
     edges = {}
     han = [chr(0x4E00 + i) for i in range(3000)]
     for rule in RULES:
         if rule.measure not in ("top", "covered"):
             continue
-        for language, limit in (("en", rule.en), ("zh", rule.zh)):
-            n, joint = (rule.n, " ") if language == "en" else (2 * rule.n, "")
+        for language, limit in (("en", rule.en), ("zh", rule.zh), ("other", rule.other)):
+            n, joint = (2 * rule.n, "") if language == "zh" else (rule.n, " ")
             texts = []
             for more in (0, 1):
-                other = iter(han[100:]) if language == "zh" else iter([chr(0x10A0 + i) for i in range(2000)])
+                first = "a" if language == "en" else "\u0430"  # words of three Latin or Cyrillic letters
+                words = map("".join, itertools.product([chr(ord(first) + i) for i in range(20)], repeat=3))
+                other = iter(han[100:]) if language == "zh" else words
                 gram = [next(other) for _ in range(n)]
                 if rule.measure == "top":
                     times = int(limit * 1000 / n + 1e-9) + more
@@ -237,11 +240,25 @@ def gram_edges() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 EDGES |= gram_edges()
+CYRILLIC = str.maketrans({chr(0x61 + i): chr(0x430 + i) for i in range(26)} | {"好": "б", "文": "в"})
+EDGES |= {
+    (name, "other"): tuple(text.lower().translate(CYRILLIC) for text in EDGES[name, language])
+    for name, language in [(rule.name, "en") for rule in RULES if rule.other and rule.other == rule.en and not rule.n]
+    + [("min_length", "zh"), ("any_duplicate_lines", "zh")]
+}
+EDGES |= {
+    ("max_length", "other"): ("ж" * 600_000, "ж" * 600_001),
+    ("hash_signs", "other"): ("#" + "ж" * 49, "#" + "ж" * 48),
+    ("ellipses", "other"): ("…" + "ж" * 49, "…" + "ж" * 48),
+    ("letters", "other"): ("ж" * 5 + "1" * 5, "ж" * 5 + "1" * 6),
+    ("line_ends", "other"): ("ж" * 50 + "\n" * 3, "ж" * 50 + "\n" * 4),
+}
 
 
 def test_every_rule_has_its_edges() -> None:
     expected = {(rule.name, "en") for rule in RULES if rule.en is not None}
     expected |= {(rule.name, "zh") for rule in RULES if rule.zh is not None}
+    expected |= {(rule.name, "other") for rule in RULES if rule.other is not None}
     assert set(EDGES) == expected
 
 
@@ -256,8 +273,83 @@ def test_both_sides_of_each_limit(name: str, language: str) -> None:
     assert fired == name and detail.endswith(f" {rule.sign} {getattr(rule, language):g}"), detail
 
 
+PEOPLES = {  # articles 1 and 2 of the Universal Declaration of Human Rights
+    "de": (
+        "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen "
+        "begabt und sollen einander im Geist der Brüderlichkeit begegnen. Jeder hat Anspruch auf die in diese"
+        "r Erklärung verkündeten Rechte und Freiheiten ohne irgendeinen Unterschied, etwa nach Rasse, Hautfar"
+        "be, Geschlecht, Sprache, Religion, politischer oder sonstiger Überzeugung, nationaler oder sozialer "
+        "Herkunft, Vermögen, Geburt oder sonstigem Stand. Jeder hat das Recht auf Leben, Freiheit und Sicherh"
+        "eit der Person."
+    ),
+    "fr": (
+        "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et"
+        " de conscience et doivent agir les uns envers les autres dans un esprit de fraternité. Chacun peut s"
+        "e prévaloir de tous les droits et de toutes les libertés proclamés dans la présente Déclaration, san"
+        "s distinction aucune, notamment de race, de couleur, de sexe, de langue, de religion, d'opinion poli"
+        "tique ou de toute autre opinion, d'origine nationale ou sociale, de fortune, de naissance ou de tout"
+        "e autre situation. Tout individu a droit à la vie, à la liberté et à la sûreté de sa personne."
+    ),
+    "es": (
+        "Todos los seres humanos nacen libres e iguales en dignidad y derechos y, dotados como están de razón"
+        " y conciencia, deben comportarse fraternalmente los unos con los otros. Toda persona tiene los derec"
+        "hos y libertades proclamados en esta Declaración, sin distinción alguna de raza, color, sexo, idioma"
+        ", religión, opinión política o de cualquier otra índole, origen nacional o social, posición económic"
+        "a, nacimiento o cualquier otra condición. Todo individuo tiene derecho a la vida, a la libertad y a "
+        "la seguridad de su persona."
+    ),
+    "ru": (
+        "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом и совесть"
+        "ю и должны поступать в отношении друг друга в духе братства. Каждый человек должен обладать всеми пр"
+        "авами и всеми свободами, провозглашенными настоящей Декларацией, без какого бы то ни было различия, "
+        "как-то в отношении расы, цвета кожи, пола, языка, религии, политических или иных убеждений, национал"
+        "ьного или социального происхождения, имущественного, сословного или иного положения. Каждый человек "
+        "имеет право на жизнь, на свободу и на личную неприкосновенность."
+    ),
+    "ko": (
+        "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다. 인간은 천"
+        "부적으로 이성과 양심을 부여받았으며 서로 형제애의 정신으로 행동하여야 한다. 모든"
+        " 사람은 인종, 피부색, 성, 언어, 종교, 정치적 또는 기타의 견해, 민족적 또"
+        "는 사회적 출신, 재산, 출생 또는 기타의 신분과 같은 어떠한 종류의 차별이 없이"
+        ", 이 선언에 규정된 모든 권리와 자유를 향유할 자격이 있다. 모든 사람은 생명과"
+        " 신체의 자유와 안전에 대한 권리를 가진다. 어느 누구도 노예상태 또는 예속상태에"
+        " 놓여지지 아니한다."
+    ),
+    "ja": (
+        "すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。人間は"
+        "、理性と良心とを授けられており、互いに同胞の精神をもって行動しなければならない。すべて人は"
+        "、人種、皮膚の色、性、言語、宗教、政治上その他の意見、国民的若しくは社会的出身、財産、門地"
+        "その他の地位又はこれに類するいかなる事由による差別をも受けることなく、この宣言に掲げるすべ"
+        "ての権利と自由とを享有することができる。すべて人は、生命、自由及び身体の安全に対する権利を"
+        "有する。"
+    ),
+    "ar": (
+        "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق. وقد وهبوا عقلا وضميرا وعليهم أن يعامل بعضهم بعضا "
+        "بروح الإخاء. لكل إنسان حق التمتع بكافة الحقوق والحريات الواردة في هذا الإعلان، دون أي تمييز، كالتميي"
+        "ز بسبب العنصر أو اللون أو الجنس أو اللغة أو الدين أو الرأي السياسي أو أي رأي آخر، أو الأصل الوطني أو"
+        " الاجتماعي أو الثروة أو الميلاد أو أي وضع آخر. لكل فرد الحق في الحياة والحرية وسلامة شخصه."
+    ),
+    "hi": (
+        "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है। उन्हें बुद्ध"
+        "ि और अन्तरात्मा की देन प्राप्त है और परस्पर उन्हें भाईचारे के भाव से बर्ताव करना चाहिए। सभी को इस घो"
+        "षणा में सन्निहित सभी अधिकारों और आज़ादियों को प्राप्त करने का हक़ है और इस मामले में जाति, वर्ण, लिं"
+        "ग, भाषा, धर्म, राजनीति या अन्य विचार-प्रणाली का विचार न किया जाएगा।"
+    ),
+}
+
+
+@pytest.mark.parametrize("language", PEOPLES)
+def test_good_texts_of_other_languages_pass_the_rules_of_the_web(language: str) -> None:
+    text = PEOPLES[language]
+    assert cleaning.language(text) == "other"
+    assert Rules("web").check(text) == ("", "")
+    assert Rules("web").check((text[:60] + "\n") * 9)[0]  # but not whatever they say
+
+
 def test_language() -> None:
-    assert cleaning.language("") == cleaning.language("123 ...") == cleaning.language("русский текст") == "en"
+    assert cleaning.language("") == cleaning.language("123 ...") == "en"
+    cafe = "They met in Zürich, " + "at some café or other, " + "and went on to the next place. " * 30
+    assert cleaning.language(cafe) == "en"
     assert cleaning.language("好好好 abcdefg") == "zh"
     assert cleaning.language("好好好 abcdefgh") == "en"
     assert cleaning.language("中文，夹一个 word") == "zh"
@@ -401,5 +493,5 @@ def test_classes_are_those_of_every_character() -> None:
     for begin, end in cleaning.HAN_RANGES:
         han[begin:end] = True
     assert np.array_equal(classes == cleaning.HAN_CLASS, han)
-    assert np.array_equal(np.isin(classes, (cleaning.LETTERS, cleaning.LATIN)), np.array(letters) & ~han)
+    assert np.array_equal(np.isin(classes, range(cleaning.LETTERS, cleaning.HAN_CLASS)), np.array(letters) & ~han)
     assert np.array_equal(classes == cleaning.SPACE, np.array(spaces))
