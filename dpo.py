@@ -39,7 +39,7 @@ from model import Transformer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
-init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the pairs
 val_fraction = 0.02  # of the pairs, by their prompts; for data that have no validation of their own

@@ -1,4 +1,4 @@
-"""How good a model is: scores of any checkpoint of ours or any Hugging Face Llama/Qwen3 directory.
+"""How good a model is: scores of any checkpoint of ours or any Hugging Face directory.
 
 python evaluate.py --init_from=out/demo --tasks=perplexity --data='zh=zh/*.txt,code=code.jsonl'
 python evaluate.py --init_from=out/sft --tasks=mmlu,perplexity --data='mmlu: DIR; perplexity: a.txt' --out=scores.json
@@ -48,7 +48,7 @@ from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
-init_from = ""  # run, checkpoint or Hugging Face Llama/Qwen3 directory; empty = the newest run under out/
+init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 tasks = "perplexity"  # comma-separated, see above
 data = ""  # what the task is measured on; of several tasks 'task: data; task: data'
 out = ""  # JSON file for all results; with score the file of scored rows

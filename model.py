@@ -1,7 +1,7 @@
 """The model: a Llama-shaped decoder and its chunked loss.
 
 RMSNorm before each sub-layer, rotary positions, SwiGLU, grouped-query attention, no biases; with QK-norm it is Qwen3's
-architecture. Parameters carry Hugging Face's names without "model.".
+architecture, with biases on queries, keys and values Qwen2's. Parameters carry Hugging Face's names without "model.".
 
     model(idx, targets) -> sum of the cross-entropy over the valid targets, 0-d float32
     model(idx)          -> logits (B, T, V)
@@ -46,9 +46,11 @@ class ModelConfig:
     head_dim: int = 0  # 0 = n_embd // n_head
     ffn_dim: int = 0  # 0 = 8/3 n_embd rounded up to a multiple of 64: SwiGLU's three matrices cost as much as 4x two
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # Llama 3.1's long-context frequencies, as its config.json has them
+    rope_scaling: dict | None = None  # Llama 3.1's long-context frequencies, or YaRN's, as config.json has them
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key before the rotation (Qwen3)
+    qkv_bias: bool = False  # biases on queries, keys and values (Qwen2)
+    model_type: str = ""  # Hugging Face's name; "" = from the two above. mistral computes what llama does
     tie_embeddings: bool = True
     dropout: float = 0.0
 
@@ -68,6 +70,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UserError(f"model: head_dim={self.head_dim} must be even: rotary positions turn pairs")
         self.ffn_dim = self.ffn_dim or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
+        self.model_type = self.model_type or ("qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else "llama")
 
 
 class Transformer(nn.Module):
@@ -85,8 +88,9 @@ class Transformer(nn.Module):
         if cfg.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (block_size, D/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        scale = rope_scale(cfg)
+        self.register_buffer("cos", angles.cos() * scale, persistent=False)  # (block_size, D/2)
+        self.register_buffer("sin", angles.sin() * scale, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,6 +99,8 @@ class Transformer(nn.Module):
             if p.ndim == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(p)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: Any = None,
@@ -142,6 +148,8 @@ class Transformer(nn.Module):
         """idx (B, T) int64 -> embeddings (B, T, C). In training NEFTune (arXiv:2310.05914) adds noise, uniform up to
         alpha / sqrt(L C), where L is the length of the token's document if `starts` is given, else of the row."""
         x = self.embed_tokens(idx)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # the residual stream, also of weights that are held in bfloat16
         if self.training and self.neftune_alpha:
             L = idx.shape[1] if starts is None else lengths_of(starts).unsqueeze(-1)
             x = x + torch.empty_like(x).uniform_(-1, 1) * (self.neftune_alpha / (L * x.shape[-1]) ** 0.5)
@@ -190,9 +198,9 @@ class Attention(nn.Module):
         super().__init__()
         H, K, D, C = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.n_embd
         self.head_dim, self.dropout = D, cfg.dropout
-        self.q_proj = nn.Linear(C, H * D, bias=False)
-        self.k_proj = nn.Linear(C, K * D, bias=False)
-        self.v_proj = nn.Linear(C, K * D, bias=False)
+        self.q_proj = nn.Linear(C, H * D, bias=cfg.qkv_bias)
+        self.k_proj = nn.Linear(C, K * D, bias=cfg.qkv_bias)
+        self.v_proj = nn.Linear(C, K * D, bias=cfg.qkv_bias)
         self.o_proj = nn.Linear(H * D, C, bias=False)
         self.q_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
@@ -253,7 +261,8 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     """linear(x). A single row in a compiled CPU graph is a matrix-vector product: inductor makes that a loop at the
     memory's bandwidth, of which the library behind F.linear reaches a third."""
     if torch.compiler.is_compiling() and type(linear) is nn.Linear and x.numel() == x.shape[-1] and x.is_cpu:
-        return torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
+        y = torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
+        return y if linear.bias is None else y + linear.bias.to(y.dtype)
     return linear(x)
 
 
@@ -262,10 +271,31 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
     inv_freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
     if not cfg.rope_scaling:
         return inv_freq
-    s = cfg.rope_scaling  # Llama 3.1: slow down the long wavelengths by `factor`, keep the short ones, blend between
-    turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+    s = cfg.rope_scaling  # slow down the long wavelengths by `factor`, keep the short ones, blend between
+    if s["rope_type"] == "yarn":  # arXiv:2309.00071; the blend is linear in the number of the pair
+        per_turn = s["original_max_position_embeddings"] / (2 * math.pi)
+        first, last = (
+            cfg.head_dim / 2 * math.log(per_turn / turns, cfg.rope_theta)  # the pair that turns so often
+            for turns in (s.get("beta_fast") or 32, s.get("beta_slow") or 1)
+        )
+        first, last = (math.floor(first), math.ceil(last)) if s.get("truncate", True) else (first, last)
+        first, last = max(first, 0), min(last, cfg.head_dim - 1)
+        keep = 1 - ((torch.arange(len(inv_freq)) - first) / (last - first or 0.001)).clamp(0, 1)
+    else:  # Llama 3.1: linear in the turns within the original context
+        turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+        keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
     return inv_freq * (keep + (1 - keep) / s["factor"])
+
+
+def rope_scale(cfg: ModelConfig) -> float:
+    """Return the factor of cos and sin: YaRN's, which sharpens attention over long contexts."""
+    s = cfg.rope_scaling or {}
+    if s.get("rope_type") != "yarn" or s.get("attention_factor") is not None:
+        return s.get("attention_factor", 1.0)
+    growth = 0.1 * math.log(max(1.0, s["factor"]))
+    if s.get("mscale") and s.get("mscale_all_dim"):
+        return (growth * s["mscale"] + 1) / (growth * s["mscale_all_dim"] + 1)
+    return growth + 1
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from tokenizer import Tokenizer
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
 data_dir = "data/demo"  # prepared by prepare.py; a mixture 'data/a=0.7,data/b=0.3', stages '0: data/a; 8000: data/b'
 val_data = ""  # prepared directories whose validation splits are evaluated, 'data/zh,data/code'; "" = those of data_dir
-init_from = ""  # "" = new weights; else a run, checkpoint or Hugging Face Llama/Qwen3 directory (architecture, weights)
+init_from = ""  # "" = new weights; else a run, checkpoint or Hugging Face directory (architecture, weights)
 # model
 n_layer = 6
 n_head = 6

@@ -43,7 +43,7 @@ from model import Transformer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
-init_from = "out/sft"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # the same, for validation; "" = the directory's own, or val_fraction of the prompts
 val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own

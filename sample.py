@@ -33,7 +33,7 @@ from model import Transformer
 from tokenizer import CHAT_TEMPLATE, Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
-init_from = ""  # run, checkpoint or Hugging Face Llama/Qwen3 directory; empty = the newest run under out/
+init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document, or a chat in the terminal
 prompts = ""  # jsonl file with a prompt on each line
 out = ""  # jsonl file for the answers, continued if it exists; empty = standard output

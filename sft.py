@@ -4,9 +4,9 @@ python sft.py config/debug_sft.py                                               
 python sft.py config/sft.py --init_from=out/demo --data=chat.jsonl                 # all weights
 torchrun --standalone --nproc_per_node=4 sft.py config/lora.py --init_from=DIR --data='a.jsonl=0.5,b.jsonl=0.5'
 
-It begins with a checkpoint of pretrain.py or any Hugging Face Llama or Qwen3 directory. A row is block_size tokens of
-one or more whole conversations, which do not see each other; the loss is that of the assistants' words and their
-<|im_end|>, over their number in the whole step.
+It begins with a checkpoint of pretrain.py or any Hugging Face directory of Llama, Mistral, Qwen2 or Qwen3. A row is
+block_size tokens of one or more whole conversations, which do not see each other; the loss is that of the assistants'
+words and their <|im_end|>, over their number in the whole step.
 """
 
 import math
@@ -41,7 +41,7 @@ from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
-init_from = "out/pretrain"  # run, checkpoint or Hugging Face Llama/Qwen3 directory; "" = a tiny new model, to try it
+init_from = "out/pretrain"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/chat"  # conversations: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the conversations
 val_fraction = 0.02  # of the conversations, by their content; for data that have no validation of their own

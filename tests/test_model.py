@@ -27,6 +27,7 @@ LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SHAPES = {
     "llama": {},
     "llama tied": {"tie_embeddings": True},
@@ -35,6 +36,7 @@ SHAPES = {
     "llama 3.1 frequencies": {"n_kv_head": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA31_ROPE},
     "qwen3": {"qk_norm": True, "n_kv_head": 2, "head_dim": 32, "rope_theta": 1e6, "norm_eps": 1e-6},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True},
+    "qwen2": {"qkv_bias": True, "n_kv_head": 2, "rope_theta": 1e6, "rope_scaling": YARN},
 }
 
 
@@ -81,12 +83,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def as_transformers(net: Transformer) -> torch.nn.Module:
     """The same weights in transformers' own class, with its eager attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     cfg = net.cfg
-    config_class, model_class = (Qwen3Config, Qwen3ForCausalLM) if cfg.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    hf = model_class(
-        config_class(
+    hf = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            cfg.model_type,
             vocab_size=cfg.vocab_size,
             hidden_size=cfg.n_embd,
             intermediate_size=cfg.ffn_dim,
@@ -98,11 +100,11 @@ def as_transformers(net: Transformer) -> torch.nn.Module:
             rms_norm_eps=cfg.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta} | (cfg.rope_scaling or {}),
             tie_word_embeddings=cfg.tie_embeddings,
-            attn_implementation="eager",
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
-        )
+        ),
+        attn_implementation="eager",
     )
     weights = {name if name == "lm_head.weight" else "model." + name: p for name, p in net.state_dict().items()}
     hf.load_state_dict(weights, strict=True)
@@ -803,7 +805,8 @@ def test_parameter_table_counts_what_is_built(cfg):
     table = parameter_table(cfg)
     assert table["total"] == sum(p.numel() for p in net.parameters())
     assert table["total"] == sum(count for part, count in table.items() if part != "total")
-    parts = {"embedding": "embed_tokens", "attention": "_proj", "mlp": "mlp", "norms": "norm", "head": "lm_head"}
+    parts = {"embedding": "embed_tokens", "biases": ".bias", "attention": "_proj", "mlp": "mlp", "norms": "norm"}
+    parts |= {"head": "lm_head"}
     counted = dict.fromkeys(parts, 0)
     for name, p in net.named_parameters():
         part = "mlp" if "mlp" in name else next(part for part, mark in parts.items() if mark in name)

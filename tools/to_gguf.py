@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from from_gguf import ARCHITECTURES, CONTROL, INSIDE, OUTSIDE, PRE_TOKENIZERS, USER_DEFINED, interleaved, llama3_factors
 
-from groundup.errors import UserError
+from groundup.errors import UserError, listed
 from groundup.tokens.foreign import merge_words
 from groundup.train import checkpoint, huggingface
 from tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def add_config(writer: object, config: dict, source: Path) -> None:
     if scaling.get("rope_type") == "yarn":
         from gguf import RopeScalingType
 
+        if more := [key for key in scaling if key not in ("rope_type", "factor", "original_max_position_embeddings")]:
+            raise UserError(f"to_gguf: {source}: YaRN with {listed(more)} is not supported; only its defaults are")
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])

@@ -295,6 +295,8 @@ def resolve(init_from: str | Path) -> Path:
     """
     path = Path(init_from)
     if not path.is_dir():
+        if path.suffix == ".gguf":
+            raise UserError(f"checkpoint: init_from={str(init_from)!r}: first: python tools/from_gguf.py {path} DIR")
         reason = "is a file, give its directory" if path.exists() else "no such directory (hub models: download first)"
         raise UserError(f"checkpoint: init_from={str(init_from)!r}: {reason}")
     if (path / "checksums.json").exists():

@@ -20,7 +20,10 @@ from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_sha
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
 # Settings of those architectures beside the sizes, with the only value that model.py computes. Absent or null means it.
 FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
@@ -32,7 +35,23 @@ SIZES = {  # fields of ModelConfig, by their names in config.json
     "head_dim": "head_dim", "intermediate_size": "ffn_dim", "rms_norm_eps": "norm_eps",
 }  # fmt: skip
 OPTIONAL = ("num_key_value_heads", "head_dim")  # model.py derives them in the same way
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# What is known of families whose weights would load, or nearly: it stands in the line that refuses them.
+DIFFERS = {
+    "gemma": "scaled embeddings, norms of 1 + weight and GELU", "gemma2": "norms after each sub-layer and soft caps",
+    "gemma3_text": "norms after each sub-layer and sliding windows", "mixtral": "experts", "qwen2_moe": "experts",
+    "qwen3_moe": "experts", "deepseek_v3": "experts and latent attention", "phi3": "query, key and value in one matrix",
+    "olmo2": "norms after each sub-layer", "gpt2": "learned positions and LayerNorm", "smollm3": "layers without RoPE",
+    "gpt_neox": "LayerNorm and parallel sub-layers", "cohere": "LayerNorm and parallel sub-layers",
+    "granite": "scaled embeddings, residuals and logits", "gpt_oss": "experts and attention sinks",
+}  # fmt: skip
+# {rope_type: (keys it needs, keys that it may have)}
+ROPES = {
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
 DTYPES = ("F32", "F16", "BF16")  # of stored weights, by safetensors' names; float32 holds each exactly
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,8 +86,9 @@ def write_json(path: Path, value: dict) -> None:
 
 def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> dict:
     """Return config.json; rotary settings and dtype stand under the names of transformers 5 and of transformers 4."""
-    kind, dtype_name = "qwen3" if cfg.qk_norm else "llama", str(dtype).removeprefix("torch.")
+    kind, dtype_name = cfg.model_type, str(dtype).removeprefix("torch.")
     config = special_ids(tokenizer) | {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+    config |= {"sliding_window": None} if kind == "mistral" else {}  # absent means 4096 to transformers
     config |= {key: getattr(cfg, field) for key, field in SIZES.items()}
     return config | {
         "rope_parameters": {"rope_type": "default"} | (cfg.rope_scaling or {}) | {"rope_theta": cfg.rope_theta},
@@ -90,7 +110,7 @@ def from_hf_config(path: Path) -> ModelConfig:
     hf = read_json(path)
     kind = hf.get("model_type")
     if kind not in ARCHITECTURES:
-        why = " (Qwen2's queries, keys and values have biases)" if kind == "qwen2" else ""
+        why = f" ({DIFFERS[kind]})" if kind in DIFFERS else ""
         raise UserError(f"checkpoint: {path}: model_type={kind!r}{why}; supported are {', '.join(ARCHITECTURES)}")
     settings = hf | (hf.get("rope_parameters") or {})
     for key, only in FIXED.items():
@@ -98,25 +118,33 @@ def from_hf_config(path: Path) -> ModelConfig:
             raise UserError(f"checkpoint: {path}: {key}={settings[key]!r}; supported is {only!r}")
     if missing := [key for key in SIZES if key not in hf and key not in OPTIONAL]:
         raise UserError(f"checkpoint: {path} has no {missing[0]!r}")
+    window, longest = hf.get("sliding_window", 4096) if kind == "mistral" else None, hf["max_position_embeddings"]
+    if window is not None and window < longest:
+        fix = f"to use the first {window} positions, write there max_position_embeddings={window}"
+        raise UserError(f"checkpoint: {path}: sliding_window={window}, attention is not windowed here; {fix}")
     theta, scaling = read_rope(hf, path)
     sizes = {field: hf.get(key) or 0 for key, field in SIZES.items()}
     tied = bool(hf.get("tie_word_embeddings"))
-    return ModelConfig(**sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", tie_embeddings=tied)
+    return ModelConfig(
+        **sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
+        model_type=kind, tie_embeddings=tied,
+    )  # fmt: skip
 
 
 def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
-    """Return (rope_theta, Llama 3.1's scaling or None). transformers 5 keeps both in rope_parameters."""
+    """Return (rope_theta, Llama 3.1's or YaRN's scaling, or None). transformers 5 keeps both in rope_parameters."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type"))  # "type" before transformers 4.43
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise UserError(f"checkpoint: {path}: rope_type={kind!r}; supported are default, llama3")
-    missing = [key for key in LLAMA3_ROPE if key not in rope]
+    if kind not in ROPES:
+        raise UserError(f"checkpoint: {path}: rope_type={kind!r}; supported are default, {', '.join(ROPES)}")
+    needed, optional = ROPES[kind]
+    missing = [key for key in needed if rope.get(key) is None]
     if missing:
-        raise UserError(f"checkpoint: {path}: rope_type='llama3' without {listed(missing)}")
-    return theta, {"rope_type": kind} | {key: rope[key] for key in LLAMA3_ROPE}
+        raise UserError(f"checkpoint: {path}: rope_type={kind!r} without {listed(missing)}")
+    return theta, {"rope_type": kind} | {key: rope[key] for key in needed + optional if rope.get(key) is not None}
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

@@ -49,20 +49,20 @@ class LoRAConfig:
 
 
 class LoRALinear(nn.Linear):
-    """y = W x + scale B(A(dropout(x))), around an existing weight."""
+    """y = W x + bias + scale B(A(dropout(x))), around the weight and bias of an existing layer."""
 
-    def __init__(self, weight: nn.Parameter, cfg: LoRAConfig) -> None:
+    def __init__(self, weight: nn.Parameter, cfg: LoRAConfig, bias: nn.Parameter | None = None) -> None:
         out_features, in_features = weight.shape
         super().__init__(in_features, out_features, bias=False, device="meta")
-        self.weight, self.cfg, self.enabled = weight, cfg, True
-        like = {"bias": False, "device": weight.device, "dtype": weight.dtype}
+        self.weight, self.bias, self.cfg, self.enabled = weight, bias, cfg, True
+        like = {"bias": False, "device": weight.device, "dtype": torch.float32}  # also where W is held in bfloat16
         self.lora_A = nn.Linear(in_features, cfg.rank, **like)
         self.lora_B = nn.Linear(cfg.rank, out_features, **like)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self.weight, self.bias)
         if not self.enabled:
             return y
         # Scale the thin product, it is the cheap one. In place: y has no other reader.
@@ -79,9 +79,9 @@ class LoRALinear(nn.Linear):
         return (weight.float() + delta).to(weight.dtype)
 
 
-def plain_linear(weight: nn.Parameter) -> nn.Linear:
+def plain_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = weight
+    linear.weight, linear.bias = weight, bias
     return linear
 
 
@@ -94,7 +94,7 @@ def add_lora(model: Transformer, cfg: LoRAConfig) -> None:
     for parent in (part for block in model.layers for part in (block.self_attn, block.mlp)):
         for name in cfg.modules:
             if (child := getattr(parent, name, None)) is not None:
-                setattr(parent, name, LoRALinear(child.weight, cfg).train(child.training))
+                setattr(parent, name, LoRALinear(child.weight, cfg, child.bias).train(child.training))
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -113,7 +113,8 @@ def merge_(model: Transformer) -> None:
     for name, layer in list(adapters(model)):
         layer.weight.copy_(layer.merged_weight())
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, plain_linear(layer.weight).train(layer.training))
+        plain = plain_linear(layer.weight, layer.bias).train(layer.training)
+        setattr(model.get_submodule(parent), child, plain)
 
 
 @contextmanager
@@ -173,6 +174,8 @@ def choose(names: list[str], trainable: str, lora: LoRAConfig) -> tuple[set[str]
     twice = [name for name in names if name in chosen and name.split(".")[-2] in lora.modules]
     if twice and "lora" in parts:
         raise UserError(f"lora: trainable={trainable!r} would train {twice[0]} beside its adapter; take out either")
+    if "lora" in parts and any(name.endswith(".bias") for name in chosen):
+        raise UserError(f"lora: trainable={trainable!r} names biases, which an adapter's files cannot hold")
     return chosen, "lora" in parts
 
 
@@ -181,15 +184,21 @@ def weight_shapes(cfg: ModelConfig, lora: LoRAConfig | None = None) -> dict[str,
     device would do, but imports torch._dynamo."""
     C, D, V, F = cfg.n_embd, cfg.head_dim, cfg.vocab_size, cfg.ffn_dim
     queries, keys = cfg.n_head * D, cfg.n_kv_head * D
-    block = {"input_layernorm": (C,), "self_attn.q_proj": (queries, C), "self_attn.k_proj": (keys, C)}
-    block |= {"self_attn.v_proj": (keys, C), "self_attn.o_proj": (C, queries)}
-    block |= {"self_attn.q_norm": (D,), "self_attn.k_norm": (D,)} if cfg.qk_norm else {}
-    block |= {"post_attention_layernorm": (C,), "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C), "mlp.down_proj": (C, F)}
+    block = {"input_layernorm.weight": (C,)}
+    for name, rows in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
+        block[f"self_attn.{name}.weight"] = (rows, C)
+        block |= {f"self_attn.{name}.bias": (rows,)} if cfg.qkv_bias else {}
+    block |= {"self_attn.o_proj.weight": (C, queries)}
+    block |= {f"self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm") if cfg.qk_norm}
+    block |= {"post_attention_layernorm.weight": (C,), "mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C)}
+    block |= {"mlp.down_proj.weight": (C, F)}
     for name, shape in list(block.items()) if lora else []:
-        if name.rpartition(".")[2] in lora.modules:
-            block |= {f"{name}.lora_A": (lora.rank, shape[1]), f"{name}.lora_B": (shape[0], lora.rank)}
+        module, _, kind = name.rpartition(".")
+        if module.rpartition(".")[2] in lora.modules and kind == "weight":
+            thin = {"lora_A": (lora.rank, shape[1]), "lora_B": (shape[0], lora.rank)}
+            block |= {f"{module}.{factor}.weight": shape for factor, shape in thin.items()}
     shapes = {"embed_tokens.weight": (V, C)}
-    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(cfg.n_layer) for name, shape in block.items()}
+    shapes |= {f"layers.{i}.{name}": shape for i in range(cfg.n_layer) for name, shape in block.items()}
     return shapes | {"norm.weight": (C,)} | ({} if cfg.tie_embeddings else {"lm_head.weight": (V, C)})
 
 

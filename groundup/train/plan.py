@@ -23,6 +23,7 @@ def parameter_table(cfg: ModelConfig) -> dict[str, int]:
         "attention": L * (2 * C * cfg.n_head * D + 2 * C * cfg.n_kv_head * D),
         "mlp": L * 3 * C * cfg.ffn_dim,
         "norms": L * (2 * C + (2 * D if cfg.qk_norm else 0)) + C,
+        "biases": L * D * (cfg.n_head + 2 * cfg.n_kv_head) * cfg.qkv_bias,
         "head": 0 if cfg.tie_embeddings else cfg.vocab_size * C,
     }
     return table | {"total": sum(table.values())}

@@ -345,10 +345,7 @@ def rank(parts: Parts, step: int, val_loss: float, config: dict, log: RunLog) ->
     saves before it evaluates, because an evaluation may run out of memory."""
     if parts.world.is_main:
         keep = config["keep_last"], config["keep_best"]
-        try:
-            parts.writer.then(partial(checkpoint.rank, config["out_dir"], step, val_loss, *keep))
-        except UserError as error:
-            log.print(str(error))
+        parts.writer.then(partial(checkpoint.rank, config["out_dir"], step, val_loss, *keep))
 
 
 def report_save(parts: Parts, log: RunLog) -> None:

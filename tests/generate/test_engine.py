@@ -57,7 +57,9 @@ def net() -> Transformer:
 # ---- cache ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"n_kv_head": 1, "qk_norm": True, "head_dim": 24}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"n_kv_head": 2}, {"qkv_bias": True}, {"n_kv_head": 1, "qk_norm": True, "head_dim": 24}]
+)
 def test_rows_of_any_length_in_the_cache_equal_recomputation(changes):
     """Prompts in two pieces with padding on the right, then steps in which one row rests and another is replaced."""
     net = random_model(tiny_config(**changes)).eval()
@@ -130,7 +132,9 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(net, monkeypatch)
 # ---- greedy ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"qk_norm": True, "head_dim": 24}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"qkv_bias": True, "n_kv_head": 2, "n_embd": 96}, {"qk_norm": True, "head_dim": 24}]
+)
 @pytest.mark.parametrize("length", [1, 7])
 def test_greedy_equals_transformers_generate(changes, length):
     net = random_model(tiny_config(**changes))
@@ -330,7 +334,7 @@ def test_packed_matrices_multiply_alike(dtype):
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1))
+    net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
     torch._dynamo.utils.counters.clear()

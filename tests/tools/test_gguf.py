@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -37,9 +39,12 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": YARN | {"rope_theta": 1e6}}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),  # transformers reads no other from GGUF
 }
 
@@ -70,7 +75,7 @@ def test_there_and_back_gives_the_same_weights_and_ids(kind, tmp_path, tokenizer
     with torch.no_grad():
         want = model(ids).logits
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
-        if kind != "llama3":  # transformers does not read the factors of Llama 3's frequencies
+        if kind not in ("llama3", "yarn"):  # transformers reads neither scaling from GGUF
             torch.testing.assert_close(theirs.eval()(ids).logits, want, rtol=1e-5, atol=1e-5)
         from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, want)

@@ -29,6 +29,10 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -50,7 +54,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+YARN_DEEPSEEK = YARN | {"mscale": 1.4, "mscale_all_dim": 0.8, "beta_fast": 4, "beta_slow": 0.5, "rope_theta": 100.0}
 
 TOKENIZER = train(["Hello world, 你好世界！ def f(x): return x + 1\n"] * 20, vocab_size=384)
 V = TOKENIZER.vocab_size
@@ -121,6 +126,9 @@ SHAPES = {
     "llama3_rope": {"rope_scaling": LLAMA3, "rope_theta": 1234.5},
     "qwen3": {"qk_norm": True, "head_dim": 6, "rope_theta": 1e6},
     "qwen3_untied": {"qk_norm": True, "tie_embeddings": False, "norm_eps": 1e-6},
+    "qwen2": {"qkv_bias": True, "rope_theta": 1e6},
+    "qwen2_yarn": {"qkv_bias": True, "rope_theta": 1e6, "rope_scaling": YARN, "tie_embeddings": False},
+    "mistral": {"model_type": "mistral", "tie_embeddings": False, "head_dim": 6},
 }
 
 
@@ -130,7 +138,7 @@ def test_transformers_computes_our_logits(tmp_path: Path, shape: str) -> None:
     path = save(tmp_path, 1, model)
     theirs, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(theirs) is (Qwen3ForCausalLM if model.cfg.qk_norm else LlamaForCausalLM)
+    assert theirs.config.model_type == shape.partition("_")[0] if shape.startswith(("qwen", "mistral")) else "llama"
     assert theirs.dtype == torch.float32
     torch.testing.assert_close(logits_of(theirs), logits_of(model), rtol=0, atol=1e-5)
     assert theirs.config.rope_parameters["rope_theta"] == model.cfg.rope_theta
@@ -237,7 +245,28 @@ def shake(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def hf_qwen2(seed: int = 0, **changes: object) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return shake(Qwen2ForCausalLM(Qwen2Config(**(sizes | changes))))
+
+
+def hf_mistral(**changes: object) -> MistralForCausalLM:
+    sizes = hf_qwen2().config.to_dict() | {"architectures": None, "model_type": "mistral", "head_dim": 6}
+    return shake(MistralForCausalLM(MistralConfig(**(sizes | changes))))
+
+
 FOREIGN = {
+    "qwen2": hf_qwen2,
+    "qwen2_tied": lambda: hf_qwen2(tie_word_embeddings=True, eos_token_id=[3, 5]),
+    "qwen2_yarn": lambda: hf_qwen2(rope_parameters=YARN | {"rope_theta": 1e6}),
+    "yarn_mscale": lambda: hf_llama(rope_parameters=YARN_DEEPSEEK),
+    "yarn_factor": lambda: hf_qwen3(rope_parameters=YARN | {"rope_theta": 1e4, "attention_factor": 1.7}),
+    "mistral": lambda: hf_mistral(sliding_window=None),
+    "mistral_window": lambda: hf_mistral(sliding_window=32),
     "llama_untied": lambda: hf_llama(),
     "llama_tied": lambda: hf_llama(tie_word_embeddings=True),
     "llama_multi_head": lambda: hf_llama(num_key_value_heads=4, rms_norm_eps=1e-3),
@@ -259,6 +288,16 @@ def test_load_model_computes_their_logits(tmp_path: Path, kind: str, shard: str)
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_was_opened_is_saved_as_the_same_family(tmp_path: Path, kind: str) -> None:
+    theirs = FOREIGN[kind]()
+    theirs.save_pretrained(tmp_path / "theirs")
+    path = save(tmp_path / "ours", 1, checkpoint.load_model(tmp_path / "theirs"))
+    again = AutoModelForCausalLM.from_pretrained(path)
+    assert type(again) is type(theirs) and again.config.model_type == theirs.config.model_type
+    torch.testing.assert_close(logits_of(again), logits_of(theirs), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
     hf_llama().to(dtype).save_pretrained(tmp_path)
@@ -269,7 +308,7 @@ def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) 
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama_theta", "llama3_rope", "qwen3_untied"])
+@pytest.mark.parametrize("kind", ["llama_theta", "llama3_rope", "qwen3_untied", "qwen2_yarn", "mistral"])
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_key: str) -> None:
     theirs = FOREIGN[kind]()
@@ -279,7 +318,7 @@ def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_k
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     scaling = {type_key: rope.pop("rope_type")} | rope
-    config["rope_scaling"] = scaling if "llama3" in scaling.values() else None
+    config["rope_scaling"] = scaling if "factor" in scaling else None
     config["torch_dtype"] = config.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert checkpoint.load_config(tmp_path) == expected
@@ -312,15 +351,16 @@ def edit_config(directory: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "qwen2"}, ("qwen2", "biases", "llama, qwen3")),
-        ({"model_type": "mistral"}, ("mistral", "llama, qwen3")),
-        ({"model_type": "absent"}, ("None", "llama, qwen3")),
+        ({"model_type": "gemma2"}, ("gemma2", "soft caps", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": "mistral", "sliding_window": 31}, ("sliding_window=31", "max_position_embeddings=31")),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, ("sliding_window=4096",)),
+        ({"model_type": "absent"}, ("None", "llama, mistral, qwen2, qwen3")),
         ({"attention_bias": True}, ("attention_bias=True",)),
         ({"mlp_bias": True}, ("mlp_bias=True",)),
         ({"hidden_act": "gelu"}, ("hidden_act='gelu'", "'silu'")),
         ({"use_sliding_window": True}, ("use_sliding_window=True",)),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq")),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ("'yarn'", "llama3")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ("'yarn'", "original_max_position")),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("'linear'", "llama3")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("'dynamic'", "llama3")),
         ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, ("rope_type=None",)),
@@ -1097,6 +1137,11 @@ def test_init_from_names_a_run_a_step_a_link_or_a_model(tmp_path: Path) -> None:
     assert checkpoint.resolve(run / "best").resolve() == run / "step_000001"
     assert checkpoint.resolve(run / "latest").resolve() == run / "step_000002"
     assert checkpoint.resolve(tmp_path / "hf") == tmp_path / "hf"
+
+
+def test_a_gguf_file_names_its_converter(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert f"python tools/from_gguf.py {tmp_path}/m.gguf DIR" in error_line(checkpoint.resolve, tmp_path / "m.gguf")
 
 
 def test_init_from_that_names_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.nn as nn
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_ddp import start_ranks
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import ddp
 from groundup.errors import UserError
@@ -51,6 +51,8 @@ def hf_base(directory: Path, kind: str = "llama", **changes: object) -> Path:
     torch.manual_seed(0)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | changes)))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**(SIZES | {"head_dim": 6} | changes)))
     shake(model).save_pretrained(directory)
@@ -58,7 +60,8 @@ def hf_base(directory: Path, kind: str = "llama", **changes: object) -> Path:
 
 
 def hf_load(directory: Path, kind: str = "llama") -> nn.Module:
-    return (LlamaForCausalLM if kind == "llama" else Qwen3ForCausalLM).from_pretrained(directory)
+    classes = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+    return classes[kind].from_pretrained(directory)
 
 
 @torch.no_grad()
@@ -191,7 +194,9 @@ def test_the_published_counts_of_llama_2_with_a_chinese_vocabulary() -> None:
     assert (table["trainable"], table["total"]) == (1_017_970_688, 7_494_242_304)
 
 
-@pytest.mark.parametrize("shape", [{}, {"tie_embeddings": True}, {"qk_norm": True, "head_dim": 6}, "llama2"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"tie_embeddings": True}, {"qk_norm": True, "head_dim": 6}, {"qkv_bias": True}, "llama2"]
+)
 @pytest.mark.parametrize("trainable", ["all", "lora", "embed,lm_head", "embed, lora", "lm_head", "norm,lora", "mlp"])
 def test_the_table_is_what_a_model_counts(shape: dict | str, trainable: str) -> None:
     cfg = replace(LLAMA2, n_layer=2) if shape == "llama2" else tiny(**shape).cfg
@@ -350,6 +355,16 @@ def test_peft_and_we_have_the_same_gradients(tmp_path: Path, trainable: str) -> 
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+def test_peft_loads_our_adapter_on_biased_layers(tmp_path: Path) -> None:
+    base, model, directory = ours_and_files(tmp_path, "lora", KINDS["all"], "qwen2")
+    theirs = PeftModel.from_pretrained(hf_load(base, "qwen2"), directory)
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), rtol=0, atol=2e-5)
+    lora.merge_(model)
+    torch.testing.assert_close(logits_of(model), logits_of(theirs), rtol=0, atol=2e-5)
+    names, up = list(lora.weight_shapes(model.cfg)), LoRAConfig(modules=("up_proj",))
+    assert "biases" in error_line(lora.choose, names, "q_proj.bias,lora", up)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_own_adapter_comes_back_to_the_bit(tmp_path: Path, kind: str) -> None:
     base, model, directory = ours_and_files(tmp_path, "embed,lora", KINDS[kind])
@@ -379,7 +394,7 @@ PEFT = {
 }
 
 
-@pytest.mark.parametrize("base_kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("base_kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", PEFT)
 def test_we_load_pefts_adapters(tmp_path: Path, kind: str, base_kind: str) -> None:
     base = hf_base(tmp_path / "base", base_kind)
