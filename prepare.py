@@ -115,8 +115,8 @@ def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory)
-    if kind == "chat" and min(tokenizer.im_start_id, tokenizer.im_end_id) < 0:
-        raise UserError(f"prepare: the tokenizer in {directory} has no <|im_start|> and <|im_end|> to mark turns")
+    if kind == "chat" and tokenizer.turn_end_id < 0:
+        raise UserError(f"prepare: the tokenizer in {directory} has no chat template and no <|im_end|> to mark turns")
     if tokenizer.eot_id < 0 and kind == "text":
         raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
     return tokenizer
@@ -173,7 +173,7 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
         return manifest
     manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": written, "info": info}
     if tokenizer:
-        manifest |= {"tokenizer_fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
+        manifest |= {"tokenizer_fingerprint": tokenizer.chat_fingerprint(), "vocab_size": tokenizer.vocab_size}
         manifest |= {"dtype": token_dtype(tokenizer.vocab_size).name}
     write_json(out / "manifest.json", manifest)
     return manifest

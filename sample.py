@@ -27,7 +27,7 @@ from groundup.generate.chat import Chat, converse
 from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import Engine, cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, huggingface
+from groundup.train import checkpoint
 from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE, Tokenizer
@@ -97,25 +97,22 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether prompts are user messages."""
     if value not in ("auto", "yes", "no"):
         raise UserError(f"sample: chat must be auto, yes or no, got {value!r}")
-    able = tokenizer.im_start_id >= 0 and tokenizer.im_end_id >= 0
+    able = tokenizer.turn_end_id >= 0
     if value == "yes" and not able:
-        raise UserError(f"sample: chat=yes, but the tokenizer of {directory} has no <|im_start|> and <|im_end|>")
-    return able and (value == "yes" or value == "auto" and is_tuned(directory))
+        raise UserError(f"sample: chat=yes, but the tokenizer of {directory} has no chat template and no <|im_end|>")
+    return able and (value == "yes" or value == "auto" and is_tuned(directory, tokenizer))
 
 
-def is_tuned(directory: Path) -> bool:
+def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat template, so its run's
-    config.py tells, which names the script that wrote it; any other model is tuned if it has a ChatML template."""
+    config.py tells, which names the script that wrote it; any other model is tuned if it has a template of its own."""
     own, config = directory / "config.py", directory.resolve().parent / "config.py"
     config = own if own.exists() else config  # tools/merge.py takes it along
     first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
     script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
     if script:
         return script[1] != "pretrain"
-    settings, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    template = huggingface.read_json(settings).get("chat_template") if settings.exists() else ""
-    template = jinja.read_text(encoding="utf-8") if jinja.exists() else str(template)
-    return "<|im_start|>" in template and template != CHAT_TEMPLATE
+    return tokenizer.template_source not in ("", CHAT_TEMPLATE)
 
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:

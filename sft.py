@@ -110,10 +110,9 @@ def evaluate(
 
 
 def answer(
-    model: Transformer, tokenizer: Tokenizer, conversations: list[list[dict]], max_new_tokens: int
+    model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int
 ) -> list[tuple[str, bool]]:
-    """Return the greedy answer to each conversation, and whether it ends by itself."""
-    prompts = [tokenizer.render(messages, add_generation_prompt=True)[0] for messages in conversations]
+    """Return the greedy answer to each prompt, and whether it ends by itself."""
     banned = never_sampled(tokenizer, model.cfg.vocab_size)
     params = SamplingParams(max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids, banned_ids=banned)
     results = generate(model, tokenizer, prompts, params, batch_size=16) if prompts else []
@@ -167,7 +166,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
-    questions = [messages for messages, _ in corpus.prompts(eval_answers)]
+    questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     shown = [text for text in sample_prompts.split("|") if text]
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
@@ -179,7 +178,8 @@ if __name__ == "__main__":
         mine = answer(model, tokenizer, questions[world.rank :: world_size], eval_new_tokens)
         ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
         scores["self_stop"] = (ended[0] / ended[1]).item()  # the fraction that ends by itself; nan without questions
-        answers = answer(model, tokenizer, [[{"role": "user", "content": text}] for text in shown], eval_new_tokens)
+        asked = [tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)[0] for text in shown]
+        answers = answer(model, tokenizer, asked, eval_new_tokens)
         line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
         line += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
         line += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []

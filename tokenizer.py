@@ -24,7 +24,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from groundup.files.streams import scrub
 from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
 from groundup.tokens import bpe, foreign
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
+from groundup.tokens.templates import ChatTemplate
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -125,8 +126,10 @@ def extended(tokenizer: "Tokenizer", texts: Iterable[str], n_new: int) -> "Token
 
 
 def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Return `tokenizer` with what conversations need: <|im_start|>, <|im_end|> and <|pad|> after all other ids where
-    it has none, and our chat template in place of its own. Every old id stays."""
+    """Return `tokenizer` with what conversations need. One that has a chat template of its own stays as it is; any
+    other gets ours, and after all other ids <|im_start|>, <|im_end|> and <|pad|> where it has none."""
+    if tokenizer.template_source not in ("", CHAT_TEMPLATE):
+        return tokenizer
     files, first = dict(tokenizer.files), tokenizer.vocab_size
     names = [name for name in ("<|im_start|>", "<|im_end|>") if name not in tokenizer.special_tokens]
     names += ["<|pad|>"] if tokenizer.pad_id < 0 else []
@@ -135,7 +138,6 @@ def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
         files = foreign.with_specials(files, names, first)
     config = json.loads(files.get("tokenizer_config.json", b"{}")) | {"chat_template": CHAT_TEMPLATE}
     config |= {"pad_token": "<|pad|>"} if tokenizer.pad_id < 0 else {}
-    files.pop("chat_template.jinja", None)
     return Tokenizer(files | {"tokenizer_config.json": foreign.to_json(config)}, tokenizer.generation_config)
 
 
@@ -211,6 +213,7 @@ class Tokenizer:
     vocab_size: every id is below it;  special_tokens {text: id}
     pieces {id: bytes of the token, or the name of a special one}
     eot_id, pad_id, im_start_id, im_end_id, bos_id: -1 where another's tokenizer has none; in ours bos_id is eot_id
+    turn_end_id: the id that ends an assistant's turn, -1 if there is no chat template
     begins: whether bos_id stands before every text, as the tokenizer's own files say
     stop_ids: the ids that end a text or a turn
     """
@@ -241,7 +244,15 @@ class Tokenizer:
         self.begins = self.bos_id >= 0 and foreign.begins_text(files, config)
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
-        self.stop_ids = frozenset({self.eot_id, self.im_end_id} - {-1})
+        self.template_source = find_template(files, config)
+        self.turn_end_id = self._find_turn_end()
+        ends = json.loads(generation_config).get("eos_token_id")
+        ends = {i for i in (ends if isinstance(ends, list) else [ends]) if i in self.special_ids}
+        self.stop_ids = frozenset({self.eot_id, self.turn_end_id, self.im_end_id, *ends} - {-1})
+
+    def __reduce__(self) -> tuple:
+        """Pickle the files: a compiled template cannot be."""
+        return Tokenizer, (self.files, self.generation_config)
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "Tokenizer":
@@ -309,18 +320,44 @@ class Tokenizer:
         identity = [self.backend, sorted(self.special_tokens.items()), self.engine.identity()]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
-    def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> tuple[list[int], list[int]]:
-        """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...] in ChatML. Raise UserError.
+    def chat_fingerprint(self) -> str:
+        """Return a SHA-256 of all that decides the ids of a conversation."""
+        if self.template_source in ("", CHAT_TEMPLATE):
+            return self.fingerprint()
+        return hashlib.sha256(f"{self.fingerprint()}{self.template_source}".encode()).hexdigest()
 
-        Each message is <|im_start|> role newline content <|im_end|> newline; the prompt for an answer ends after
-        "assistant" newline. The markers are ids and the rest is ordinary text, so no content can open or close a turn.
-        mask is 1 where the model is trained: an assistant's content and its <|im_end|>, at which generation stops.
+    @cached_property
+    def template(self) -> ChatTemplate:
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        names = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
+        texts = {key: name["content"] if isinstance(name, dict) else name for key, name in names.items() if name}
+        return ChatTemplate(self.template_source, self.special_tokens, texts)
+
+    def _find_turn_end(self) -> int:
+        if self.template_source in ("", CHAT_TEMPLATE):
+            return self.im_end_id
+        try:
+            talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            last = [piece.text for piece in self.template.pieces(talk) if piece.special and piece.learned]
+        except UserError:  # render() will say it
+            return self.eot_id
+        return self.special_tokens[last[-1]] if last else self.eot_id
+
+    def render(
+        self, messages: Sequence[dict], add_generation_prompt: bool = False, **settings: object
+    ) -> tuple[list[int], list[int]]:
+        """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...]. Raise UserError.
+
+        A published checkpoint's conversations are written by its own template (groundup/tokens/templates.py), with the
+        settings that this reads. Ours are ChatML: each message is <|im_start|> role newline content <|im_end|> newline;
+        the prompt for an answer ends after "assistant" newline. Markers are ids and all the rest is ordinary text, so
+        no content can open or close a turn. mask is 1 where the model is trained: on the assistant's words and the
+        token that ends its turn, at which generation stops.
         """
-        if self.im_start_id < 0 or self.im_end_id < 0:
-            raise UserError("tokenizer: this tokenizer has no <|im_start|> and <|im_end|>, so no conversations")
+        if self.turn_end_id < 0:
+            raise UserError("tokenizer: this tokenizer has no chat template and no <|im_end|>, so no conversations")
         if not messages:
             raise UserError("tokenizer: a conversation needs at least one message")
-        segments = []  # (ids, mask value)
         for i, message in enumerate(messages):
             message = message if isinstance(message, dict) else {}
             role, content = message.get("role"), message.get("content")
@@ -328,12 +365,47 @@ class Tokenizer:
                 raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
             if not isinstance(content, str):
                 raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
-            segments.append(([self.im_start_id, *self.encode(role + "\n")], 0))
-            segments.append(([*self.encode(content), self.im_end_id], int(role == "assistant")))
+        if self.template_source not in ("", CHAT_TEMPLATE):
+            return self._render_by_template(messages, add_generation_prompt, settings)
+        segments = []  # (ids, mask value)
+        for message in messages:
+            segments.append(([self.im_start_id, *self.encode(message["role"] + "\n")], 0))
+            ids = [*self.encode(message["content"]), self.im_end_id]
+            segments.append((ids, int(message["role"] == "assistant")))
             segments.append((self.encode("\n"), 0))
         if add_generation_prompt:
             segments.append(([self.im_start_id, *self.encode("assistant\n")], 0))
         return [i for ids, _ in segments for i in ids], [value for ids, value in segments for _ in ids]
+
+    def _render_by_template(
+        self, messages: Sequence[dict], add_generation_prompt: bool, settings: dict
+    ) -> tuple[list[int], list[int]]:
+        ids, mask = [], []
+        for piece in self.template.pieces(messages, add_generation_prompt, learn=not add_generation_prompt, **settings):
+            new = [self.special_tokens[piece.text]] if piece.special else self.encode(piece.text)
+            ends = np.cumsum([len(self.pieces[i]) for i in new])
+            n_bytes = partial(bytes_until, piece.text, self.engine)
+            ends -= ends[-1:] - n_bytes(len(piece.text))  # a space that the tokenizer puts in front
+            begins, learned = np.concatenate([[0], ends[:-1]]), np.zeros(len(new), int)
+            for begin, end in piece.learned:
+                learned |= (begins < n_bytes(end)) & (ends > n_bytes(begin))
+            ids += new
+            mask += learned.tolist()
+        return ids, mask
+
+
+def bytes_until(text: str, engine: object, end: int) -> int:
+    """Return how many bytes the tokenizer sees of text[:end]."""
+    return len((unicodedata.normalize("NFC", text[:end]) if getattr(engine, "nfc", False) else text[:end]).encode())
+
+
+def find_template(files: dict[str, bytes], config: dict) -> str:
+    """Return the chat template of a tokenizer's files, "" if there is none; of several the one called default."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    found = config.get("chat_template") or ""
+    named = {one["name"]: one["template"] for one in found} if isinstance(found, list) else {"default": found}
+    return named.get("default", "")
 
 
 class Pieces(dict):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
-    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign"),
+    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates"),
     ("groundup.tokens", "model"),
     ("groundup.text",),
     ("groundup.train", "ddp"),

@@ -70,6 +70,6 @@ def closed_ids(found: Completion, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of an answer, with <|im_end|> in place of what ended it, as in training. A stop string may end in
     the middle of a token, so the text before it is tokenized again."""
     if isinstance(found.stop_reason, str):
-        return [*tokenizer.encode(found.text), tokenizer.im_end_id]
+        return [*tokenizer.encode(found.text), tokenizer.turn_end_id]
     ids = found.ids if found.stop_reason is None else found.ids[:-1]
-    return [*ids, tokenizer.im_end_id]
+    return [*ids, tokenizer.turn_end_id]

@@ -156,7 +156,7 @@ class ModelReward:
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Return the scores of finished answers, read at <|im_end|>, which replaces the id that ended them. Raise
         UserError for a score that is not finite, and for an answer too long for the model."""
-        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], self.tokenizer.im_end_id] for rollout in rollouts]
+        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], self.tokenizer.turn_end_id] for rollout in rollouts]
         scores = score_ids(self.model, rows, max(self.tokenizer.pad_id, 0), self.batch_size, self.dtype)
         for rollout, value in zip(rollouts, scores, strict=True):
             if not math.isfinite(value):

@@ -21,7 +21,7 @@ COMMANDS = "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; 
 
 
 class Chat:
-    """A conversation as token ids. Answers are kept as generated, so that the engine's cache stays valid."""
+    """A conversation. Each prompt repeats what was said before, so that the engine's cache holds most of it."""
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, system: str = "", compile: bool = False
@@ -32,43 +32,36 @@ class Chat:
         self.tokenizer, self.params, self.system = tokenizer, params, system
         self.context = model.cfg.block_size
         self.engine = Engine(model, tokenizer, rows=1, compile=compile)
-        self.turns: list[list[int]] = []  # ids of each question and its answer
-        self.dropped = 0  # turns that did not fit before the last answer
+        self.turns: list[dict] = []  # messages: a question, its answer, the next question ...
+        self.dropped = 0  # questions that did not fit before the last answer
 
     def ask(self, message: str) -> Iterator[str]:
         """Yield the answer in pieces. If it is closed early, what was said so far stays in the history."""
-        question, _ = self.tokenizer.render([{"role": "user", "content": message}], add_generation_prompt=True)
+        question = {"role": "user", "content": message}
         prompt = self._fitted(question)
-        ids, texts = [], []
+        texts = []
         try:
             for token in self.engine.stream(prompt, self.params):
-                ids.append(token.id)
                 texts.append(token.text)
                 yield token.text
         finally:
-            if ids:
-                end = [self.tokenizer.im_end_id, *self.tokenizer.encode("\n")]
-                self.turns.append(question + self._said(ids, "".join(texts)) + end)
+            if texts:
+                self.turns += [question, {"role": "assistant", "content": "".join(texts)}]
 
-    def _fitted(self, question: list[int]) -> list[int]:
+    def _fitted(self, question: dict) -> list[int]:
         """Return the prompt of an answer. Drop the oldest turns until max_new_tokens fit, at most half the context."""
         room = self.context - min(self.params.max_new_tokens, self.context // 2)
-        head = self.tokenizer.render([{"role": "system", "content": self.system}])[0] if self.system else []
-        n_fixed = len(head) + len(question)
-        if n_fixed > self.context:
-            raise UserError(f"chat: message and system message have {n_fixed} tokens, over {self.context}; shorten it")
+        system = [{"role": "system", "content": self.system}] if self.system else []
         self.dropped = 0
-        while self.turns and n_fixed + sum(map(len, self.turns)) > room:
-            self.turns.pop(0)
+        while True:
+            ids, _ = self.tokenizer.render([*system, *self.turns, question], add_generation_prompt=True)
+            if len(ids) <= room or not self.turns:
+                break
+            del self.turns[:2]
             self.dropped += 1
-        return head + sum(self.turns, []) + question
-
-    def _said(self, ids: list[int], text: str) -> list[int]:
-        """Return the ids of an answer as it was shown, without stop texts and characters cut in half."""
-        if ids and ids[-1] in self.params.stop_ids:
-            ids = ids[:-1]
-        same = self.tokenizer.decode(ids, self.params.skip_special_tokens) == text
-        return ids if same else self.tokenizer.encode(text)
+        if len(ids) > self.context:
+            raise UserError(f"chat: message and system message have {len(ids)} tokens, over {self.context}; shorten it")
+        return ids
 
 
 def converse(chat: Chat) -> None:

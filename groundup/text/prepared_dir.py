@@ -95,7 +95,8 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
             for name in manifest.get("sources", {"": {}}):
                 PackedData(directory, pack, name)
     fingerprint = manifest.get("tokenizer_fingerprint")
-    if fingerprint and Tokenizer.load(directory).fingerprint() != fingerprint:
+    tokenizer = Tokenizer.load(directory) if fingerprint else None
+    if fingerprint and fingerprint not in (tokenizer.fingerprint(), tokenizer.chat_fingerprint()):
         raise UserError(f"prepare: the tokenizer in {directory} did not make its tokens; rerun prepare.py")
     return manifest
 

@@ -31,14 +31,6 @@ def tokenize(messages: list[dict], tokenizer: Tokenizer) -> tuple[np.ndarray, np
     return np.array(ids, token_dtype(tokenizer.vocab_size)), np.array(mask, np.uint8)
 
 
-def untokenize(ids: np.ndarray, tokenizer: Tokenizer) -> list[dict]:
-    """Return the messages whose ids `tokenize` has made."""
-    begins = [*np.flatnonzero(ids == tokenizer.im_start_id).tolist(), len(ids)]
-    ends = np.flatnonzero(ids == tokenizer.im_end_id).tolist()
-    turns = [tokenizer.decode(ids[begin + 1 : end].tolist()) for begin, end in zip(begins, ends, strict=False)]
-    return [dict(zip(("role", "content"), turn.split("\n", 1), strict=True)) for turn in turns]
-
-
 # ---- many conversations ----------------------------------------------------------------------------------------------
 
 
@@ -49,7 +41,7 @@ class Conversations:
     tokens: np.ndarray  # (n_ids,) uint16 or uint32
     mask: np.ndarray  # (n_ids,) uint8
     offsets: np.ndarray  # (n + 1,) int64
-    end_id: int  # <|im_end|>
+    end_id: int  # ends an assistant's turn
     pad_id: int  # 0 if the tokenizer has none: padding is never read
     fingerprint: str  # sha256 of all this, the same in memory and mapped
 
@@ -64,8 +56,8 @@ class Conversations:
 
 def make_conversations(arrays: Sequence[np.ndarray], digests: list[str], tokenizer: Tokenizer) -> Conversations:
     """Return the Conversations of (tokens, mask, offsets), whose .npy files have these sha256 `digests`."""
-    fingerprint = fingerprint_of(digests, tokenizer.fingerprint())
-    return Conversations(*arrays, tokenizer.im_end_id, max(tokenizer.pad_id, 0), fingerprint)
+    fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
+    return Conversations(*arrays, tokenizer.turn_end_id, max(tokenizer.pad_id, 0), fingerprint)
 
 
 def in_memory(rendered: Sequence[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer) -> Conversations:
@@ -142,7 +134,7 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
     directory, reader = Path(path), ChatReader(tokenizer)
     if (directory / "manifest.json").exists():
         manifest = read_manifest(directory, "chat")
-        if manifest.get("tokenizer_fingerprint") == tokenizer.fingerprint():
+        if manifest.get("tokenizer_fingerprint") == tokenizer.chat_fingerprint():
             found = {split: in_memory([], tokenizer) for split in ("train", "val")}
             for split in found.keys() & manifest["splits"]:
                 entry = manifest["splits"][split]["tokens"]

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from groundup.tokens.batches import in_each
-from groundup.tokens.chat_files import Conversations, read_chat, untokenize
+from groundup.tokens.chat_files import Conversations, read_chat
 from groundup.tokens.corpus import RowCorpus, spread
 from groundup.tokens.mixture import Mixture, parse_weights
 from groundup.tokens.packing import pack_rows
@@ -205,15 +205,16 @@ class ChatCorpus(RowCorpus):
         for chosen in spread(data.n_rows, batch_size, eval_steps, rank, world_size):
             yield load_rows([data], np.zeros_like(chosen), chosen * (self.block_size + 1))
 
-    def prompts(self, n: int) -> list[tuple[list[dict], str]]:
-        """Return (messages, the reference answer) of n validation conversations, from all sources in turn; only of
-        those that fit into a row and have a turn before the answer."""
+    def prompts(self, n: int) -> list[tuple[list[int], str]]:
+        """Return (ids up to the last answer, that answer) of n validation conversations, from all sources in turn; only
+        of those that fit into a row and have a turn before the answer."""
 
-        def of_one(rows: Rows) -> Iterator[list[dict]]:
-            fitting = (ids for ids, _ in map(rows.of.ids, range(len(rows.of))) if len(ids) <= self.block_size)
-            talks = (untokenize(ids, self.tokenizer) for ids in fitting)
-            return itertools.islice((talk for talk in talks if len(talk) > 1), n)
+        def of_one(rows: Rows) -> Iterator[tuple[list[int], str]]:
+            for ids, mask in filter(lambda one: len(one[0]) <= self.block_size, map(rows.of.ids, range(len(rows.of)))):
+                end = int(np.flatnonzero(mask)[-1])
+                begin = int(np.flatnonzero(mask[:end] == 0)[-1]) + 1
+                if begin > 0:
+                    yield ids[:begin].tolist(), self.tokenizer.decode(ids[begin:end].tolist())
 
-        of_each = map(of_one, self.val.values())
-        talks = [talk for turn in itertools.zip_longest(*of_each) for talk in turn if talk][:n]
-        return [(talk[:-1], talk[-1]["content"]) for talk in talks]
+        of_each = (itertools.islice(of_one(rows), n) for rows in self.val.values())
+        return [talk for turn in itertools.zip_longest(*of_each) for talk in turn if talk][:n]

@@ -51,7 +51,7 @@ def tokenize(pair: row_formats.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
     dtype = token_dtype(tokenizer.vocab_size)
     prompt, _ = tokenizer.render(pair.prompt, add_generation_prompt=True)
-    answers = ([*tokenizer.encode(answer), tokenizer.im_end_id] for answer in (pair.chosen, pair.rejected))
+    answers = ([*tokenizer.encode(answer), tokenizer.turn_end_id] for answer in (pair.chosen, pair.rejected))
     return Tokenized(*(np.array(ids, dtype) for ids in (prompt, *answers)))
 
 
@@ -113,7 +113,7 @@ class Pairs:
         no_column = np.full(len(found), np.nan, np.float32)  # of a former key; runs of that time resume
         arrays = self.tokens, self.offsets, self.margin, no_column
         digests = [*map(sha256_of, arrays), str(block_size)]
-        self.fingerprint = fingerprint_of(digests, tokenizer.fingerprint())
+        self.fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (prompt, chosen, rejected) of pair i."""
@@ -215,7 +215,7 @@ class PairCorpus(RowCorpus):
         self.tokenizer, self.block_size, self.seed, self.n_pairs = tokenizer, block_size, seed, 0
         self.open(spec, val_data, val_fraction)
         digests = [pairs.fingerprint for pairs in (*self.train, *self.val.values())]
-        self.fingerprint = fingerprint_of(digests, tokenizer.fingerprint())
+        self.fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
 
     def reader(self) -> PairReader:
         return PairReader(self.tokenizer, self.block_size)

@@ -130,7 +130,7 @@ def write_model(
         huggingface.save_adapter(directory, model, str(Path(base).resolve()), base_weights=weights_key(Path(base)))
     else:
         raise UserError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
-    ends = [i for i in (tokenizer.eot_id, tokenizer.im_end_id) if i >= 0]  # of a text, of a turn
+    ends = sorted(tokenizer.stop_ids)
     write_json(directory / "generation_config.json", huggingface.special_ids(tokenizer) | {"eos_token_id": ends})
 
 

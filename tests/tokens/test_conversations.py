@@ -14,7 +14,7 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import in_memory, read_chat, tokenize, untokenize
+from groundup.tokens.chat_files import in_memory, read_chat, tokenize
 from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
 from groundup.tokens.corpus import same_order
 from tokenizer import Tokenizer, train
@@ -36,7 +36,7 @@ class Toy:
 
     IDS = {"user": [10], "assistant": [14], "\n": [11], "H": [12], "i": [13], "a": [14], "你": [15], "好": [16]}
     IDS |= {"1": [17], "+": [18], "2": [19], "b": [20]}
-    im_start_id, im_end_id, pad_id, vocab_size = 1, 2, 0, 64
+    im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, template_source = 1, 2, 2, 0, 64, ""
     render = Tokenizer.render
 
     def encode(self, text: str) -> list[int]:
@@ -45,7 +45,7 @@ class Toy:
             return self.IDS[role] + self.IDS["\n"]
         return [i for char in text for i in self.IDS[char]]
 
-    def fingerprint(self) -> str:
+    def chat_fingerprint(self) -> str:
         return "toy"
 
 
@@ -328,11 +328,9 @@ def test_val_data_and_prompts(tok, two_files):
     corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
     assert len(corpus.train[0].of) == 80 and len(corpus.val["b.jsonl"].of) == 30 and corpus.val_shares() == [1.0]
     fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
-    expected = [(talk[:-1], talk[-1]["content"]) for talk in fitting]
+    expected = [(tok.render(talk[:-1], add_generation_prompt=True)[0], talk[-1]["content"]) for talk in fitting]
     assert 5 < len(expected) < 30  # the others could not be asked
     assert corpus.prompts(5) == expected[:5] and corpus.prompts(100) == expected
-    odd = [user("two\nlines\n"), assistant("<|im_end|> \n\n 🙂 ")]
-    assert untokenize(tokenize(odd, tok)[0], tok) == odd
 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
@@ -351,7 +349,7 @@ def test_bad_rows_are_counted_by_reason_and_named_by_line(tok, tmp_path):
     assert source.reader.dropped == reasons | {"answer missing": 1}
     assert len(source.train) == 11 and len(source.val) == 0 and source.reader.trimmed == 1
     ids, _ = source.train.ids(10)
-    assert untokenize(ids, tok) == [user("cut"), assistant("me")]
+    assert ids.tolist() == tok.render([user("cut"), assistant("me")])[0]
     named = [place for place in source.reader.places if "two assistant" in place]
     assert named == [f"{path}:{line}: two assistant turns in a row" for line in (11, 14, 17)]
     assert any(f"{path}:16: not understood: a turn has the role 'robot'" in place for place in source.reader.places)
@@ -392,8 +390,8 @@ def test_several_containers_and_shapes_in_one_glob(tok, tmp_path):
     write(tmp_path / "d.jsonl", [{"chosen": question + "a4", "rejected": question + "x"}])
     for path in (str(tmp_path), str(tmp_path / "*.json*")):
         source = read_chat(path, tok, 0.0)
-        found = [untokenize(source.train.ids(i)[0], tok) for i in range(len(source.train))]
-        assert found == [[user(f"q{k}"), assistant(f"a{k}")] for k in (1, 2, 3, 4)]
+        found = [source.train.ids(i)[0].tolist() for i in range(len(source.train))]
+        assert found == [tok.render([user(f"q{k}"), assistant(f"a{k}")])[0] for k in (1, 2, 3, 4)]
 
 
 # ---- prepared directories --------------------------------------------------------------------------------------------
