@@ -93,7 +93,7 @@ max_bad_fraction = 1.0  # exit status 1 if a larger fraction of the records is u
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
 
-VERSION = 7  # of the output; a directory of another version is made again
+VERSION = 8  # of the output; a directory of another version is made again
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {

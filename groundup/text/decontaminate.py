@@ -10,9 +10,11 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files import readers, streams
-from groundup.text.dedup import SLICE, Units, units, windows
+from groundup.text.cleaning import code_points
+from groundup.text.dedup import SINGLE, SLICE, Units, unit_codes, units, windows
 
 RUN = 13  # units of question and choices in a row; a fifth of CMMLU's questions alone have fewer
+RUN_HAN = 26  # of text in Chinese characters or kana: two are like a word, and 13 are often a phrase, see docs/data.md
 WHOLE = 8  # units; a shorter evaluation item is too common a phrase to look for
 CUT_CHARS = 200  # removed on each side of an evaluation question
 PROMPTS = ("question", "prompt", "text", "instruction")
@@ -21,9 +23,10 @@ MMLU = ("question", "a", "b", "c", "d", "answer")  # its files do not name their
 
 
 class Evals:
-    """Evaluation items, found in a text by RUN consecutive units of question and choices together.
+    """Evaluation items, found in a text by `run_of` consecutive units of question and choices together.
 
-    An item of fewer units is found by all of them; one of fewer than WHOLE is only listed, in `unprotected`.
+    An item of fewer units is found by all of them; one of fewer than WHOLE is only listed, in `unprotected`. A Chinese
+    question that is shorter than a run is also found without its choices, from RUN units on.
     """
 
     def __init__(self, n_items: int, unprotected: list[str], hashes: dict[int, np.ndarray]) -> None:
@@ -41,14 +44,18 @@ class Evals:
             if not items:
                 raise UserError(f"decontaminate: {path}: no items; not an evaluation file?")
             n_items += len(items)
-            these = units([text for _, text in items])
-            for (place, text), begin, end in zip(items, these.starts[:-1], these.starts[1:], strict=True):
-                length = min(RUN, int(end - begin))
+            these = units([text for *_, text in items])
+            for (place, question, text), begin, end in zip(items, these.starts[:-1], these.starts[1:], strict=True):
+                run, n_question = run_of(text, int(end - begin)), int((these.ends[begin:end] <= len(question)).sum())
+                length = min(run, int(end - begin))
                 if length < WHOLE:
                     unprotected.append(f"{place}: {' '.join(text.split())[:80]}")
                     continue
                 *_, runs = windows(these.hashes[begin:end], length)
                 found.setdefault(length, []).append(runs)
+                if RUN <= n_question < length:
+                    *_, runs = windows(these.hashes[begin : begin + n_question], n_question)
+                    found.setdefault(n_question, []).append(runs)
         return cls(n_items, unprotected, {length: np.unique(np.concatenate(runs)) for length, runs in found.items()})
 
     def save(self, path: str) -> None:
@@ -67,9 +74,10 @@ class Evals:
     def find(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
         """Return all runs of evaluation items: indices of their first units, ascending, and lengths in units."""
         places, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        longest = max(self.tables, default=1)
         for begin in range(0, len(units.hashes), SLICE):
-            part = units.hashes[begin : begin + SLICE + RUN - 1]
-            for length, runs in enumerate(windows(part, min(RUN, len(part))), 1):
+            part = units.hashes[begin : begin + SLICE + longest - 1]
+            for length, runs in enumerate(windows(part, min(longest, len(part))), 1):
                 if length in self.tables:
                     at = begin + self.tables[length].find(runs[:SLICE])
                     text_end = units.starts[np.searchsorted(units.starts, at, "right")]
@@ -93,6 +101,12 @@ class Evals:
         return self.cut(rest)  # parts that are now adjacent may form an item again
 
 
+def run_of(text: str, n_units: int) -> int:
+    """Return RUN_HAN if most units of a text are characters that are units by themselves, else RUN."""
+    n_single = np.count_nonzero(unit_codes()[code_points(text)] >= SINGLE)
+    return RUN_HAN if 2 * n_single > n_units else RUN
+
+
 class Table:
     """Finds known hashes among many: first by flags for their leading bits, then by binary search."""
 
@@ -108,8 +122,8 @@ class Table:
         return places[self.known[nearest] == hashes[places]]
 
 
-def read_items(path: str) -> Iterator[tuple[str, str]]:
-    """Yield ("path:line", question and choices) of each item of an evaluation file. Raise UserError if it is none."""
+def read_items(path: str) -> Iterator[tuple[str, str, str]]:
+    """Yield ("path:line", question, question and choices) of each item of an evaluation file. Raise UserError."""
     with streams.open_stream(path) as stream:
         kind = readers.container(path, stream.peek(), "file")
     if kind == "file":
@@ -122,18 +136,18 @@ def read_items(path: str) -> Iterator[tuple[str, str]]:
         if record.problem:
             detail = " ".join(record.detail.split())
             raise UserError(f"decontaminate: {place}: {record.problem}: {detail}; mend the file")
-        yield place, item_text(record.value, place)
+        yield place, *item_text(record.value, place)
 
 
-def item_text(value: object, place: str) -> str:
-    """Return question and choices, one per line. Answers are left out: many items have the same."""
+def item_text(value: object, place: str) -> tuple[str, str]:
+    """Return (question, question and choices, one per line). Answers are left out: many items have the same."""
     value = value if isinstance(value, dict) else {"text": value}
     row = {str(key).strip().lower(): found for key, found in value.items()}
     question = next((row[name] for name in PROMPTS if isinstance(row.get(name), str)), None)
     if question is None:
         what = f"no question, prompt, text or instruction in {', '.join(row)[:200]}"
         raise UserError(f"decontaminate: {place}: {what}; not an evaluation file?")
-    return "\n".join([question, *(text for name in CHOICES for text in strings(row.get(name)))])
+    return question, "\n".join([question, *(text for name in CHOICES for text in strings(row.get(name)))])
 
 
 def strings(value: object) -> list[str]:

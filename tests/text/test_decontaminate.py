@@ -67,13 +67,16 @@ def first_match(evals: Evals, text: str) -> int:
     return first_matches(evals, [text])[0]
 
 
-def test_a_run_of_13_units_is_found_and_one_of_12_is_not(cmmlu: str) -> None:
+def test_a_run_of_13_words_is_found_and_one_of_12_is_not(cmmlu: str) -> None:
     evals = Evals.from_files([cmmlu])
     words = QUESTION.split()
     assert first_match(evals, "before it " + " ".join(words[1:14]) + " after") == 2
     assert first_match(evals, "before it " + " ".join(words[1:13]) + " after") == -1
-    assert first_match(evals, "前文。" + CHINESE_QUESTION[3:16] + "后文") == 2
-    assert first_match(evals, "前文。" + CHINESE_QUESTION[3:15] + "后文") == -1
+    item = CHINESE_QUESTION + "只在夜间进行，需要光"  # in Chinese, of 26 characters and one of 25
+    assert first_match(evals, "前文。" + item[1:28] + "后文") == 2
+    assert first_match(evals, "前文。" + item[1:26] + "后文") == -1
+    assert first_match(evals, "前文。" + CHINESE_QUESTION + "后文") == 2  # or the whole question
+    assert first_match(evals, "前文。" + CHINESE_QUESTION[1:] + "后文") == -1
     # its choices belong to it
     assert first_match(evals, "thirteen fourteen fifteen red, green a blue one none of these all more") == -1
     assert first_match(evals, "twelve thirteen fourteen fifteen red, green a blue one none of these all more") == 0
@@ -104,7 +107,7 @@ def test_matches_equal_sets_of_tuples(cmmlu: str, tmp_path: Path) -> None:
     runs: set[tuple] = set()
     for question in questions:
         strings = unit_strings(question)
-        length = min(13, len(strings))
+        length = min(13 if " " in question else 26, len(strings))
         if length >= 8:
             runs |= {tuple(strings[i : i + length]) for i in range(len(strings) - length + 1)}
     texts = [*EDGE_TEXTS, chinese(rng, 70_000) + "。" + next(q for q in questions if " " not in q and len(q) > 15)]
@@ -116,7 +119,7 @@ def test_matches_equal_sets_of_tuples(cmmlu: str, tmp_path: Path) -> None:
     expected = []
     for text in texts:
         strings = unit_strings(text)
-        hit = (i for i in range(len(strings)) if any(tuple(strings[i : i + n]) in runs for n in range(8, 14)))
+        hit = (i for i in range(len(strings)) if any(tuple(strings[i : i + n]) in runs for n in range(8, 27)))
         expected.append(next(hit, -1))
     assert 20 < sum(place >= 0 for place in expected) < len(expected) - 100
     evals = Evals.from_files([str(path)])
