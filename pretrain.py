@@ -187,6 +187,7 @@ if __name__ == "__main__":
     n_known = count_known_ids(source, tokenizer, data_dir) if source else 0
     cfg = choose_architecture(config, source, tokenizer.vocab_size)
     check_trainable(config, source, tokenizer.vocab_size - n_known)
+    checkpoint.check_saves(cfg, tokenizer)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:
         epochs, warnings = corpus.describe(mixture, max_steps * rows_per_step)

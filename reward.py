@@ -105,6 +105,7 @@ if __name__ == "__main__":
     if data == DEBUG_DATA:
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
+    tokenizer = reward_model.padded(tokenizer)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
     given = dict(config)  # out_dir/config.py keeps max_steps=0

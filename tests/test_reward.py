@@ -192,6 +192,31 @@ def test_scores_and_loss_equal_transformers_and_trl(base, tmp_path, name):
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
 
 
+def test_a_padding_token_that_ends_turns_is_replaced_before_the_first_step(run, base, tmp_path):
+    """SmolLM2 pads with <|im_end|>, of which transformers would read none."""
+    own = Tokenizer.load(base / "model")
+    files = {name: content.replace(b"<|pad|>", b"<|other|>") for name, content in own.files.items()}
+    config = json.loads(files["tokenizer_config.json"]) | {"pad_token": "<|im_end|>"}
+    tokenizer = Tokenizer(files | {"tokenizer_config.json": json.dumps(config).encode()})
+    assert tokenizer.pad_id == tokenizer.im_end_id
+    checkpoint.write_model(tmp_path / "base", checkpoint.load_model(base / "model"), tokenizer)
+    assert run(f"--init_from={tmp_path / 'base'}", "--max_steps=2") == 0
+    path = tmp_path / "out/latest"
+    model, saved = reward_model.load(path), Tokenizer.load(path)
+    assert saved.pad_id not in (-1, saved.im_end_id) and saved.fingerprint() == tokenizer.fingerprint()
+    with torch.no_grad():
+        model.score.weight.normal_()
+    reward_model.write_model(tmp_path / "again", model, tokenizer)
+    rows, hf = rows_of(some_batch(base, 4)), classifier(tmp_path / "again")
+    x = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), True, hf.config.pad_token_id)
+    with torch.no_grad():
+        theirs = hf(x).logits[:, 0].tolist()
+    assert reward_model.score_ids(model, rows, saved.pad_id) == pytest.approx(theirs, abs=1e-5)
+    alone = SimpleNamespace(pad_id=2, turn_end_id=2, special_tokens={"</s>": 2})
+    with pytest.raises(UserError, match="no special token to pad with"):
+        reward_model.padded(alone)
+
+
 def test_scores_stay_float32_under_autocast(base):
     model, batch = random_model(base), some_batch(base)
     losses, chosen, _ = pair_losses(model, batch, PLAIN, CPU[0], torch.bfloat16)

@@ -10,6 +10,7 @@ On disk it is transformers' LlamaForSequenceClassification (Qwen3's with QK-norm
 same score for text padded on the right with <|pad|>. The head has no bias: only differences of scores have a meaning.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
+from groundup.tokens import foreign
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.device import autocast
 from model import ModelConfig, Transformer
@@ -122,10 +124,23 @@ def evaluate(
     return scores
 
 
+def padded(tokenizer: Tokenizer) -> Tokenizer:
+    """Return `tokenizer` with a padding token that ends no turn: transformers reads the score at the last token that is
+    not padding. Raise UserError if it has no other special token to take."""
+    ends = (-1, tokenizer.turn_end_id)
+    if tokenizer.pad_id not in ends:
+        return tokenizer
+    free = {name: i for name, i in tokenizer.special_tokens.items() if i not in ends}
+    if not free:
+        raise UserError("reward: the tokenizer has no special token to pad with, beside the one that ends a turn")
+    pad = min(free, key=lambda name: ("pad" not in name, "text" not in name, free[name]))
+    config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}")) | {"pad_token": pad}
+    return Tokenizer(tokenizer.files | {"tokenizer_config.json": foreign.to_json(config)}, tokenizer.generation_config)
+
+
 def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> None:
     """Write the Hugging Face directory, with adapters merged into the weights."""
-    if tokenizer.pad_id in (-1, tokenizer.im_end_id):
-        raise UserError("reward: the tokenizer needs a padding token of its own, or transformers reads another score")
+    tokenizer = padded(tokenizer)
     weights = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
     weights |= {f"{name}.weight": layer.merged_weight() for name, layer in lora.adapters(model)}
     stored = {stored_name(name): p.detach().to("cpu", torch.float32) for name, p in weights.items()}

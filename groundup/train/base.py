@@ -29,7 +29,9 @@ def open_base(config: dict, debug_data: str) -> Base:
     tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(config["data"]).parent)))
     n_known = count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     check_trainable(config, source, tokenizer.vocab_size - n_known)
-    return Base(source, tokenizer, n_known, tuned_architecture(config, source, tokenizer.vocab_size))
+    cfg = tuned_architecture(config, source, tokenizer.vocab_size)
+    checkpoint.check_saves(cfg, tokenizer)
+    return Base(source, tokenizer, n_known, cfg)
 
 
 def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:

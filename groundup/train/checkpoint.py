@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,9 +121,7 @@ def write_model(
     """Write the Hugging Face part. Weights are the float32 ones of training, bit for bit; a tied head is stored once.
     For a model with adapters write what is trained, and where the rest is: `base`."""
     plain = lora.lora_config_of(model) is None
-    tokenizer.save(directory)
-    config = huggingface.to_hf_config(model.cfg, tokenizer, dtype)
-    write_json(directory / ("config.json" if plain else ADAPTED_CONFIG), config)
+    write_settings(directory, model.cfg, tokenizer, dtype, "config.json" if plain else ADAPTED_CONFIG)
     if plain:
         weights = {huggingface.hf_name(name): p.detach().to("cpu", dtype) for name, p in model.named_parameters()}
         huggingface.save_weights(directory / "model.safetensors", weights)
@@ -130,8 +129,27 @@ def write_model(
         huggingface.save_adapter(directory, model, str(Path(base).resolve()), base_weights=weights_key(Path(base)))
     else:
         raise UserError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
+
+
+def write_settings(
+    directory: Path, cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32,
+    name: str = "config.json",
+) -> None:  # fmt: skip
+    """Write what a checkpoint holds beside weights and state."""
+    tokenizer.save(directory)
+    write_json(directory / name, huggingface.to_hf_config(cfg, tokenizer, dtype))
     ends = sorted(tokenizer.stop_ids)
     write_json(directory / "generation_config.json", huggingface.special_ids(tokenizer) | {"eos_token_id": ends})
+
+
+def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError now, not at the first save, if these settings could not be written, or read back as they are."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_settings(Path(directory), cfg, tokenizer)
+        if (read := load_config(directory)) != replace(cfg, dropout=0.0):
+            raise UserError(f"checkpoint: {cfg} would be saved as {read}")
+        if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+            raise UserError("checkpoint: the tokenizer's files do not give back its ids once they are saved")
 
 
 def write_state(path: Path, state: dict) -> None:
