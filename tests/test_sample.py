@@ -553,7 +553,7 @@ def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes
     assert ended.code == 1
     _, *problems, summary = ended.err.splitlines()
     assert [line.partition(": ")[0] for line in problems] == [f"q.jsonl:{number}" for number in (4, 5, 6)]
-    assert all("nothing to answer" in line for line in problems) and "3 of 6 prompts" in summary
+    assert all("no question before the answer" in line for line in problems) and "3 of 6 prompts" in summary
     answers = sorted(read_answers(tmp_path / "a.jsonl"), key=lambda answer: answer["index"])
     assert [answer["index"] for answer in answers] == [0, 1, 2]
     for answer, row, messages in zip(answers, rows, (turns[:3], turns[:1], system + turns[:3]), strict=True):
@@ -567,15 +567,15 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
     bad = [
         (b"{'prompt': 1}", "property name"),
         (b'{"prompt": "\xff"}', "utf-8"),
-        (b'{"question": "?"}', "prompt, messages or text"),
-        (b"[1]", "prompt, messages or text"),
-        (b'{"prompt": 3}', "prompt must be a text, got 3"),
-        (b'{"messages": "hi"}', "messages must be a list"),
-        (b'{"messages": []}', "at least one message"),
-        (b'{"messages": [{"role": "user", "content": 5}]}', "content 5"),
+        (b'{"query": "?"}', "give prompt, messages or text"),
+        (b"[1]", "must be a text or an object, got [1]"),
+        (b'{"prompt": 3}', "holds int, not text"),
+        (b'{"messages": "hi"}', "not a list of turns"),
+        (b'{"messages": []}', "no turns"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "a turn (user) holds int, not text"),
         (b'{"messages": [{"role": "robot", "content": "a"}]}', "robot"),
-        (b'{"messages": ["hi"]}', "role"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "nothing to answer"),
+        (b'{"messages": ["hi"]}', "not a list of turns"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no question before the answer"),
         (b'{"prompt": "a", "index": 3}', "'index'"),
         (json.dumps({"text": "猫 " * 100}).encode(), "the context 64"),
         (b"[" * 100_000, "recursion"),

@@ -23,7 +23,11 @@ HINT = "sample.py writes it beside its answers, keep the two together"
 
 
 class NoPair(Exception):
-    """Why a line gives no pair."""
+    """Why a line gives no pair: NoPair(reason to count it under, detail for people)."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail or reason
 
 
 class BadLine(NoPair):
@@ -105,25 +109,47 @@ def row_of(record: records.Record) -> dict:
     return record.value
 
 
+def continued_text(row: dict, chat: bool) -> str | None:
+    """Return the text that a row asks a model to continue, None if it asks for an answer. chat: a prompt is a user's
+    message."""
+    if row.get("messages") is not None:
+        return None
+    key = "" if chat else "prompt"
+    if row.get("prompt") is None:
+        key = "" if row_formats.recognise(row, "chat") else "text"
+    return row[key] if isinstance(row.get(key), str) else None
+
+
+# A question without its answer, or with one that is no text, such as a number to check: the key of its answer.
+OPEN_QUESTIONS = {"prompt": "completion", "instruction": "output", "question": "answer"}
+ABOUT_QUESTIONS = ("input", "system", "tools", "history")
+
+
 def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
-    """Return (the messages that the model answered, the data set's own answer or ""). Raise NoPair, BadLine."""
-    key = next((key for key in ("messages", "prompt") if key in row), "")
-    if not key or (isinstance(row[key], str) and not settings.get("chat", True)):
+    """Return (the messages that the model answers, the data set's own answer or ""). Raise NoPair, BadLine.
+
+    The row has any format of row_formats, so the messages are those before the answer that training reads in it."""
+    if continued_text(row, settings.get("chat", True)) is not None:
         raise NoPair("a text that was continued, not a question that was answered")
-    if isinstance(row[key], str):
-        messages, _ = row_formats.messages_of(row)  # of prompt and response, or of prompt and answer
-        prompt, own = [{"role": "user", "content": row[key]}], messages[-1]["content"] if messages else ""
-    else:
-        prompt, problem = row_formats.messages_of({"messages": row[key]})
-        if problem:
-            raise BadLine("messages that are not understood")
-        own = prompt.pop()["content"] if prompt[-1]["role"] == "assistant" else ""
-    if not prompt:
+    messages, problem = row_formats.messages_of(row)
+    if problem and (pair := row_formats.pair_of(row)[0]):
+        messages, problem = [*pair.prompt, {"role": "assistant", "content": pair.chosen}], ""
+    question = next((key for key in OPEN_QUESTIONS if row.get(key) is not None), "")
+    if problem and question and row.get("messages") is None:
+        about, asked = {key: row[key] for key in ABOUT_QUESTIONS if key in row}, row[question]
+        turns = {"messages": asked} if isinstance(asked, list) else {question: asked, OPEN_QUESTIONS[question]: ""}
+        messages, problem = row_formats.messages_of(about | turns)
+    if problem:
+        raise BadLine("messages that are not understood", problem)
+    own = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
+    if problem := row_formats.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
+        raise BadLine("messages that are not understood", problem)
     system = settings.get("system")
-    if system and prompt[0]["role"] != "system":  # which sample.py put in front
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return prompt, own
+    if system and messages[0]["role"] != "system":  # which sample.py put in front
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages, own
 
 
 def text_of(answer: dict) -> str:

@@ -1,8 +1,9 @@
 """Answers to a file of prompts: read line by line, written as they finish, continued after an interruption.
 
-A line of prompts is {"prompt": text or messages}, {"messages": [...]}, {"text": text to continue} or a JSON string. Its
-answer is the same line with its number (from 0) as "index" and with "completions" (format: files/answer_files.py).
-If messages end with an assistant's answer, the model answers what precedes it; the line keeps its own answer.
+A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a conversation, a
+question or a preference pair in any format of files/row_formats.py, read as in training: what stands before the
+assistant's last answer is asked. The answer is the same line with its number (from 0) as "index" and with "completions"
+(format: files/answer_files.py); the line keeps its own answer.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files.answer_files import check_settings
+from groundup.files import streams
+from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
@@ -24,7 +26,6 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
-KINDS = {"messages": list, "prompt": (str, list), "text": str}  # the field that is the prompt, and its type
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
 Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
@@ -37,7 +38,7 @@ class Answers:
     """
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
-        self.name, self.out = prompts or "prompt", out
+        self.name, self.out, self.settings = prompts or "prompt", out, settings
         try:
             lines = Path(prompts).read_bytes().split(b"\n") if prompts else [json_line({"prompt": prompt}).encode()]
         except OSError as error:
@@ -94,8 +95,8 @@ class Answers:
                 continue
             try:
                 fields = parse(line)
-                key = prompt_key(fields)
-                ids = encode(fields[key], key == "text")
+                asked = asked_of(fields, self.settings)
+                ids = encode(asked, isinstance(asked, str))
                 if len(ids) > context:
                     raise ValueError(f"the prompt has {len(ids)} tokens, the context {context}; shorten it")
             except (ValueError, RecursionError) as error:
@@ -131,20 +132,22 @@ def parse(line: bytes) -> dict:
     """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with them."""
     row = json.loads(line)
     row = {"prompt": row} if isinstance(row, str) else row
-    prompt_key(row)
+    if not isinstance(row, dict):
+        raise ValueError(f"a line must be a text or an object, got {row!r:.40}")
     if taken := [own for own in OWN_KEYS if own in row]:
         raise ValueError(f"the key {taken[0]!r} is the answer's; rename it")
     return row
 
 
-def prompt_key(row: object) -> str:
-    """Return which field is the prompt. Raise ValueError if there is none, or if it is of the wrong type."""
-    key = next((key for key in KINDS if isinstance(row, dict) and key in row), "")
-    if not key:
-        raise ValueError("a line must be a text, or an object with prompt, messages or text")
-    if not isinstance(row[key], KINDS[key]):
-        raise ValueError(f"{key} must be a {'list' if key == 'messages' else 'text'}, got {row[key]!r:.40}")
-    return key
+def asked_of(fields: dict, settings: dict) -> str | list[dict]:
+    """Return the text to continue or the messages to answer. Raise ValueError, which says what is wrong."""
+    fields = streams.mended(fields)
+    try:
+        text = continued_text(fields, settings.get("chat", True))
+        return conversation_of(fields, settings)[0] if text is None else text
+    except NoPair as problem:
+        words = problem.detail.replace("; chat is known by", "; give prompt, messages or text; a chat is known by")
+        raise ValueError(words) from None
 
 
 def json_line(value: dict) -> str:

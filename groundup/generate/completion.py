@@ -54,7 +54,7 @@ def prompt_ids(
     tokenizer: Tokenizer, talk: bool, system: str, prompt: str | list[dict], plain: bool = False,
     rewarded: bool = False,
 ) -> list[int]:  # fmt: skip
-    """Return the ids of a conversation up to the model's answer; a last message of the assistant is left out.
+    """Return the ids of a conversation up to the model's answer.
 
     A str is a user's message if `talk`, else (or if `plain`) a text to continue. rewarded: a text to continue is an
     error, since it has no reward. system: message of conversations that have none."""
@@ -63,12 +63,7 @@ def prompt_ids(
             raise UserError("sample: a text to continue has no reward; give it as prompt or messages")
         return begin_prompt(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    if roles[-1:] == ["assistant"]:
-        messages = messages[:-1]
-        if roles[-2:-1] in ([], ["system"], ["assistant"]):
-            raise UserError("sample: before the assistant's last message there is nothing to answer")
-    if system and messages and roles[0] != "system":
+    if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.render(messages, add_generation_prompt=True)[0]
 

@@ -114,8 +114,8 @@ def read_answers(path: str) -> list[dict]:
                 continue
             row = json.loads(line)
             fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
-            key, first = answers.prompt_key(fields), row["completions"][0]
-            messages, _ = answer_files.conversation_of({"prompt" if key == "text" else key: fields[key]}, {})
+            text, first = answer_files.continued_text(fields, chat=True), row["completions"][0]
+            messages, _ = answer_files.conversation_of(fields if text is None else {"prompt": text}, {})
             answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
             found.append((row["index"], {"prompt": messages} | answer))
         except (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair) as error:

@@ -4,7 +4,7 @@
     --data='data/x=0.7,maths/*.jsonl=0.3'    # a directory of prepare.py --kind=chat, and a glob
 
 A prompt is a conversation up to, and without, the assistant's last answer; or the prompt of a preference pair; or a
-row's "prompt" alone, a text or messages. It is rendered up to the opened turn of the assistant and keeps the whole row,
+question alone. It is rendered up to the opened turn of the assistant and keeps the whole row,
 where a reward function may look for the right answer. One that leaves no room for max_new_tokens in block_size is left
 out: no answer is cut by the block.
 """
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from groundup.files import row_formats
 from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.tokens.corpus import RowCorpus
@@ -34,21 +33,11 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(row: object) -> list[dict]:
-    """Return the messages to answer in a row of any format. Raise Unusable."""
-    messages, detail = row_formats.messages_of(row)
-    if detail:
-        pair, _ = row_formats.pair_of(row)
-        try:
-            messages = pair.prompt if pair else conversation_of(row, {})[0] if isinstance(row, dict) else []
-        except NoPair:
-            raise Unusable("no prompt", detail) from None
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise Unusable("no prompt", detail or "no question before the answer")
-    if problem := row_formats.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
-        raise Unusable("no prompt", problem)
-    return messages
+    """Return the messages to answer in a row of any format, those that sample.py answers. Raise Unusable."""
+    try:
+        return conversation_of(row if isinstance(row, dict) else {"row": row}, {})[0]
+    except NoPair as problem:
+        raise Unusable("no prompt", problem.detail) from None
 
 
 class PromptReader(RowReader):

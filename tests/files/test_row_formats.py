@@ -6,10 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats
 from groundup.files.row_formats import Pair, document_of, messages_of, pair_of
 from groundup.files.text_keys import columns_of
+from groundup.generate.answers import asked_of
+from groundup.generate.completion import prompt_ids
+from groundup.tokens.chat_files import ChatReader
+from tokenizer import Tokenizer, chat_ready
 
 
 def system(text: str) -> dict:
@@ -351,6 +356,28 @@ CHATS = {
 def test_conversations(name: str) -> None:
     row, expected = CHATS[name]
     assert messages_of(row) == (expected, "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    make_debug_data(folder := tmp_path_factory.mktemp("tokenizer") / "data")
+    return chat_ready(Tokenizer.load(folder))
+
+
+@pytest.mark.parametrize("name", [name for name in CHATS if "empty answer" not in name])
+def test_sampling_asks_for_the_answer_that_tuning_trains(name: str, tokenizer) -> None:
+    """In every format, with tools, calls and a content of null: the trained ids are the prompt, then the answer."""
+    row, messages = CHATS[name]
+    if messages[-1]["role"] != "assistant":  # the format has a row that ends with its question, or with a tool
+        assert asked_of(row, {}) == messages
+        key = next(key for key in ("messages", "conversations", "conversation") if key in row)
+        turns = json.loads(row[key]) if isinstance(row[key], str) else row[key]
+        firefly = [*turns[:-1], turns[-1] | {"assistant": "答"}]
+        row = row | {key: firefly if key == "conversation" else [*turns, assistant("答")]}
+    _, (ids, mask) = ChatReader(tokenizer).item(row, "")
+    asked = prompt_ids(tokenizer, True, "", asked_of(row, {}))
+    assert ids[: len(asked)].tolist() == asked
+    assert mask[len(asked) : -1].all() and not mask[-1]  # the answer; the newline behind it
 
 
 @pytest.mark.parametrize(

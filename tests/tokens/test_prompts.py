@@ -39,6 +39,10 @@ ASK, ANSWER = {"role": "user", "content": "为什么?"}, {"role": "assistant", "
         ({"prompt": [ASK], "solution": 42}, [ASK]),
         ({"prompt": "为什么?", "chosen": "a", "rejected": "b"}, [ASK]),
         ({"instruction": "为什么?", "input": "", "output": "因为。"}, [ASK]),
+        ({"question": "为什么?"}, [ASK]),  # questions alone, or with an answer that is no text
+        ({"prompt": [ASK, ANSWER]}, [ASK]),
+        ({"prompt": "为什么?", "answer": 42, "system": "短"}, [{"role": "system", "content": "短"}, ASK]),
+        ({"instruction": "为什么?", "input": "天", "output": None}, [{"role": "user", "content": "为什么?\n天"}]),
         ({"messages": [ANSWER]}, None),
         ({"text": "nothing to answer"}, None),
         ([1, 2], None),
