@@ -68,7 +68,7 @@ clip_high = 0.2  # and above at 1 + clip_high
 epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo
 minibatches = 1  # updates per epoch
 kl_coef = 0.04  # weight of the KL divergence from the reference; 0 if the reward cannot be hacked
-reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora') | none (kl_coef=0)
+reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora'); unused where kl_coef=0
 # critic, of ppo
 critic_from = ""  # reward model to start from (its head too, unless normalise_rewards); "" = init_from, head of zeros
 value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
@@ -103,7 +103,7 @@ def check_config(config: dict, world_size: int) -> int:
     least |= dict.fromkeys(("filter_groups", "draw_batch_size", "kl_coef", "clip_high", "value_clip"), 0)
     least |= dict.fromkeys(("value_learning_rate", "eval_prompts", "eval_answers"), 0)
     choices = {"algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES}
-    choices |= {"reference": ("model", "adapter_off", "none"), "unfinished": ("penalty", "mask")}
+    choices |= {"reference": ("model", "adapter_off"), "unfinished": ("penalty", "mask")}
     run.check_config(config, least | {"group_size": 1 if ppo else 2}, ("clip_low", "gamma", "lam"), choices)
     for key in ("kl_coef", "unfinished_reward"):
         run.refuse(not math.isfinite(config[key]), f"{key} must be a finite number, got {config[key]}")
@@ -111,8 +111,6 @@ def check_config(config: dict, world_size: int) -> int:
     run.refuse(cold, f"temperature must be above 0, got {config['temperature']}")
     no_adapters = config["trainable"].strip() != "lora" and config["reference"] == "adapter_off"
     run.refuse(no_adapters, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    no_reference = config["reference"] == "none" and config["kl_coef"]
-    run.refuse(no_reference, f"reference='none' needs kl_coef=0, got {config['kl_coef']}")
     only_grpo = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
     run.refuse(ppo and config["filter_groups"], only_grpo)
     run.refuse(not ppo and config["critic_from"], "critic_from is for algorithm='ppo'; grpo has no critic")
@@ -147,6 +145,7 @@ if __name__ == "__main__":
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
+    second_model = kl_coef > 0 and reference == "model"
     if source and reference == "model":  # a resumed run must measure its KL to the same weights
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
@@ -161,10 +160,10 @@ if __name__ == "__main__":
     world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     seed_everything(seed)
     raw_model = Transformer(cfg)
-    if source and (reference == "model" or not resumed.path):
+    if source and (second_model or not resumed.path):
         load_start(raw_model, source, n_known)
     first_model = raw_model
-    if reference == "model":
+    if second_model:
         first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
         if compile:
             run.compile_blocks(first_model)
@@ -223,7 +222,7 @@ if __name__ == "__main__":
                 figures["flat_groups"] = pg.flat_groups(learned_rewards, group_size, counts).float().mean().item()
             answers = rollouts.Rollouts(drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
             each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
-            ref = each(reference_logps) if reference != "none" else None
+            ref = each(reference_logps) if kl_coef else None
             old = each(lambda batch: logps_of(model, batch)[0]) if n_updates > 1 or critic else None
             if critic:
                 values = each(critic_values)
@@ -276,6 +275,8 @@ if __name__ == "__main__":
         log.advance()
 
         figures |= rollouts.describe_updates(sums, ratio_max, n_updates, epochs_per_step, int(counts.sum()))
+        if not kl_coef:  # there is no reference, so nothing is known of the KL divergence from it
+            del figures["kl"], figures["kl_answer"]
         since_log.append(figures)
         stopping = ranks.any_rank(stop_signal.received > 0)
         if step % log_every == 0 or last or stopping:
@@ -288,6 +289,9 @@ if __name__ == "__main__":
             means["epoch"] = float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max())
             means |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
             log.train(step, means, seconds / n_steps)
+            if n_cut := sum(one["finished"] == 0 for one in since_log):
+                what = f"in {n_cut} of these {n_steps} steps every answer was cut off at {max_new_tokens=}"
+                log.print(f"train: {what}; no reward was learnt. Raise it, or teach the model to end answers (sft.py)")
             for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
                 if in_a_row >= max_skipped:
                     run.report_save(parts, log)

@@ -106,21 +106,22 @@ def batch_of(base: Path, rows: list[dict], tmp_path: Path) -> PairBatch:
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", ["", "weight", "hidden"])
-def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeypatch, frozen):
+@pytest.mark.parametrize("frozen, temperature", [("", 1.0), ("", 0.7), ("weight", 1.0), ("hidden", 1.3)])
+def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeypatch, frozen, temperature):
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 8, requires_grad=frozen != "hidden"), torch.randn(11, 8)
     weight.requires_grad_(frozen != "weight")
     targets = torch.randint(11, (23,))
     targets[::5] = IGNORE
     factors = torch.randn(23)
-    expected = (hidden @ weight.T).log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
+    logits = hidden @ weight.T / temperature
+    expected = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
     (expected.exp() * factors).sum().backward()  # a loss that is not linear
     grads = [t.grad for t in (hidden, weight)]
     for elements in (11, 40, 10**6):
         monkeypatch.setattr(align_losses, "CHUNK_ELEMENTS", elements)
         hidden.grad = weight.grad = None
-        found = align_losses.token_logps(hidden, weight, targets)
+        found = align_losses.token_logps(hidden, weight, targets, temperature)
         torch.testing.assert_close(found, expected)
         (found.exp() * factors).sum().backward()
         for t, grad in zip((hidden, weight), grads, strict=True):

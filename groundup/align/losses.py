@@ -51,29 +51,33 @@ def check_losses(config: Mapping) -> None:
     refuse(other, f"label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
 
 
-def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return log softmax(hidden @ weight.T)[target], (N,) float32, 0 where the target is IGNORE, with gradients.
+def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return log softmax(hidden @ weight.T / temperature)[target], (N,) float32, 0 where the target is IGNORE, with
+    gradients.
 
     hidden (N, C), weight (V, C), targets (N,) int64. Products in the dtype of autocast, softmax in float32. Unlike
     model.cross_entropy, which forms its gradients in forward, a token's gradient here depends on a loss that is known
     only after all tokens: backward computes the logits of a block once more."""
-    return ChunkedLogps.apply(hidden, weight, targets, compute_dtype(hidden))
+    return ChunkedLogps.apply(hidden, weight, targets, compute_dtype(hidden), temperature)
 
 
 class ChunkedLogps(torch.autograd.Function):
     """Head and log-softmax over blocks of tokens, so that memory holds (chunk, V) logits, never (N, V)."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, temperature: float
+    ) -> Tensor:  # fmt: skip
         N = hidden.shape[0]
         logps, lse = (hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
         w = weight.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(N, weight.shape[0]):
-                nats, of_part = softmax_cross_entropy((hidden[part].to(dtype) @ w.T).float(), targets[part])
+                logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
+                nats, of_part = softmax_cross_entropy(logits, targets[part])
                 logps[part], lse[part] = -nats, of_part.squeeze(1)
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.dtype = dtype
+        ctx.dtype, ctx.temperature = dtype, temperature
         return logps
 
     @staticmethod
@@ -81,18 +85,18 @@ class ChunkedLogps(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        w, scale = weight.to(ctx.dtype), -grad.float() * (targets != IGNORE)
+        w, scale = weight.to(ctx.dtype), -grad.float() * (targets != IGNORE) / ctx.temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for part in chunks(hidden.shape[0], weight.shape[0]):
                 h = hidden[part].to(ctx.dtype)
-                logits = (h @ w.T).float()
+                logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, targets[part], lse[part].unsqueeze(1), scale[part])
                 grad_logits = grad_logits.to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = grad_logits @ w
                 if grad_weight is not None:
                     add_product(grad_weight, grad_logits.T, h)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def chunks(n_tokens: int, vocab_size: int) -> list[slice]:

@@ -11,6 +11,7 @@ from groundup.align.rollouts import Rollouts, answer_logps, draw, minibatch_of, 
 from groundup.demo import debug_data
 from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
+from groundup.train.device import autocast
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
 
@@ -155,6 +156,17 @@ def test_entropies_are_torchs(monkeypatch):
         monkeypatch.setattr(rollouts, "CHUNK_ELEMENTS", elements)
         torch.testing.assert_close(token_entropies(hidden, weight), expected)
     assert token_entropies(hidden[:0], weight).shape == (0,)
+
+
+def test_the_temperature_divides_logits_not_hidden_states(model, tokenizer, drawn):
+    """In bfloat16 a hidden state divided by 0.7 is rounded: the engine divides the logits, and so must training."""
+    batch = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id).batch(np.arange(len(drawn)))
+    with torch.no_grad(), autocast(CPU[0], torch.bfloat16):
+        logits = model.lm_head(model(batch.x, index=batch.index)).float() / 0.7  # as sampling.keep_likeliest has it
+        found, entropies = answer_logps(model, batch, 0.7, CPU[0], torch.bfloat16, with_entropy=True)
+    want = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(found, want.log_prob(batch.targets), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, want.entropy(), atol=1e-5, rtol=0)
 
 
 def test_minibatches_are_the_same_on_any_ranks_and_of_one_size():
