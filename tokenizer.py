@@ -65,6 +65,7 @@ CONFIG = {  # of tokenizer_config.json, the part that both backends share
     "clean_up_tokenization_spaces": False,
     "chat_template": CHAT_TEMPLATE,
 }
+FAST = "PreTrainedTokenizerFast"  # transformers' class that reads all of tokenizer.json
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
 
@@ -101,7 +102,7 @@ def bpe_files(merges: Sequence[tuple[int, int]], pattern: str) -> dict[str, byte
     """Return {file name: content} of a byte-level BPE with these merges and our special tokens."""
     n_reserved = -(256 + len(merges) + len(SPECIALS)) % SIZE_STEP
     description = foreign.bpe_description(merges, (*SPECIALS, *foreign.reserved(n_reserved, ())), pattern)
-    config = CONFIG | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = CONFIG | {"tokenizer_class": FAST}
     return {"tokenizer.json": foreign.to_json(description), "tokenizer_config.json": foreign.to_json(config)}
 
 
@@ -280,7 +281,11 @@ class Tokenizer:
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files that transformers.AutoTokenizer and `load` read. Each appears whole or not at all."""
         os.makedirs(directory, exist_ok=True)
-        for name, content in self.files.items():
+        files, config = self.files, json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        if "tokenizer.json" in files and config.get("tokenizer_class", FAST) not in (FAST, "TokenizersBackend"):
+            # transformers 5 builds another tokenizer from the vocabulary for a class such as GPT2Tokenizer
+            files = files | {"tokenizer_config.json": foreign.to_json(config | {"tokenizer_class": FAST})}
+        for name, content in files.items():
             path = os.path.join(directory, name)
             with open(path + ".tmp", "wb") as f:
                 f.write(content)

@@ -13,6 +13,7 @@ with model_config.json. A kill -9 during a save loses that save only: nothing is
 """
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -139,7 +140,9 @@ def write_settings(
     tokenizer.save(directory)
     write_json(directory / name, huggingface.to_hf_config(cfg, tokenizer, dtype))
     ends = sorted(tokenizer.stop_ids)
-    write_json(directory / "generation_config.json", huggingface.special_ids(tokenizer) | {"eos_token_id": ends})
+    own = {key: i for key, i in huggingface.special_ids(tokenizer).items() if i is not None}
+    of_source = json.loads(tokenizer.generation_config)  # its temperature and the like
+    write_json(directory / "generation_config.json", of_source | own | {"eos_token_id": ends})
 
 
 def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:

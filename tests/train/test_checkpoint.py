@@ -208,7 +208,7 @@ def test_generation_stops_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path) -> 
 
 def test_tokens_that_a_tokenizer_does_not_have_are_null(tmp_path: Path) -> None:
     bare = Tokenizer(TOKENIZER.files)
-    bare.pad_id = bare.im_start_id = bare.im_end_id = -1
+    bare.pad_id = bare.im_start_id = bare.im_end_id = bare.turn_end_id = -1
     bare.stop_ids = frozenset({bare.eot_id})
     path = save(tmp_path, 1, tokenizer=bare)
     config = AutoConfig.from_pretrained(path)
