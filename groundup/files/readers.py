@@ -109,16 +109,17 @@ def read_records(
         stream.close()
         stream = streams.open_stream(path, begin - 1)
     with stream:
-        decoded = partial(records.text_record, encoding=streams.guess_encoding(head))
+        encoding = streams.encoding_of(head)
+        decoded = partial(records.text_record, encoding=encoding)
         if kind == "parquet":
             yield from records.parquet_records(path, begin, end, columns)
         elif kind in ("array", "values"):
-            yield from records.json_records(stream)
+            yield from records.json_records(stream, encoding)
         elif kind == "file":
-            yield from records.file_record(stream)
+            yield from records.file_record(stream, encoding)
         elif kind in ("csv", "tsv"):
             lines = map(decoded, records.read_lines(stream))
-            yield from records.csv_records(lines, "," if kind == "csv" else "\t", names)
+            yield from (records.csv_records if kind == "csv" else records.tsv_records)(lines, names)
         elif kind == "blank":
             yield from map(decoded, records.paragraphs(stream, begin, end))
         else:
@@ -143,6 +144,7 @@ class Report:
     def __init__(self, strict: bool = False, max_places: int = 10_000) -> None:
         self.strict, self.max_places = strict, max_places
         self.problems, self.mended = Counter(), Counter()
+        self.lost_bytes = 0  # of stretches that hold an unknown number of records
         self.places: list[tuple[str, int, int, str]] = []
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
@@ -184,6 +186,7 @@ def read_rows(
             value, detail = understand(row)
             reason = "bad_field" if detail else ""
         if reason:
+            report.lost_bytes += record.lost
             report.add(path, lines_before(path, begin) + record.line, record.offset, reason, detail)
             continue
         if record.encoding != "utf-8":

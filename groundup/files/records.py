@@ -6,15 +6,20 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files import streams
-from groundup.files.streams import Damage, decode, skip_mark, unix_lines
+from groundup.files.streams import Damage, Encoding, skip_mark, unix_lines
 
 if TYPE_CHECKING:
     import pyarrow.parquet
+
+MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
+MAX_TEXT_BYTES = 2**31  # of a text file that is one record
+MAX_CSV_LINES = 10_000  # of a row: more mean a quote that is never closed
 
 
 class Record(NamedTuple):
@@ -24,8 +29,9 @@ class Record(NamedTuple):
     line: int  # from 1, within the part that is read; of parquet: row in the file
     offset: int  # where it starts, in bytes; of parquet: row in the file from 0. Transcoded or unpacked: in that text
     encoding: str = "utf-8"
-    problem: str = ""  # bad_json, bad_encoding, bad_csv, truncated_file
+    problem: str = ""  # bad_json, bad_encoding, bad_csv, too_long, truncated_file
     detail: str = ""
+    lost: int = 0  # bytes that no record could be made of, if their number of records is unknown
 
 
 def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None) -> Iterator[Record]:
@@ -34,14 +40,24 @@ def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None
     Split at "\n" only: text may hold U+2028 and other characters that `str.splitlines` takes for line ends. A line that
     damage cuts short is left out.
     """
-    offset = begin - 1 + len(stream.readline()) if begin else 0
+    offset = max(begin - 1, 0)
+    while begin and (raw := stream.readline(MAX_BYTES)):  # the rest of a line of the part before
+        offset += len(raw)
+        if raw.endswith(b"\n"):
+            break
     line, mark = 0, 0 if begin else skip_mark(stream)  # the mark is part of the first line
-    while (end is None or offset < end) and (raw := stream.readline()):
+    while (end is None or offset < end) and (raw := stream.readline(MAX_BYTES)):
         line += 1
+        size, long = len(raw), len(raw) == MAX_BYTES and not raw.endswith(b"\n")
+        while long and (rest := stream.readline(MAX_BYTES)):
+            size += len(rest)
+            if rest.endswith(b"\n"):
+                break
         if stream.raw.damage and not raw.endswith(b"\n"):
             break
-        yield Record(raw, line, offset)
-        offset, mark = offset + mark + len(raw), 0
+        detail = f"a line of {size:,} bytes; the most is {MAX_BYTES:,}"
+        yield Record(None, line, offset, problem="too_long", detail=detail) if long else Record(raw, line, offset)
+        offset, mark = offset + mark + size, 0
     yield from damage(stream, line, offset)
 
 
@@ -73,16 +89,15 @@ def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterat
         yield first._replace(value=b"".join(held))
 
 
-def text_record(record: Record, encoding: str) -> Record:
+def text_record(record: Record, encoding: Encoding) -> Record:
     """Decode a line of bytes and drop its line end; Windows line ends inside become "\n"."""
     if record.problem:
         return record
     try:
-        text, encoding = decode(record.value, encoding)
+        text = encoding.decode(record.value)
     except UnicodeDecodeError as error:
-        text = record.value.decode("utf-8", "replace")
-        return record._replace(value=text, problem="bad_encoding", detail=str(error))
-    return record._replace(value=unix_lines(text).removesuffix("\n"), encoding=encoding)
+        return record._replace(value=None, problem="bad_encoding", detail=encoding.why(error))
+    return record._replace(value=unix_lines(text).removesuffix("\n"), encoding=encoding.name)
 
 
 def jsonl_record(record: Record) -> Record:
@@ -94,149 +109,255 @@ def jsonl_record(record: Record) -> Record:
         return record._replace(value=None, problem="bad_json", detail=str(error))
 
 
-def file_record(stream: io.BufferedReader) -> Iterator[Record]:
-    """Yield a whole text file as one record; of a damaged one, what came before the damage."""
-    offset, raw = skip_mark(stream), stream.read()
+def file_record(stream: io.BufferedReader, encoding: Encoding) -> Iterator[Record]:
+    """Yield a whole text file as one record: what came before damage, without the lines that cannot be decoded; each of
+    these is a problem."""
+    offset, raw = skip_mark(stream), stream.read(MAX_TEXT_BYTES)
+    if stream.peek():
+        detail = f"a text of more than {MAX_TEXT_BYTES:,} bytes; use txt_split=blank or line"
+        yield Record(None, 1, 0, problem="too_long", detail=detail)
+        return
     try:
-        text, encoding = decode(raw, cut=bool(stream.raw.damage))
-        yield Record(unix_lines(text), 1, 0, encoding)
-    except UnicodeDecodeError as error:
-        line, start = 1 + raw.count(b"\n", 0, error.start), offset + error.start
-        yield Record(None, line, start, problem="bad_encoding", detail=str(error))
+        yield Record(unix_lines(encoding.decode(raw)), 1, 0, encoding.name)
+    except UnicodeDecodeError:
+        texts, pieces, place = [], raw.split(b"\n"), offset
+        for line, piece in enumerate(pieces, 1):
+            try:
+                texts.append(encoding.decode(piece))
+            except UnicodeDecodeError as error:
+                half = stream.raw.damage and line == len(pieces) and error.end == len(piece)  # cut within a character
+                if half:
+                    texts.append(encoding.decode(piece[: error.start]))
+                else:
+                    detail = encoding.why(error)
+                    yield Record(None, line, place + error.start, problem="bad_encoding", detail=detail)
+            place += len(piece) + 1
+        if any(texts):
+            yield Record(unix_lines("\n".join(texts)), 1, 0, encoding.name)
     yield from damage(stream, 1 + raw.count(b"\n"), offset + len(raw))
 
 
-def csv_records(lines: Iterable[Record], delimiter: str, names: Sequence[str] = ()) -> Iterator[Record]:
+def tsv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
+    """Yield the rows as {column: text}, as `csv_records`; a quote is a character like any other."""
+    for record in lines:
+        row = [] if record.problem else record.value.split("\t")
+        if record.problem:
+            yield record
+        elif not names:
+            names = row
+        elif len(row) != len(names) and record.value:
+            yield record._replace(value=None, problem="bad_csv", detail=f"{len(row)} fields, but {len(names)} columns")
+        elif record.value:
+            yield record._replace(value=dict(zip(names, row, strict=True)))
+
+
+def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
     """Yield the rows as {column: text}; the first row names the columns if `names` does not. A quoted field may hold
-    line ends."""
-    csv.field_size_limit(2**30)  # characters; 128 Ki otherwise, less than a long article
+    line ends. After a row that cannot be read, go on at the next of its lines that is a row by itself."""
+    csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
+    waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
-    lost: list[Record] = []
 
     def texts() -> Iterator[str]:
-        for record in lines:
-            if record.value is None:
-                lost.append(record)
-                return
+        size = 0
+        while record := waiting.popleft() if waiting else next(lines, None):
             held.append(record)
-            yield record.value + "\n"  # also of a line that cannot be decoded: its quotes decide where the row ends
+            size += len(record.value or "")
+            if record.problem or size > MAX_BYTES or len(held) > MAX_CSV_LINES:
+                raise csv.Error(record.detail or "a quote is not closed")
+            yield record.value + "\n"
 
-    rows = csv.reader(texts(), delimiter=delimiter, strict=True)
     while True:
         held.clear()
         try:
-            row, detail = next(rows), ""
+            row, detail = next(csv.reader(texts(), strict=True)), ""
         except StopIteration:
-            break
+            return
         except csv.Error as error:
             row, detail = [], str(error)
+        first = held[0]
+        if first.problem:
+            waiting.extendleft(reversed(held[1:]))
+            yield first
+            continue
         if names and row and len(row) != len(names):
             detail = f"{len(row)} fields, but {len(names)} columns"
-        where = held[0].line, held[0].offset
-        undecodable = next((line for line in held if line.problem), None)
-        if undecodable:
-            yield undecodable
-        elif detail:
-            yield Record(None, *where, problem="bad_csv", detail=detail)
+        if detail:
+            again = next((k for k in range(1, len(held)) if held[k].problem or is_row(held[k].value, names)), len(held))
+            last, lost = held[again - 1], 0
+            waiting.extendleft(reversed(held[again:]))
+            if len(held) > 1:  # which rows they are is a guess
+                lost = last.offset + len(last.value.encode()) + 1 - first.offset
+                detail += f"; left out: {again} lines, {lost:,} bytes"
+            yield first._replace(value=None, problem="bad_csv", detail=detail, lost=lost)
         elif not names:
             names = row
         elif row:
-            encoding = next((line.encoding for line in held if line.encoding != "utf-8"), "utf-8")
-            yield Record(dict(zip(names, row, strict=True)), *where, encoding)
-    yield from lost
+            yield first._replace(value=dict(zip(names, row, strict=True)))
 
 
-def json_records(stream: io.BufferedReader) -> Iterator[Record]:
-    """Yield the elements of an array, or objects one after the other. The first bytes beyond ASCII decide between UTF-8
-    and GB18030."""
-    skipped, encoding = skip_mark(stream), ""
+def is_row(line: str, names: Sequence[str]) -> bool:
+    try:
+        return len(next(csv.reader([line], strict=True), ())) == len(names)
+    except csv.Error:
+        return False
+
+
+def json_records(stream: io.BufferedReader, encoding: Encoding) -> Iterator[Record]:
+    """Yield the elements of an array, or objects one after the other."""
+    skipped = skip_mark(stream)
+    decoder = codecs.getincrementaldecoder(encoding.name)("surrogateescape")  # a bad byte spoils its element only
 
     def texts() -> Iterator[str]:
-        nonlocal encoding
-        decoder: codecs.IncrementalDecoder | None = None
         while raw := stream.read1(streams.READ_BYTES):
-            if decoder is None and not raw.isascii():
-                encoding = decode(raw, cut=True)[1]
-                decoder = codecs.getincrementaldecoder(encoding)()
-            if text := decoder.decode(raw) if decoder else raw.decode("ascii"):
+            if text := decoder.decode(raw):
                 yield text
-        if decoder and not stream.raw.damage:
-            decoder.decode(b"", final=True)
+        if not stream.raw.damage and (text := decoder.decode(b"", final=True)):
+            yield text
 
-    elements = JsonStream(texts())
+    elements = JsonStream(texts(), encoding)
     elements.offset = skipped
-    try:
-        for value, line, offset in elements:
-            yield Record(value, line, offset, encoding or "utf-8")
-    except (ValueError, RecursionError) as error:
-        if not stream.raw.damage:
-            reason = "bad_encoding" if isinstance(error, UnicodeDecodeError) else "bad_json"
-            detail = f"{error}; the rest of the file is left out"
-            yield Record(None, elements.line, elements.offset, problem=reason, detail=detail)
+    for record in elements:
+        cut = stream.raw.damage and not elements.rest() and record.problem in ("bad_json", "truncated_file")
+        if not cut:  # the damage itself is reported
+            yield record
     yield from damage(stream, elements.line, elements.offset)
 
 
 class JsonStream:
-    """The elements of a JSON array, or JSON objects one after the other, from text in pieces: (element, line, offset).
+    """The elements of a JSON array, or JSON objects one after the other, from text in pieces; bytes that could not be
+    decoded are surrogates in it.
 
-    Holds the pieces of one element. Raise ValueError at what is not JSON, after all that came before it.
+    Holds the pieces of one element. After what is not JSON, goes on at the next text that opens as an element before it
+    did: with the same key and, if elements begin lines, the same indentation.
     """
 
     WHITE_SPACE = re.compile(r"[ \t\n\r]*")
+    OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
+    LONGEST = 2**11  # characters of an opening
+    UNDECODED = re.compile("[\udc80-\udcff]")
 
-    def __init__(self, chunks: Iterator[str]) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: Iterator[str], encoding: Encoding = streams.UTF8) -> None:
+        self.chunks, self.encoding = chunks, encoding
         self.text, self.pos = "", 0  # what is held; how much of it is used
         self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
+        self.space = ""  # white space before text[pos]
+        self.openings: set[str] = set()  # patterns: how elements began so far
 
-    def __iter__(self) -> Iterator[tuple[object, int, int]]:
-        if self._next() != "[":
-            while self._next():
-                yield self._element()
-            return
-        self._use(self.pos + 1)
-        separator = "]" if self._next() == "]" else ","
-        while separator == ",":
-            yield self._element()
-            separator = self._next()
-            if separator == ",":
+    def __iter__(self) -> Iterator[Record]:
+        array, before = self._next() == "[", ""
+        if array:
+            self._use(self.pos + 1)
+        while char := self._next():
+            if array and before != "]" and char in ",]":
                 self._use(self.pos + 1)
-        if separator != "]":
-            raise ValueError(f"expected , or ] but found {separator or 'the end'!r}")
-        self._use(self.pos + 1)
-        if self._next():
-            raise ValueError("text after the end of the array")
+                before = char
+                continue
+            record, whole = self._element(array, before == "]")
+            before = "element" if whole else "damage"
+            if record:
+                yield record
+        if array and before in ("", ",", "element"):
+            detail = "the array is not closed: the file is cut"
+            yield Record(None, self.line, self.offset, problem="truncated_file", detail=detail)
 
-    def _element(self) -> tuple[object, int, int]:
-        self._next()
+    def _element(self, array: bool, behind: bool) -> tuple[Record | None, bool]:
+        """Return the element that begins here, or None if only a separator is damaged, and whether it was parsed.
+        behind: the array has ended."""
+        line, offset = self.line, self.offset
+        try:
+            if array and behind:
+                raise ValueError("text after the end of the array")
+            value, end = self._parse()
+            after = self.WHITE_SPACE.match(self.text, end).end()
+            if array and not isinstance(value, list | dict) and self.text[after : after + 1] not in (",", "]", ""):
+                raise ValueError(f"expected , or ] but found {self.text[after]!r}")
+        except (ValueError, RecursionError) as error:
+            opening, known = self._opening(), bool(self.openings)
+            self.openings |= set() if known else {opening}
+            junk = self._skip()
+            if known and len(junk) < 2 and opening not in self.openings:
+                return None, False
+            reason = "bad_encoding" if self.UNDECODED.search(junk) else "bad_json"
+            reason = "too_long" if len(junk) > MAX_BYTES else reason
+            lost = self.offset - offset
+            detail = f"{error}; left out: {lost:,} bytes"
+            return Record(None, line, offset, problem=reason, detail=detail, lost=lost), False
+        if len(self.openings) < 20:
+            self.openings.add(self._opening())
+        text = self.text[self.pos : end]
+        self._use(end)
+        garbled = self.encoding.garbled and self.encoding.garbled.search(text)
+        if garbled or self.UNDECODED.search(text):
+            detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
+            return Record(None, line, offset, problem="bad_encoding", detail=detail), True
+        return Record(value, line, offset, self.encoding.name), True
+
+    def _opening(self) -> str:
+        """Return a pattern of how the element at hand begins, with the white space before it if that has a line end; ""
+        if any text could begin so."""
+        found = self.OPENING.match(self.text, self.pos)
+        lead = re.escape(self.space) if "\n" in self.space else ""
+        if found and found[0]:
+            return lead + re.escape(found[0])
+        return lead + r'(?=["\d\-])' if found and lead else r'(?<=[^\\]",)\s*(?=")' if found else ""
+
+    def _skip(self) -> str:
+        """Go on to the next opening, or to the end. Return the text that is left out, if it is long only its end."""
+        pattern, junk, at = re.compile("|".join(sorted(self.openings - {""})) or r"(?!)"), "", self.pos + 1
+        while True:
+            found = pattern.search(self.text, at)
+            end = found.start() if found else max(at, len(self.text) - self.LONGEST)
+            junk += self.text[self.pos : end]
+            self._use(end)
+            at = end
+            if found:
+                return junk
+            if not self._read():
+                junk += self.text[self.pos :]
+                self._use(len(self.text))
+                return junk
+            at = self.pos
+
+    def _parse(self) -> tuple[object, int]:
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
                 # More text may help: a string is open, or a word, number or escape may be cut off at the end.
                 near_end = error.pos >= len(self.text) - len("-Infinity") - 1
-                if not (near_end or error.msg.startswith("Unterminated string")) or not self._read():
+                if not (near_end or error.msg.startswith("Unterminated string")):
+                    raise
+                if len(self.text) - self.pos > MAX_BYTES:
+                    raise ValueError(f"an element of more than {MAX_BYTES:,} characters") from None
+                if not self._read():
                     raise
                 continue
             # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
             if self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+") and self._read():
                 continue
-            found = value, self.line, self.offset
-            self._use(end)
-            return found
+            return value, end
 
     def _next(self) -> str:
         """Return the next character that is no white space, "" at the end."""
+        self.space = ""
         while True:
-            self._use(self.WHITE_SPACE.match(self.text, self.pos).end())
+            end = self.WHITE_SPACE.match(self.text, self.pos).end()
+            self.space += self.text[self.pos : end]
+            self._use(end)
             if self.pos < len(self.text) or not self._read():
                 return self.text[self.pos : self.pos + 1]
 
     def _use(self, end: int) -> None:
         used = self.text[self.pos : end]
         self.line += used.count("\n")
-        self.offset += len(used) if used.isascii() else len(used.encode("utf-8", "surrogatepass"))
+        size = len(used) if used.isascii() else len(used.encode("utf-8", "surrogatepass"))
+        self.offset += size - 2 * (0 if size == len(used) else len(self.UNDECODED.findall(used)))  # one byte each
         self.pos = end
+
+    def rest(self) -> bool:
+        """Return whether any text is left."""
+        return self.pos < len(self.text) or self._read()
 
     def _read(self) -> bool:
         """Read at least as much as is held: so an element that is parsed again and again takes linear time in all."""

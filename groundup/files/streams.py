@@ -1,5 +1,5 @@
-"""The bytes of a raw file as UTF-8, in bounded memory: compression and UTF-16 or UTF-32 are recognised and undone; and
-the decoding of bytes that are UTF-8 or GB18030."""
+"""The bytes of a raw file, in bounded memory: compression and UTF-16 or UTF-32 are recognised and undone; and whether
+they are UTF-8 or GB18030."""
 
 import bz2
 import codecs
@@ -7,11 +7,12 @@ import io
 import itertools
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, BinaryIO
+from functools import cache, partial
+from typing import Any, BinaryIO, NamedTuple
 
 from groundup.errors import UserError
 
@@ -66,7 +67,7 @@ def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
             file.seek(begin)
         first = file.read(READ_BYTES)
     except OSError as error:
-        raise UserError(f"data: cannot read {path}: {error.strerror}") from None
+        raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
     chunks, plain = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b"")), True
     if not begin:
         named = os.path.splitext(path.lower())[1][1:]
@@ -105,19 +106,30 @@ def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator
 
 def transcode(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Turn UTF-16 and UTF-32, known by their byte order mark, into UTF-8; other bytes pass. The first piece has
-    at least 4 bytes if there are as many, so that a peek at it finds a mark or a magic number."""
-    head = b""
-    while len(head) < 4 and (chunk := next(chunks, None)) is not None:
-        head += chunk
+    READ_BYTES if there are as many, so that a peek at it finds a mark and tells the encoding."""
+    head, damage = b"", None
+    try:
+        while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
+            head += chunk
+    except Damage as found:
+        damage = found
     encoding = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
     decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
     try:
         for chunk in itertools.chain([head], chunks):
             yield decoder.decode(chunk).encode() if decoder else chunk
+            if damage:
+                raise damage
         if decoder:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise Damage("bad_encoding", str(error)) from None
+
+
+def shown_name(path: str) -> str:
+    """Return a path as valid Unicode in one line without tabs: names from zip files may be GBK."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return re.sub(r"[\0-\x1f\x7f]", lambda control: repr(control[0])[1:-1], text)
 
 
 def skip_mark(stream: io.BufferedReader) -> int:
@@ -125,29 +137,85 @@ def skip_mark(stream: io.BufferedReader) -> int:
     return len(stream.read(3)) if stream.peek(3).startswith(codecs.BOM_UTF8) else 0
 
 
-def decode(raw: bytes, first: str = "utf-8", cut: bool = False) -> tuple[str, str]:
-    """Return (text, encoding): UTF-8 or GB18030, common for Chinese; `first` is tried first.
+class Encoding(NamedTuple):
+    """How the bytes of one file become text; decided once, from its first bytes (`encoding_of`)."""
 
-    cut: the bytes may end within a character. Raise UnicodeDecodeError if neither fits.
+    name: str = "utf-8"  # or gb18030
+    garbled: re.Pattern | None = None  # characters that only a lost byte makes of this file's text
+    hint: str = ""  # what to do about bytes that are not of this encoding
+
+    def decode(self, raw: bytes) -> str:
+        """Raise UnicodeDecodeError, also for characters that this file can only hold if a byte before them is lost."""
+        text = raw.decode(self.name)
+        if found := self.garbled and self.garbled.search(text):
+            place = len(text[: found.start()].encode(self.name))
+            raise UnicodeDecodeError(self.name, raw, place, place + 2, "a byte before it is missing")
+        return text
+
+    def why(self, error: UnicodeDecodeError) -> str:
+        return f"{error}{self.hint}"
+
+
+UTF8 = Encoding()
+
+
+def encoding_of(head: bytes) -> Encoding:
+    """Return the encoding of a file that begins with `head`: UTF-8 or GB18030, common for Chinese. Bytes that are
+    neither are left to UTF-8, which refuses them.
+
+    The text of a file decides, not that of a line: a line with a byte missing fits several encodings.
     """
-    failures = []
-    for encoding in (first, "gb18030" if first == "utf-8" else "utf-8"):
-        try:
-            return codecs.getincrementaldecoder(encoding)().decode(raw) if cut else raw.decode(encoding), encoding
-        except UnicodeDecodeError as error:
-            failures.append(error)
-    raise failures[0]
+    if head.isascii():
+        return UTF8
+    text = head.decode("utf-8", "replace")
+    n_wide = len(NOT_ASCII.findall(text))
+    if text.count("\ufffd") <= n_wide / 2:  # a fifth of the characters of GB18030 are valid UTF-8 by accident
+        return UTF8
+    text = head.decode("gb18030", "replace")
+    wide, n_late = NOT_ASCII.findall(text), len(chinese("late").findall(text))
+    # Hangul in EUC-KR are the bytes of the Chinese characters up to C8FE, kana in EUC-JP those of kana
+    if (
+        len(wide) >= 5
+        and len(chinese("common").findall(text)) >= 0.9 * len(wide)
+        and n_late >= max(1, 0.1 * len(wide))
+        and len(KANA.findall(text)) <= 0.1 * len(wide)
+    ):
+        # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
+        # pairs; in traditional Chinese, which has many, rare characters close to each other are the sign.
+        simplified = len(chinese("low").findall(text)) <= 0.01 * len(wide)
+        return Encoding("gb18030", chinese("low" if simplified else "rare"))
+    return Encoding(hint=f"; {likely_encoding(head)}; convert the file: iconv -f ENCODING -t UTF-8")
 
 
-def guess_encoding(head: bytes) -> str:
-    """Return the encoding of most non-ASCII lines. A single line may fit both: C4 A9 CE B2 is two letters in either."""
-    votes = 0
-    for line in head.split(b"\n"):
-        try:
-            votes += not line.isascii() and (1 if decode(line, cut=True)[1] == "utf-8" else -1)
-        except UnicodeDecodeError:
-            continue
-    return "gb18030" if votes < 0 else "utf-8"
+NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
+
+
+@cache
+def chinese(which: str) -> re.Pattern:
+    """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
+    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. rare: two in ten
+    characters are not common."""
+    if which == "rare":
+        rare = f"[^\0-\x7f{chinese('common').pattern[1:]}"
+        return re.compile(f"{rare}.{{0,8}}{rare}")
+    high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
+    gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)
+    zones = {
+        "common": [("gb18030", gb, high), ("big5", big5, trails)],
+        "late": [("gb18030", range(0xC9, 0xD8), high)],
+        "low": [("gb18030", range(0x81, 0xFF), low)],
+    }[which]
+    found = (bytes((a, b)).decode(name, "ignore") for name, first, second in zones for a in first for b in second)
+    return re.compile(f"[{re.escape(''.join(found))}]")
+
+
+def likely_encoding(head: bytes) -> str:
+    try:
+        from charset_normalizer import from_bytes
+    except ImportError:
+        return "neither UTF-8 nor GB18030"
+    best = from_bytes(head[: 2**16]).best()
+    return f"neither UTF-8 nor GB18030 but perhaps {best.encoding}" if best else "no text in a known encoding"
 
 
 def unix_lines(text: str) -> str:

@@ -26,7 +26,7 @@ TEXTS = [
     "emoji 🙂👩‍👩‍👧 and 𠀀",
     "  spaces kept  ",
     "[1, {not json",
-    "末尾" * 5000,
+    "结尾的文字" * 2000,
 ]
 ONE_LINE = [text.replace("\n", " ") for text in TEXTS if text.strip()]
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -62,7 +62,7 @@ CONTAINERS = {
     "f.json": (json.dumps(TEXTS, ensure_ascii=False).encode(), TEXTS),
     "g.json": (json.dumps({"id": 1, "text": TEXTS[1]}, ensure_ascii=False, indent=2).encode(), TEXTS[1:2]),
     "h.csv": (as_csv(TEXTS, ","), TEXTS),
-    "i.tsv": (as_csv(TEXTS, "\t"), TEXTS),
+    "i.tsv": ("\n".join(["id\ttext", *(f"{i}\t{t}" for i, t in enumerate(ONE_LINE))]).encode(), ONE_LINE),
     "j.txt": (TEXTS[1].encode(), TEXTS[1:2]),
     "k.md": (b"# no suffix of ours\n", ["# no suffix of ours\n"]),
 }
@@ -156,7 +156,8 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, raw: bytes, expected: l
 
 
 def in_pieces(text: str, size: int) -> list[tuple[object, int, int]]:
-    return list(records.JsonStream(text[i : i + size] for i in range(0, len(text), size)))
+    found = list(records.JsonStream(text[i : i + size] for i in range(0, len(text), size)))
+    return [(record.value, record.line, record.offset) for record in found if not record.problem]
 
 
 def random_json(rng: random.Random, depth: int = 0) -> object:
@@ -185,10 +186,34 @@ def test_json_array_equals_json_loads() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-@pytest.mark.parametrize("text", ["[1,2", "[1 2]", "[1,]", "[1,]x", "[", "[,1]", "[1]]", "[1][2]", "x", '["a', "[tru]"])
-def test_json_array_malformed(text: str, size: int) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        in_pieces(text, size)
+@pytest.mark.parametrize(
+    ("text", "values", "problem"),
+    [
+        ("[1,2", [1, 2], "truncated_file"),
+        ("[{} {}]", [{}, {}], ""),  # nothing is lost
+        ("[1]]", [1], ""),
+        ("[1,]", [1], ""),
+        ("[,1]", [1], ""),
+        ("[", [], "truncated_file"),
+        ("[1][2]", [1], "bad_json"),
+        ("x", [], "bad_json"),
+        ('["a', [], "bad_json"),
+        ("[tru]", [], "bad_json"),
+        ('["a, "b", "c"]', ["c"], "bad_json"),
+        ('[\n "a,\n "b",\n "c"\n]', ["b", "c"], "bad_json"),
+        ('[{"a": 1,}, {"a": 2}, {"b": 3}]', [{"a": 2}, {"b": 3}], "bad_json"),
+        ('[{"a": [{"b": 1}], "c": }, {"a": 2}]', [{"a": 2}], "bad_json"),  # what is within the bad one is no element
+        ('[\n {"a": {\n  "a": 1}, x\n },\n {"a": 2}\n]', [{"a": 2}], "bad_json"),
+        ('[[{"r": 1}], [{"r": 2} x], [{"r": 3}]]', [[{"r": 1}], [{"r": 3}]], "bad_json"),
+        ('[{"a": 1}x{"a": 2}]', [{"a": 1}, {"a": 2}], ""),
+    ],
+)
+def test_json_array_malformed(text: str, values: list, problem: str, size: int) -> None:
+    assert [value for value, _, _ in in_pieces(text, size)] == values
+    problems = [record for record in records.JsonStream(text[i : i + size] for i in range(0, len(text), size))
+                if record.problem]  # fmt: skip
+    assert [record.problem for record in problems] == [problem] * bool(problem)
+    assert not problem or problems[0].lost or problem == "truncated_file"
 
 
 def test_json_array_large_element_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,10 +333,10 @@ def test_bad_elements_of_an_array(tmp_path: Path) -> None:
     path = str(tmp_path / "a.json")
     Path(path).write_bytes('[{"text": "中"},\n {"t": 1},\n\n {"text": "b"}, 5,\n oops, {"text": "c"}]'.encode())
     report = Report()
-    assert read(path, report) == ["中", "b"]
+    assert read(path, report) == ["中", "b", "c"]
     places = [(line, offset, reason.split(":")[0]) for _, line, offset, reason in report.places]
     assert places == [(2, 19, "bad_field"), (4, 46, "bad_field"), (5, 50, "bad_json")]
-    assert report.places[2][3].endswith("the rest of the file is left out")
+    assert report.places[2][3].endswith("left out: 6 bytes") and report.lost_bytes == 6
 
 
 def test_bad_rows_of_csv(tmp_path: Path) -> None:
@@ -319,7 +344,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
     rows = [b"text,n", b'"a', b'b",1', b"c", "文,2".encode(), b'"x"y,3', b"\xff\xff,4", b"d,5", b'"open,6', b"e,7"]
     Path(path).write_bytes(b"\n".join(rows))
     report = Report()
-    assert read(path, report) == ["a\nb", "文", "d"]
+    assert read(path, report) == ["a\nb", "文", "d", "e"]
     places = [(line, offset, reason.split(":")[0]) for _, line, offset, reason in report.places]
     starts = np.cumsum([0] + [len(row) + 1 for row in rows])
     expected = {4: "bad_csv", 6: "bad_csv", 7: "bad_encoding", 9: "bad_csv"}
@@ -329,7 +354,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "gb18030"])
 @pytest.mark.parametrize("name", ["a.jsonl", "d.json", "e.json", "h.csv", "j.txt"])
 def test_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, encoding: str) -> None:
-    monkeypatch.setattr(streams, "READ_BYTES", 512)
+    monkeypatch.setattr(streams, "READ_BYTES", 8192)
     raw, expected = CONTAINERS[name]
     if name == "d.json":
         raw = json.dumps(json.loads(raw), ensure_ascii=False).encode()
@@ -353,7 +378,7 @@ def test_invalid_utf8_text_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"line one\n\xff\xff\xff\n")
     report = Report()
-    assert read(path, report) == [] and report.places[0][:3] == (str(path), 2, 9)
+    assert read(path, report) == ["line one\n"] and report.places[0][:3] == (str(path), 2, 9)
     assert report.problems == {"bad_encoding": 1}
     path.write_bytes("好".encode("utf-16") + b"\x00")  # half a character
     report = Report()
