@@ -89,7 +89,7 @@ pack = 0  # also write rows of so many tokens that start with a document, for pr
 shard_tokens = 134_217_728  # tokens per file
 # errors
 strict = False  # stop at the first unreadable record; otherwise count it and go on
-max_bad_fraction = 1.0  # exit status 1 if a larger fraction of the records is unreadable
+max_bad_fraction = 1.0  # exit status 1 if more of the records are unreadable, or bytes of damaged files (1.0: if any)
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
 
@@ -138,7 +138,7 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     chosen = select(units, recipe, work) if units else None
     report.check_kept(counts, chosen)
     single = None  # the text of the only document; the pieces of a huge one are joined again
-    if recipe.kind == "text" and counts.records == 1:
+    if recipe.kind == "text" and counts.records - counts.lost.total() == 1:
         single = "".join(text for unit in units for text in unit.documents(work, unit.fates(work) == KEPT))
     parts = split_sources(chosen, units, recipe)
     report.summarize(info, inputs, counts, chosen, parts, recipe)
@@ -291,6 +291,7 @@ def main(config: dict) -> int:
         print(f"prepare: {config['verify']} is as it was written")
         return 0
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
+    out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # the directory that a link leads to is replaced
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "units").mkdir()

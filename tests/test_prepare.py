@@ -89,7 +89,8 @@ def read_back(out_dir: Path) -> dict[str, list[str]]:
 
 
 def plainly_cleaned(text: str) -> str:
-    text = "".join(c for c in re.sub("\r\n?", "\n", text) if c in "\t\n" or (c >= " " and c not in "\x7f\ufeff\u200b"))
+    text = re.sub("\r\n?|[\x0b\x0c\x1c-\x1f]", "\n", text)
+    text = "".join(c for c in text if c in "\t\n" or (c >= " " and c not in "\x7f\ufeff\u200b"))
     return unicodedata.normalize("NFC", text)
 
 
@@ -620,7 +621,8 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}\nprepare: 3 of 4 files could not be read, or not to the end: {source}/broken, " in out
+        assert f"out is {said}\nprepare: 1 of 4 files are damaged: {source}/torn.jsonl.gz; errors.tsv" in out
+        assert f"prepare: 2 of 4 files could not be read: {source}/broken, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]
     assert len(sum(read_back(tmp_path / "out").values(), [])) > 60  # of the torn file, too

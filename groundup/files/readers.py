@@ -2,8 +2,9 @@
 processes may read. What cannot be read is reported with file, line and byte offset, never dropped silently.
 
 .txt .jsonl .json (array, or objects one after the other) .csv .tsv .parquet, each also as .gz .bz2 .xz .zst; UTF-8,
-UTF-16, UTF-32 and GB18030. A file's first bytes decide what it is and, where these cannot tell, its name. The bytes are
-in streams.py, the containers in records.py, what the keys of a row mean in row_formats.py.
+UTF-16, UTF-32 and GB18030. A file's first bytes decide what it is, its encoding and, where these cannot tell, its name
+does. After damage a reader goes on where it can. The bytes are in streams.py, the containers in records.py, what the
+keys of a row mean in row_formats.py.
 """
 
 import codecs
@@ -21,6 +22,7 @@ from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
+PREPARED = {"manifest.json", "report.md", "dropped.tsv"}  # files that tell a directory that prepare.py made
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
@@ -37,14 +39,27 @@ def find_files(input: str) -> list[str]:
         if not files:
             raise UserError(f"data: no file matches {part!r}; give files, directories or globs, separated by commas")
         found += files
-    return list(dict.fromkeys(found))
+    unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
+    for file in found:
+        real = os.path.realpath(file)
+        if os.path.islink(unlinked.setdefault(real, file)):
+            unlinked[real] = file
+    return list(unlinked.values())
 
 
 def list_directory(top: str) -> list[str]:
     files, seen = [], {os.path.realpath(top)}  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, followlinks=True):
+        if PREPARED.issubset(names):
+            folders.clear()
+            where = streams.shown_name(folder)
+            if folder == top:
+                hint = "give the files that it was made of, or its train.jsonl"
+                raise UserError(f"data: {where} is a directory that prepare.py made, not raw data; {hint}")
+            print(f"data: {where} is left out: prepare.py made it")
+            continue
         real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
-        folders[:] = [name for name in real if real[name] not in seen]
+        folders[:] = {real[name]: name for name in real if real[name] not in seen}.values()  # of two links, one
         seen |= set(real.values())
         shown = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
         files += [os.path.join(folder, name) for name in shown]
@@ -64,9 +79,16 @@ def work_units(path: str, txt_split: str = "file", unit_bytes: int = 2**26) -> l
         plain = stream.raw.plain
     if kind == "parquet":
         try:
-            return [(k, k + 1) for k in range(records.open_parquet(path).metadata.num_row_groups)]
+            footer = records.open_parquet(path).metadata
         except streams.Damage:
             return [(0, None)]  # reported when it is read
+        ends, room = [0], 0
+        for k in range(footer.num_row_groups):
+            size = footer.row_group(k).total_byte_size
+            if size > room and k:
+                ends.append(k)
+            room = (room if size <= room else unit_bytes) - size
+        return list(zip(ends, [*ends[1:], footer.num_row_groups], strict=True))
     size = os.path.getsize(path)
     if not plain or kind not in LINE_KINDS or size <= unit_bytes:
         return [(0, None)]
@@ -84,11 +106,21 @@ def container(path: str, head: bytes, txt_split: str) -> str:
         return suffix[1:]
     if suffix in (".json", ".jsonl", ".ndjson") or (path == "-" and re.match(rb'\{\s*"|\[\s*[{"\]]', head)):
         if head.startswith(b"["):
-            return "array"
+            return "jsonl" if lines_of_arrays(head, suffix in (".jsonl", ".ndjson")) else "array"
         return "values" if head.split(b"\n")[0].strip() == b"{" else "jsonl"
     if txt_split not in ("file", "blank", "line"):
         raise UserError(f"data: txt_split must be file, blank or line, got {txt_split!r}")
     return txt_split
+
+
+def lines_of_arrays(head: bytes, named: bool) -> bool:
+    """Return whether a file that begins with "[" has an array in each line, such as the messages of a conversation.
+    named: its name says that it has lines; its only line is then a row, not an array of rows."""
+    first, *rest = (line.strip() for line in head.split(b"\n"))
+    following = next(filter(None, rest), b"")
+    if not rest:
+        return named
+    return first.endswith(b"]") and (following.startswith(b"[") or (named and not following))
 
 
 def read_records(
@@ -136,7 +168,7 @@ class Row(NamedTuple):
 class Report:
     """What was not read, or only after mending.
 
-    problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding, bad_csv,
+    problems {reason: places where documents are lost}: bad_json, bad_field (no text), bad_encoding, bad_csv, too_long,
     truncated_file (damaged or cut; what came before was read). mended {gb18030 or surrogates: documents}
     places: (path, line, byte offset, "reason: detail") of the first max_places problems
     """
@@ -151,7 +183,8 @@ class Report:
         """Raise UserError if strict."""
         detail = " ".join(detail.split())
         if self.strict:
-            raise UserError(f"data: {path}:{line}: {reason} at byte {offset}: {detail}; mend it, or use strict=False")
+            where = f"{streams.shown_name(path)}:{line}: {reason} at byte {offset}"
+            raise UserError(f"data: {where}: {detail}; mend it, or use strict=False")
         self.problems[reason] += 1
         if len(self.places) < self.max_places:
             self.places.append((path, line, offset, f"{reason}: {detail}"))

@@ -275,20 +275,19 @@ class JsonStream:
         except (ValueError, RecursionError) as error:
             opening, known = self._opening(), bool(self.openings)
             self.openings |= set() if known else {opening}
-            junk = self._skip()
-            if known and len(junk) < 2 and opening not in self.openings:
+            n_skipped, undecoded = self._skip()
+            if known and n_skipped < 2 and opening not in self.openings:
                 return None, False
-            reason = "bad_encoding" if self.UNDECODED.search(junk) else "bad_json"
-            reason = "too_long" if len(junk) > MAX_BYTES else reason
-            lost = self.offset - offset
+            lost, reason = self.offset - offset, "bad_encoding" if undecoded else "bad_json"
+            reason = "too_long" if lost > MAX_BYTES else reason
             detail = f"{error}; left out: {lost:,} bytes"
             return Record(None, line, offset, problem=reason, detail=detail, lost=lost), False
         if len(self.openings) < 20:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
         self._use(end)
-        garbled = self.encoding.garbled and self.encoding.garbled.search(text)
-        if garbled or self.UNDECODED.search(text):
+        garbled = self.encoding.garbled or self.UNDECODED
+        if not text.isascii() and (self.UNDECODED.search(text) or garbled.search(text)):
             detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
             return Record(None, line, offset, problem="bad_encoding", detail=detail), True
         return Record(value, line, offset, self.encoding.name), True
@@ -302,22 +301,21 @@ class JsonStream:
             return lead + re.escape(found[0])
         return lead + r'(?=["\d\-])' if found and lead else r'(?<=[^\\]",)\s*(?=")' if found else ""
 
-    def _skip(self) -> str:
-        """Go on to the next opening, or to the end. Return the text that is left out, if it is long only its end."""
-        pattern, junk, at = re.compile("|".join(sorted(self.openings - {""})) or r"(?!)"), "", self.pos + 1
+    def _skip(self) -> tuple[int, bool]:
+        """Go on to the next opening, or to the end. Return how many characters are left out, and whether bytes that
+        could not be decoded are among them."""
+        pattern, at = re.compile("|".join(sorted(self.openings - {""})) or r"(?!)"), self.pos + 1
+        n_skipped, undecoded, ended = 0, False, False
         while True:
             found = pattern.search(self.text, at)
-            end = found.start() if found else max(at, len(self.text) - self.LONGEST)
-            junk += self.text[self.pos : end]
+            end = len(self.text) if ended else max(at, len(self.text) - self.LONGEST)
+            end = found.start() if found else end
+            n_skipped += end - self.pos
+            undecoded = undecoded or bool(self.UNDECODED.search(self.text, self.pos, end))
             self._use(end)
-            at = end
-            if found:
-                return junk
-            if not self._read():
-                junk += self.text[self.pos :]
-                self._use(len(self.text))
-                return junk
-            at = self.pos
+            if found or ended:
+                return n_skipped, undecoded
+            ended, at = not self._read(), self.pos
 
     def _parse(self) -> tuple[object, int]:
         while True:
@@ -392,7 +390,7 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
         file = open_parquet(path)
         groups = range(file.metadata.num_row_groups)
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
-        wanted = columns and [name for name in columns if name in file.schema_arrow.names]
+        wanted = columns and [name for name in dict.fromkeys(columns) if name in file.schema_arrow.names]
         for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
             yield from batch_records(batch, row)
             row += batch.num_rows

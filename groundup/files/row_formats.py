@@ -148,6 +148,8 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
+    if isinstance(row, list) and row and all(isinstance(turn, dict) for turn in row):  # nanochat's CustomJSON
+        row = {"messages": row}
     if not isinstance(row, dict):
         raise BadRow(f"{type(row).__name__}, not an object")
     found, row = recognise(row, kind), rename(row)
@@ -166,8 +168,10 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")
 
 
-def check_media(messages: list[dict], row: dict) -> list[dict]:
+def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if one has the place of a picture, video or sound of the row."""
+    if isinstance(row, list):
+        return messages
     kinds = [kind for kind in ("image", "video", "audio") if row.get(kind) or row.get(f"{kind}s")]
     if found := next((kind for kind in kinds for m in messages if f"<{kind}>" in m["content"]), ""):
         raise BadRow(f"a turn holds an {found}, not only text")
@@ -328,11 +332,13 @@ def message(role: str, content: object) -> dict:
 
 
 def part_text(part: object) -> str:
-    """Return the text of one part of a content that is a list: {"type": "text", "text": ...}."""
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    """Return the text of one part of a content that is a list: {"type": "text", "text": ...}, or LLaMA-Factory's with
+    "value"."""
+    found = part.get("text", part.get("value")) if isinstance(part, dict) else None
+    if not isinstance(found, str) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise BadRow(f"a turn holds {kind!r:.40}, not text")
-    return part["text"]
+    return found
 
 
 def call_text(call: object) -> str:

@@ -168,8 +168,8 @@ def encoding_of(head: bytes) -> Encoding:
     if head.isascii():
         return UTF8
     text = head.decode("utf-8", "replace")
-    n_wide = len(NOT_ASCII.findall(text))
-    if text.count("\ufffd") <= n_wide / 2:  # a fifth of the characters of GB18030 are valid UTF-8 by accident
+    n_wide, n_bad = len(NOT_ASCII.findall(text)), text.count("\ufffd")
+    if n_bad <= max(n_wide / 2, len(text) / 1000):  # a fifth of the bytes of GB18030 are valid UTF-8 by accident
         return UTF8
     text = head.decode("gb18030", "replace")
     wide, n_late = NOT_ASCII.findall(text), len(chinese("late").findall(text))

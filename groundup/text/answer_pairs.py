@@ -104,7 +104,7 @@ def write_pairs(
     n_bad = problems.problems.total()
     info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
     info |= {"lines_bad": n_bad, "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
-    torn = [path] if problems.problems["truncated_file"] else []
+    torn = Counter({path: 1} if problems.problems["truncated_file"] else {})
     bad, passed = +Counter({path: n_bad}), Counter({path: n_lines - n_bad})
     return info, Counts(n_bad, +problems.problems, torn=torn, bad=bad, passed=passed, shown=problems.shown)
 

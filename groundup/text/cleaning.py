@@ -22,6 +22,7 @@ class Cleaning:
 CURATED = Cleaning(white_space=False)
 WEB = Cleaning()
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
+SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x1f"  # of lines, pages, fields: controls that become a line end
 ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
 JOINERS = re.compile("[\u200c\u200d]")
 BLANKS = " \t\xa0\u3000"
@@ -40,7 +41,7 @@ def clean(text: str, steps: Cleaning) -> str:
     """Return the cleaned text; cleaning it again changes nothing. The check before a step is faster than the step."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = CONTROLS.sub("", text)
+    text = CONTROLS.sub(lambda control: "\n" if control[0] in SEPARATORS else "", text)
     if not text.isascii():
         text = ZERO_WIDTH.sub("", text)
         text = JOINERS.sub(lambda joiner: joiner[0] if joins(joiner.string, joiner.start()) else "", text)

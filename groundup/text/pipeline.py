@@ -156,8 +156,8 @@ class Inspector:
         counts.shown = (counts.shown + problems.shown)[:SHOWN]
         counts.passed[part.name] += passed
         counts.bad += {part.name: problems.problems.total()}  # which leaves out 0, too
-        if problems.problems["truncated_file"]:
-            counts.torn.append(part.name)
+        if problems.problems["truncated_file"] or problems.lost_bytes:
+            counts.torn[part.name] += max(1, problems.lost_bytes)
 
     def flush(self) -> None:
         """Judge and write the documents of the batch."""

@@ -212,7 +212,7 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
                 made = spool_stdin(work) if name == "-" else write_rows(docs_rows(kind), work / "python-docs.jsonl")
                 files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
             else:
-                files = [look(path, path, number) for path in readers.find_files(name)]
+                files = [look(path, streams.shown_name(path), number) for path in readers.find_files(name)]
                 if rows := next(filter(looks_like_rows, files), None):
                     hint = "if its rows are meant, let its name end in .jsonl"
                     print(f"prepare: {rows.name} looks like JSON lines but is read as plain text; {hint}")
@@ -309,7 +309,7 @@ class Counts:
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, taken away by cleaning
     bytes_cut: int = 0  # of it, taken out because an evaluation file has it
-    torn: list[str] = field(default_factory=list)  # files that could not be read to the end
+    torn: Counter[str] = field(default_factory=Counter)  # by file that is damaged: bytes lost, 1 if unknown
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     shown: list[str] = field(default_factory=list)  # the first problems, in words

@@ -58,6 +58,7 @@ def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     unreadable = [file.name for file in inputs if file.problem]
+    info["torn"] = dict(counts.torn)
     info["failed"] = sorted({*unreadable, *counts.torn, *(name for name in counts.bad if not counts.passed[name])})
 
 
@@ -95,7 +96,7 @@ def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -
     lines.append(f"| read | {documents['read']:,} | {n_bytes['read']:,} |")
     for reason, n in documents["dropped"].items():
         lines.append(f"| {reason} | {n:,} | {n_bytes['dropped'].get(reason, 0):,} |")
-    lines.append(f"| cleaned away, cut out | | {n_bytes['cleaned'] + n_bytes['cut']:,} |")
+    lines.append(f"| {' | | '.join(reversed(changed(n_bytes)))} |")
     lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
     lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
     lines += [f"\n{note}." for note in answer_pairs.describe(info.get("answers", []))]
@@ -139,19 +140,36 @@ def read_document(row: int, chosen: Selection, units: list[Unit], work: Path, mo
         return f.read(min(int(chosen.rows["size"][row]), most)).decode("utf-8", "ignore")
 
 
+def changed(n_bytes: dict) -> tuple[str, str]:
+    """Return how many bytes cleaning changed, and what it did: with `punctuation` it may make a text longer."""
+    less = n_bytes["cleaned"] + n_bytes["cut"]
+    return (f"+ {less:,}", "cleaned away") if less >= 0 else (f"- {-less:,}", "added by cleaning")
+
+
 def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
-    """Return 1, and print why, if a file could not be read to its end or too many records are unreadable."""
-    failed, n_read = info["failed"], info["documents"]["read"]
+    """Return 1, and print why, if a file is damaged or could not be read, or too many records are unreadable. Damaged
+    files are accepted if max_bad_fraction is below 1 and no larger fraction of the bytes of the input is lost; what is
+    lost of a file that is cut, is not known."""
+    torn, n_read = info["torn"], info["documents"]["read"]
+    lost, size = sum(torn.values()), sum(entry["size"] for entry in info["inputs"])
+    known = all(n > 1 for n in torn.values())
+    accepted = known and max_bad_fraction < 1 and lost <= max_bad_fraction * size
+    failed = [name for name in info["failed"] if name not in torn]
+    if torn:
+        where = ", ".join(f"{name} ({n:,} bytes lost)" if n > 1 else name for name, n in list(torn.items())[:3])
+        hint = f"; mend them, or accept the loss with --max_bad_fraction={min(0.5, 1.1 * lost / size + 1e-6):.2g}"
+        hint = "; accepted" if accepted else hint if known else "; errors.tsv says where"
+        print(f"prepare: {len(torn)} of {n_inputs} files are damaged: {where}{hint}")
     if failed:
         names = ", ".join(failed[:3])
-        print(f"prepare: {len(failed)} of {n_inputs} files could not be read, or not to the end: {names}")
+        print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {names}")
     bad = sum(n for reason, n in info["documents"]["dropped"].items() if reason not in (*REASONS, "empty"))
     for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
         n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
     too_many = bad > max_bad_fraction * n_read
     if too_many:
         print(f"prepare: {bad} of {n_read} records could not be read; {max_bad_fraction=}")
-    return 1 if failed or too_many else 0
+    return 1 if failed or too_many or (torn and not accepted) else 0
 
 
 def print_report(manifest: dict, seconds: float) -> None:
@@ -161,7 +179,7 @@ def print_report(manifest: dict, seconds: float) -> None:
     lines = [
         f"documents: {documents['read']:,} read = {documents['kept']:,} kept + {dropped[0]:,} dropped",
         f"bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept + {dropped[1]:,} dropped "
-        f"+ {n_bytes['cleaned'] + n_bytes['cut']:,} cleaned away",
+        f"{' '.join(changed(n_bytes))}",
     ]
     lines += [f"{what}: {n:,} {reason}" for what in ("dropped", "mended") for reason, n in documents[what].items()]
     if evals := info.get("decontaminate"):
