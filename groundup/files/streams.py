@@ -181,7 +181,7 @@ def encoding_of(head: bytes) -> Encoding:
         and len(KANA.findall(text)) <= 0.1 * len(wide)
     ):
         # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
-        # pairs; in traditional Chinese, which has many, rare characters close to each other are the sign.
+        # pairs; in traditional Chinese, which has many, rare characters close by are a weaker sign.
         simplified = len(chinese("low").findall(text)) <= 0.01 * len(wide)
         return Encoding("gb18030", chinese("low" if simplified else "rare"))
     return Encoding(hint=f"; {likely_encoding(head)}; convert the file: iconv -f ENCODING -t UTF-8")
@@ -193,11 +193,11 @@ NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
 @cache
 def chinese(which: str) -> re.Pattern:
     """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
-    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. rare: two in ten
-    characters are not common."""
+    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. rare: three
+    of some ten characters are not common."""
     if which == "rare":
         rare = f"[^\0-\x7f{chinese('common').pattern[1:]}"
-        return re.compile(f"{rare}.{{0,8}}{rare}")
+        return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")
     high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
     gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)
     zones = {
