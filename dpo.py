@@ -151,7 +151,7 @@ if __name__ == "__main__":
     seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and (must_compute or not resumed.path):
-        load_start(raw_model, source, n_known)
+        load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)

@@ -128,7 +128,7 @@ if __name__ == "__main__":
     seed_everything(seed)
     raw_model = RewardModel(cfg)
     if source and not resumed.path:
-        reward_model.load_start(raw_model, source, n_known)
+        reward_model.load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))
     raw_model.score.requires_grad_(True)
     saved = resumed.state.get("trained", {})

@@ -161,7 +161,7 @@ if __name__ == "__main__":
     seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and (second_model or not resumed.path):
-        load_start(raw_model, source, n_known)
+        load_start(raw_model, source, n_known, tokenizer)
     first_model = raw_model
     if second_model:
         first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)

@@ -153,7 +153,7 @@ if __name__ == "__main__":
     seed_everything(seed)
     raw_model = Transformer(cfg)
     if source and not resumed.path:
-        load_start(raw_model, source, n_known)
+        load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))
     raw_model.neftune_alpha = neftune_alpha
     base = frozen_base(resumed.path, source)

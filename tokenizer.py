@@ -301,6 +301,16 @@ class Tokenizer:
         """Return `encode` as uint32 (n,)."""
         return self.engine.encode_array(text)
 
+    def encode_token(self, token: bytes) -> list[int]:
+        """Return the ids of a token's bytes, which may be part of a character; [] where that cannot be said."""
+        if isinstance(self.engine, ByteLevelBPE):  # what a tokenizer that extends this one would find in one chunk
+            token = token.translate(None, self.engine.missing)
+            return self.engine.encoding._encode_single_piece(token) if token else []
+        try:
+            return self.encode(token.decode())
+        except UnicodeDecodeError:
+            return []
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return what an id adds to the text, possibly part of a character; b"" for special ones. Raise UserError."""
         return b"" if token_id in self.special_ids else self.pieces[token_id]

@@ -31,7 +31,8 @@ def make_critic(
     cfg = tuned_architecture(config, source, tokenizer.vocab_size)
     model = RewardModel(cfg)
     if source:
-        reward_model.load_start(model, source, count_known_ids(source, tokenizer, "the chat tokenizer"))
+        n_known = count_known_ids(source, tokenizer, "the chat tokenizer")
+        reward_model.load_start(model, source, n_known, tokenizer)
     if config["normalise_rewards"]:  # returns have another scale than the scores of its head
         torch.nn.init.zeros_(model.score.weight)
     set_trainable(model, config["trainable"], adapters_of(config))

@@ -24,6 +24,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.tokens import foreign
 from groundup.train import checkpoint, huggingface, lora, ranks
+from groundup.train.base import old_parts
 from groundup.train.device import autocast
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -187,14 +188,14 @@ def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardMod
     return model.to(device).eval()
 
 
-def load_start(model: RewardModel, source: Path, n_known: int) -> None:
+def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
     """Copy the weights in `source` into `model`: those of a reward model with its head, of a language model without.
     Tokens from n_known on get new embeddings, see lora.resize_vocab."""
     if is_reward_model(source):
         checkpoint.copy_weights(model, source)
         return
     body = checkpoint.load_model(source, block_size=model.cfg.block_size)
-    lora.resize_vocab(body, model.cfg.vocab_size, n_known)
+    lora.resize_vocab(body, model.cfg.vocab_size, n_known, old_parts(source, n_known, tokenizer))
     model.load_state_dict({name: t for name, t in body.state_dict().items() if name != HEAD}, strict=False)
 
 
@@ -216,7 +217,7 @@ def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: 
     if checkpoint.weights_key(Path(trained["base"])) != trained["base_key"]:
         raise UserError(f"reward: the weights in {trained['base']} are not those that {resume_from} was trained on")
     start = RewardModel(model.cfg)
-    load_start(start, Path(trained["base"]), n_known)
+    load_start(start, Path(trained["base"]), n_known, Tokenizer.load(resume_from))
     model.load_state_dict(start.state_dict(), strict=False)  # all but the adapters
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():

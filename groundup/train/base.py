@@ -79,13 +79,23 @@ def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
         raise UserError(f"config: {n_new} token ids are new to {source}: use trainable='embed,lm_head,lora'")
 
 
-def load_start(model: Transformer, source: Path, n_known: int) -> None:
-    """Load the weights in `source`. Rows for tokens from n_known on become the mean of the others."""
+def old_parts(source: Path, n_known: int, tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """Return, for each of the tokenizer's ordinary tokens from n_known on, the ids into which the tokenizer of `source`
+    splits its text."""
+    new = {i: token for i, token in tokenizer.engine.token_bytes.items() if i >= n_known}
+    if not new:
+        return {}
+    split = Tokenizer.load(checkpoint.tokenizer_dir(source)).encode_token
+    return {i: split(token) for i, token in new.items()}
+
+
+def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
+    """Load the weights in `source`. Rows for the tokenizer's ids from n_known on are new, see lora.resize_vocab."""
     same_rows = checkpoint.load_config(source).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not checkpoint.is_adapter(source):
         return checkpoint.load_weights(model, source)
     start = checkpoint.load_model(source, block_size=model.cfg.block_size)
-    resize_vocab(start, model.cfg.vocab_size, n_known)
+    resize_vocab(start, model.cfg.vocab_size, n_known, old_parts(source, n_known, tokenizer))
     model.load_state_dict(start.state_dict())
 
 

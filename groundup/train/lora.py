@@ -6,9 +6,10 @@ B (out, r). B starts at zero, so the model starts as the same function. huggingf
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import torch.nn as nn
@@ -213,9 +214,12 @@ def trainable_table(cfg: ModelConfig, trainable: str, lora: LoRAConfig) -> dict[
 
 
 @torch.no_grad()
-def resize_vocab(model: Transformer, vocab_size: int, n_known: int = 0) -> None:
-    """Add rows for more tokens to the embedding and the head. New rows are the mean of the old ones, and so are rows
-    from n_known on, if it is given: vocabulary padding that new tokens now use.
+def resize_vocab(
+    model: Transformer, vocab_size: int, n_known: int = 0, parts: Mapping[int, list[int]] = MappingProxyType({})
+) -> None:
+    """Add rows for more tokens to the embedding and the head, and renew those from n_known on, if it is given:
+    vocabulary padding that new tokens now use. A new token's row is the mean of the rows of its `parts`, the old ids
+    of its text; without parts (a special token) the mean of all old rows.
 
     Call before `DDP(model)` and the optimizer. Raise UserError if there would be fewer rows."""
     if vocab_size < model.cfg.vocab_size:
@@ -225,6 +229,8 @@ def resize_vocab(model: Transformer, vocab_size: int, n_known: int = 0) -> None:
     for weight in (model.embed_tokens.weight, model.lm_head.weight):
         mean = weight[:old].mean(dim=0, keepdim=True, dtype=torch.float64).to(weight.dtype)
         rows = torch.cat((weight[:old], mean.expand(vocab_size - old, -1)))
+        for i, ids in parts.items():
+            rows[i] = weight[ids].mean(dim=0) if ids else mean[0]
         grown.append(nn.Parameter(rows, requires_grad=weight.requires_grad))
     model.embed_tokens.weight = grown[0]
     model.lm_head.weight = grown[0] if model.cfg.tie_embeddings else grown[1]
