@@ -17,11 +17,13 @@ import itertools
 import math
 import os
 import shutil
+import timeit
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
@@ -104,7 +106,7 @@ class Engine:
         can_pack = PackedLinear.works(self.device, self.dtype)
         self.compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
         packed = can_pack and not self.compile and steps >= PACKED_STEPS
-        self.model, self.tokenizer = for_inference(model, self.dtype, packed), tokenizer
+        self.model, self.tokenizer = for_inference(model, self.dtype, packed, rows), tokenizer
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.samples: list[Sample | None] = [None] * rows
         self.held: list[list[int]] = [[] for _ in range(rows)]
@@ -311,12 +313,13 @@ def compiled_step(device_type: str) -> Callable:
     return torch.compile(decode_step, dynamic=False)
 
 
-def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Transformer:
+def for_inference(model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0) -> Transformer:
     """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors that need no change
     are shared with `model`.
 
     Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    Adapters are merged into copies of their matrices. packed: on a CPU, pack the matrices if memory suffices."""
+    Adapters are merged into copies of their matrices. packed: on a CPU, pack the matrices if memory suffices; for one
+    row in float32 only those of a shape that is then multiplied faster, which depends on the CPU."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = {id(vars(block)["forward"]): None for block in model.layers if "forward" in vars(block)}
@@ -324,6 +327,7 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
     for block in view.layers:
         vars(block).pop("forward", None)
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    pays: dict[torch.Size, bool] = {}  # of the shapes that were timed
     packed = packed and n_bytes < free_bytes(model.embed_tokens.weight.device) / 2
     for parent in list(view.modules()):
         if isinstance(parent, LoRALinear):
@@ -332,7 +336,10 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
             if isinstance(child, LoRALinear):
                 child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False), child.bias)
                 setattr(parent, name, child)
-            if type(child) is nn.Linear and packed:
+            if rows == 1 and type(child) is nn.Linear and child.weight.dtype == dtype == torch.float32:
+                if packed and child.weight.shape not in pays:
+                    pays[child.weight.shape] = packing_pays(child.weight)
+            if type(child) is nn.Linear and packed and pays.get(child.weight.shape, True):
                 bias = None if child.bias is None else child.bias.detach().to(dtype)
                 setattr(parent, name, PackedLinear(child.weight.detach().to(dtype), bias))
             elif isinstance(child, nn.Linear) and child.weight.dtype != dtype:
@@ -340,9 +347,19 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool) -> Trans
     return view.eval()
 
 
+@torch.no_grad()
+def packing_pays(weight: Tensor) -> bool:
+    """Return whether a single row is multiplied faster by the packed weight: the best of five times of each."""
+    x, times = weight.new_ones(1, weight.shape[1]), []
+    for multiply in (PackedLinear(weight), functools.partial(F.linear, weight=weight)):
+        multiply(x)
+        times.append(min(timeit.repeat(functools.partial(multiply, x), number=1, repeat=5)))
+    return times[0] < times[1]
+
+
 class PackedLinear(nn.Module):
     """A linear layer with its weight in oneDNN's blocked layout, as inductor lays out frozen weights: 1.6 to 2.3 times
-    as fast as F.linear for 1 to 8 rows (2 cores with AVX-512)."""
+    as fast as F.linear for 1 to 8 rows (2 cores with AVX-512); for one row in float32 0.5 to 1 on some Intel cores."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()

@@ -314,6 +314,17 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 
 
 @pytest.mark.skipif(not engine.PackedLinear.works(torch.device("cpu"), torch.float32), reason="torch without oneDNN")
+def test_one_row_in_float32_is_packed_where_that_is_faster(net, monkeypatch):
+    timed, slow = [], net.layers[0].mlp.down_proj.weight.shape
+    monkeypatch.setattr(engine, "packing_pays", lambda weight: timed.append(weight.shape) or weight.shape != slow)
+    alone, several = (Engine(net, None, rows, steps=99).model.layers[1] for rows in (1, 2))
+    assert sorted(timed) == sorted({p.shape for name, p in net.named_parameters() if name.endswith("_proj.weight")}
+                                   | {net.lm_head.weight.shape})  # fmt: skip
+    assert not isinstance(alone.mlp.down_proj, engine.PackedLinear)
+    assert isinstance(alone.mlp.up_proj, engine.PackedLinear) and isinstance(several.mlp.down_proj, engine.PackedLinear)
+
+
+@pytest.mark.skipif(not engine.PackedLinear.works(torch.device("cpu"), torch.float32), reason="torch without oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_matrices_multiply_alike(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -327,7 +338,7 @@ def test_packed_matrices_multiply_alike(dtype):
     torch.testing.assert_close(packed(several[:, ::2]), packed(several[:, ::2].contiguous()))
     net = random_model(tiny_config())
     for steps, kind in ((engine.PACKED_STEPS, engine.PackedLinear), (2, torch.nn.Linear)):
-        assert type(engine.Engine(net, None, 1, 9, compile=False, steps=steps).model.lm_head) is kind
+        assert type(engine.Engine(net, None, 2, 9, compile=False, steps=steps).model.lm_head) is kind
 
 
 @pytest.mark.slow
