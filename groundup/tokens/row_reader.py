@@ -52,7 +52,11 @@ class RowReader:
             try:
                 if record.problem:
                     raise Unusable(record.problem, record.detail)
-                yield self.item(streams.mended(record.value), place)
+                try:
+                    found = self.item(streams.mended(record.value), place)
+                except UserError as error:  # such as turns that a template does not take
+                    raise Unusable("not rendered", str(error)) from None
+                yield found
             except Unusable as problem:
                 if self.dropped[problem.reason] < SHOWN:
                     detail = ": " + " ".join(problem.detail.split()) if problem.detail else ""

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from groundup.errors import UserError
+from groundup.files.row_formats import TOOLS_HEAD, TOOLS_TAIL
 
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters: in no text that is meant to be read
 MARKS = re.compile(f"[{BEGIN}{END}]")
@@ -46,6 +47,7 @@ class ChatTemplate:
         names = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
         self.names = re.compile(f"(?=(?:{names}))" if names else "(?!)")
         self.split = re.compile(f"((?<!{GUARD})(?:{names}))" if names else "((?!))")
+        self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
         self.variables, self.tagged = variables, re.search(r"{%-?\s*generation\s*-?%}", source) is not None
 
     def pieces(
@@ -54,6 +56,8 @@ class ChatTemplate:
     ) -> list[Piece]:  # fmt: skip
         """Return the conversation in pieces. learn: find the answers, else nothing is marked as learned. settings: what
         the template reads, such as enable_thinking. Raise UserError if the template cannot take the conversation."""
+        if tools is None and self.takes_tools:
+            messages, tools = with_tools(messages)
         messages, tools = self.guarded(messages), self.guarded(tools)
         marked = self.text(messages, tools, add_generation_prompt, settings)
         text, spans = MARKS.sub("", marked), []
@@ -109,6 +113,39 @@ class ChatTemplate:
                 pieces.append(Piece(part.replace(GUARD, ""), k % 2 == 1, inside))
             at += len(part)
         return pieces
+
+
+CALL = re.compile(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>")
+
+
+def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]:
+    """Return (messages, tools) as templates that know tools read them: row_formats.py writes tools into the system
+    message and calls into the answers, as text. A system message that held only tools is left out, so that the
+    template's own stays. Text that is not exactly so is left as it is."""
+    tools, turns = None, list(messages)
+    system = turns[0]["content"] if turns and turns[0]["role"] == "system" else ""
+    before, head, listed = system.partition(TOOLS_HEAD)
+    if head and listed.endswith(TOOLS_TAIL):
+        tools = objects(listed.removesuffix(TOOLS_TAIL).split("\n"))
+        said = before.removesuffix("\n\n")
+        turns[:1] = turns[:1] if not tools else [{"role": "system", "content": said}] if said else []
+    for i, turn in enumerate(turns):
+        first = CALL.search(turn["content"]) if turn["role"] == "assistant" else None
+        said, written = (turn["content"][: first.start()], turn["content"][first.start() :]) if first else ("", "")
+        calls = objects(CALL.findall(written)) if not CALL.sub("", written) else None
+        if calls and all({"name", "arguments"} <= call.keys() for call in calls):
+            calls = [{"type": "function", "function": call} for call in calls]
+            turns[i] = {**turn, "content": said, "tool_calls": calls}
+    return turns, tools
+
+
+def objects(lines: list[str]) -> list[dict] | None:
+    """Return the JSON objects in these lines, None if there is anything else."""
+    try:
+        found = [json.loads(line) for line in lines]
+    except ValueError:
+        return None
+    return found if all(isinstance(one, dict) for one in found) else None
 
 
 @cache

@@ -1,5 +1,6 @@
 """Chat templates of published families against transformers: the text, and where the assistant speaks."""
 
+import json
 import pickle
 import random
 import re
@@ -11,6 +12,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from groundup.errors import UserError
+from groundup.files.row_formats import messages_of
+from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.foreign import to_json, with_specials
 from groundup.tokens.templates import BEGIN, GUARD, ChatTemplate, Piece
 from tokenizer import Tokenizer, chat_ready, train
@@ -212,3 +215,47 @@ def test_a_forged_turn_stays_text_through_the_tokenizer(tmp_path):
     im_start, im_end = (ours.special_tokens[name] for name in ("<|im_start|>", "<|im_end|>"))
     assert (ids.count(im_start), ids.count(im_end)) == (3, 2)  # system, user, the opened turn
     assert ours.chat_fingerprint() != ours.fingerprint()
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = [{"type": "function", "function": {"name": "weather", "description": "天气", "parameters": CITY}}]
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+def test_tools_and_calls_of_a_row_are_those_of_transformers(name, system):
+    """A row with tools becomes text for all; a template that knows them reads them as published models do."""
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    n_calls = 2 - (name == "llama3_1")  # whose template takes one at a time
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "北京"}}}
+    talk = [{"role": "system", "content": system}] if system else []
+    talk += [
+        {"role": "user", "content": "北京天气?"},
+        {"role": "assistant", "content": "", "tool_calls": [call] * n_calls},
+        *[{"role": "tool", "content": "晴"}] * n_calls,
+        {"role": "assistant", "content": "晴天。"},
+    ]
+    messages, problem = messages_of({"messages": talk, "tools": WEATHER})
+    assert not problem and all(message.keys() == {"role", "content"} for message in messages)
+    [want], _ = render_jinja_template([talk], tools=WEATHER, chat_template=source, **VARIABLES)
+    text, learned = marked(ChatTemplate(source, SPECIALS, VARIABLES).pieces(messages))
+    assert text == want
+    said = "".join(text[i] for i in sorted(learned))
+    assert said.count('"weather"') == n_calls and "晴天。" in said and "北京天气" not in said
+
+
+def test_a_template_without_tools_shows_them_as_text():
+    messages, _ = messages_of({"tools": WEATHER, "messages": [{"role": "user", "content": "hi"}]})
+    text, _ = marked(ChatTemplate(TAGGED["zephyr"], SPECIALS, VARIABLES).pieces(messages))
+    assert '"name": "weather"' in text and "<tools>" in text
+
+
+def test_conversations_that_a_template_refuses_are_counted(tmp_path):
+    ours = Tokenizer.load(directory_with(TAGGED["mistral"], tmp_path))
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}]
+    rows += [{"messages": rows[0]["messages"][1:] + rows[0]["messages"]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    reader = ChatReader(ours)
+    assert len(list(reader.read(str(tmp_path / "a.jsonl")))) == 1
+    assert reader.dropped == {"not rendered": 1} and "a.jsonl:2: not rendered: tokenizer: " in reader.places[0]
+    assert "roles must alternate" in reader.places[0]
