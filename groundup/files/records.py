@@ -286,8 +286,7 @@ class JsonStream:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
         self._use(end)
-        garbled = self.encoding.garbled or self.UNDECODED
-        if not text.isascii() and (self.UNDECODED.search(text) or garbled.search(text)):
+        if self._undecoded(text) or (self.encoding.garbled and self.encoding.garbled.search(text)):
             detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
             return Record(None, line, offset, problem="bad_encoding", detail=detail), True
         return Record(value, line, offset, self.encoding.name), True
@@ -349,9 +348,19 @@ class JsonStream:
     def _use(self, end: int) -> None:
         used = self.text[self.pos : end]
         self.line += used.count("\n")
-        size = len(used) if used.isascii() else len(used.encode("utf-8", "surrogatepass"))
-        self.offset += size - 2 * (0 if size == len(used) else len(self.UNDECODED.findall(used)))  # one byte each
+        try:
+            self.offset += len(used.encode())
+        except UnicodeEncodeError:
+            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * self._undecoded(used)  # these are one byte
         self.pos = end
+
+    def _undecoded(self, text: str) -> int:
+        """Return how many bytes of a text could not be decoded. To encode it is faster than to look for them."""
+        try:
+            text.encode()
+            return 0
+        except UnicodeEncodeError:
+            return len(self.UNDECODED.findall(text))
 
     def rest(self) -> bool:
         """Return whether any text is left."""

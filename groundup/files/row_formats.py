@@ -121,10 +121,9 @@ def is_blank(text: str) -> bool:
     return not INVISIBLE.sub("", text).strip()
 
 
-def are_equal(one: str, other: str) -> bool:
-    """Return whether two answers look the same, but for white space around them."""
-    first, second = (unicodedata.normalize("NFC", INVISIBLE.sub("", text)).strip() for text in (one, other))
-    return first == second
+def are_equal(*answers: str) -> bool:
+    """Return whether answers look the same, but for white space around them."""
+    return len({unicodedata.normalize("NFC", INVISIBLE.sub("", text)).strip() for text in answers}) == 1
 
 
 def pair_problem(row: dict, pair: Pair) -> str:
@@ -148,8 +147,7 @@ def is_unfinished(row: dict, pair: Pair) -> bool:
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    if isinstance(row, list) and row and all(isinstance(turn, dict) for turn in row):  # nanochat's CustomJSON
-        row = {"messages": row}
+    row = {"messages": row} if isinstance(row, list) and row and isinstance(row[0], dict) else row  # nanochat's
     if not isinstance(row, dict):
         raise BadRow(f"{type(row).__name__}, not an object")
     found, row = recognise(row, kind), rename(row)
@@ -168,18 +166,17 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")
 
 
+def known_keys(kind: str) -> str:
+    return " | ".join(known.keys for known in FORMATS[kind])
+
+
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if one has the place of a picture, video or sound of the row."""
-    if isinstance(row, list):
-        return messages
-    kinds = [kind for kind in ("image", "video", "audio") if row.get(kind) or row.get(f"{kind}s")]
+    kinds = ("image", "video", "audio") if isinstance(row, dict) else ()
+    kinds = [kind for kind in kinds if row.get(kind) or row.get(f"{kind}s")]
     if found := next((kind for kind in kinds for m in messages if f"<{kind}>" in m["content"]), ""):
         raise BadRow(f"a turn holds an {found}, not only text")
     return messages
-
-
-def known_keys(kind: str) -> str:
-    return " | ".join(known.keys for known in FORMATS[kind])
 
 
 def recognise(row: object, kind: str) -> RowFormat | None:
@@ -332,11 +329,10 @@ def message(role: str, content: object) -> dict:
 
 
 def part_text(part: object) -> str:
-    """Return the text of one part of a content that is a list: {"type": "text", "text": ...}, or LLaMA-Factory's with
-    "value"."""
-    found = part.get("text", part.get("value")) if isinstance(part, dict) else None
-    if not isinstance(found, str) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    """Return the text of one part of a content that is a list: {"type": "text", "text" or "value": ...}."""
+    is_part = isinstance(part, dict)
+    kind, found = (part.get("type"), part.get("text", part.get("value"))) if is_part else (type(part).__name__, None)
+    if kind != "text" or not isinstance(found, str):
         raise BadRow(f"a turn holds {kind!r:.40}, not text")
     return found
 
