@@ -52,7 +52,7 @@ out_dir = ""  # directory to make, for example data/x
 tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
 vocab_size = 32_768  # of the tokenizer, if one is trained
 backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
-pattern = "gpt4"  # how a trained bpe tokenizer splits text: gpt4 | gpt2 | zh (mostly Chinese) | cl100k | qwen
+pattern = "qwen"  # how a trained bpe tokenizer splits text: qwen | gpt4 | gpt2 | zh (mostly Chinese) | cl100k
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
 text_key = ""  # fields: 'text', 'a.b' or 'title,body'; of rows 'question=KEY,answer=KEY'; "" = detected
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line

@@ -44,7 +44,7 @@ input = ""  # text to train on: files, directories, globs, comma-separated, a=0.
 text_key = ""  # where the text is in JSON, csv and parquet: text, a.b or title,body; "" = detected
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
-pattern = "gpt4"  # how bpe splits text: gpt4 | gpt2 | zh | cl100k | qwen
+pattern = "qwen"  # how bpe splits text: qwen | gpt4 | gpt2 | zh | cl100k; llama.cpp lacks gpt4 and zh
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
 extend = ""  # directory of a tokenizer to which tokens learnt from `input` are added, up to vocab_size, into out_dir
@@ -73,12 +73,12 @@ SHOWN_MB = 10  # of each part of `input` that a new tokenizer is measured on
 # ---- training --------------------------------------------------------------------------------
 
 
-def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: str = "gpt4") -> "Tokenizer":
+def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: str = "qwen") -> "Tokenizer":
     """Return a tokenizer trained on `texts` with `vocab_size` ids in all, rounded up to a multiple of SIZE_STEP.
     Ids of bpe: 256 bytes, merges, SPECIALS, <|reserved_i|>; fewer than asked for if no pair is left to merge."""
     if backend not in ("bpe", "sentencepiece"):
         raise UserError(f"tokenizer: unknown backend {backend!r}; use 'bpe' or 'sentencepiece'")
-    if backend == "sentencepiece" and pattern != "gpt4":
+    if backend == "sentencepiece" and pattern != "qwen":
         raise UserError(f"tokenizer: pattern={pattern!r} is for backend=bpe; sentencepiece splits text its own way")
     if pattern not in PATTERNS:
         raise UserError(f"tokenizer: unknown pattern {pattern!r}; use one of {', '.join(PATTERNS)}")
@@ -482,7 +482,7 @@ if __name__ == "__main__":
     texts = texts_by_weight(parts, text_key, max_mb)
     if extend:
         old = Tokenizer.load(extend)
-        if pattern != "gpt4" or backend not in ("bpe", old.backend):
+        if pattern != "qwen" or backend not in ("bpe", old.backend):
             raise UserError(f"tokenizer: {extend} keeps its own backend and pattern; leave out these options")
         tokenizer = extended(old, texts, vocab_size - old.vocab_size)
     else:

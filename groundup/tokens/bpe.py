@@ -38,7 +38,7 @@ PATTERNS = {
     "cl100k": CL100K,
     "qwen": CL100K.replace("{1,3}", ""),
 }
-PATTERN = PATTERNS["gpt4"]
+PATTERN = PATTERNS["qwen"]  # the default: llama.cpp knows it, as qwen2
 SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
 SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
 MIN_COUNT = 2  # a pair seen once is not worth an id
