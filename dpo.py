@@ -27,7 +27,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
-from groundup.train.base import adapters_of, frozen_base, load_start, open_base
+from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
 from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
@@ -149,7 +149,7 @@ if __name__ == "__main__":
     accum_steps = pairs_per_step // (batch_size * world_size)
     must_compute = ranks.any_rank(kind == "precomputed" and table is None)
     seed_everything(seed)
-    raw_model = Transformer(cfg)
+    raw_model = new_model(Transformer, cfg, config, torch_dtype)
     if source and (must_compute or not resumed.path):
         load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))

@@ -189,7 +189,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         return Loaded(device, dtype)
     directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run())
     if kind == "reward model":
-        model = reward_model.load(directory, device)
+        model = reward_model.load(directory, device, dtype)
         return Loaded(device, dtype, directory, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
         raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
@@ -198,7 +198,8 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
-    return Loaded(device, dtype, directory, tokenizer, checkpoint.load_model(directory, device).eval(), texts)
+    model = checkpoint.load_model(directory, device, dtype=dtype).eval()
+    return Loaded(device, dtype, directory, tokenizer, model, texts)
 
 
 def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:

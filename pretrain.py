@@ -27,7 +27,7 @@ from groundup.tokens.batches import Batches, TextCorpus
 from groundup.tokens.mixture import parse_data_dir
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
-from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start
+from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start, new_model
 from groundup.train.device import autocast, peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
@@ -201,7 +201,7 @@ if __name__ == "__main__":
     world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     accum_steps = rows_per_step // (batch_size * world_size)
     seed_everything(seed)
-    raw_model = Transformer(cfg)
+    raw_model = new_model(Transformer, cfg, config, torch_dtype)
     if source and not resumed.path:
         load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))

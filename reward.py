@@ -27,7 +27,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
-from groundup.train.base import adapters_of, frozen_base, open_base
+from groundup.train.base import adapters_of, frozen_base, new_model, open_base
 from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
@@ -79,7 +79,7 @@ def check_config(config: dict, world_size: int) -> int:
 def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
     """Score the conversations of the files in --score."""
     source = checkpoint.resolve(config["init_from"])
-    model, tokenizer = reward_model.load(source, device), Tokenizer.load(source)
+    model, tokenizer = reward_model.load(source, device, dtype), Tokenizer.load(source)
     settings = rows.common_settings(config["score"])
     settings = settings and settings | {"reward_model": checkpoint.model_name(source)}
     key = rows.reward_key(source, config["score"], dtype)
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     accum_steps = pairs_per_step // (batch_size * world_size)
     seed_everything(seed)
-    raw_model = RewardModel(cfg)
+    raw_model = new_model(RewardModel, cfg, config, torch_dtype)
     if source and not resumed.path:
         reward_model.load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))

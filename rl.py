@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configurator import configure
 from groundup.align import policy_gradient as pg
@@ -31,7 +31,7 @@ from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run
-from groundup.train.base import adapters_of, frozen_base, load_start, open_base
+from groundup.train.base import adapters_of, frozen_base, frozen_dtype, load_start, new_model, open_base
 from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import adapters_off, set_trainable
@@ -159,12 +159,14 @@ if __name__ == "__main__":
     stop_signal = StopSignal()
     world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     seed_everything(seed)
-    raw_model = Transformer(cfg)
+    raw_model = new_model(Transformer, cfg, config, torch_dtype)
     if source and (second_model or not resumed.path):
         load_start(raw_model, source, n_known, tokenizer)
     first_model = raw_model
     if second_model:
-        first_model = copy.deepcopy(raw_model).requires_grad_(False).to(torch_device)
+        held = frozen_dtype(config, torch_dtype)  # the copy's, of matrices
+        shared = {id(p): nn.Parameter(p.detach().to(held, copy=True)) for p in raw_model.parameters() if p.ndim == 2}
+        first_model = copy.deepcopy(raw_model, shared).requires_grad_(False).to(torch_device)
         if compile:
             run.compile_blocks(first_model)
     set_trainable(raw_model, trainable, adapters_of(config))

@@ -190,8 +190,10 @@ if __name__ == "__main__":
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
         print(f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
-    model = checkpoint.load_model(directory, torch_device)
-    ranker = Ranker(reward_model.load(reward_dir, torch_device), tokenizer, torch_dtype) if reward_dir else None
+    model = checkpoint.load_model(directory, torch_device, dtype=torch_dtype)
+    ranker = None
+    if reward_dir:
+        ranker = Ranker(reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype)
     rank = partial(ranker.rank, n=n) if ranker else None
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     try:

@@ -28,7 +28,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.train import plan as memory_plan
 from groundup.train import ranks, run
-from groundup.train.base import adapters_of, frozen_base, load_start, open_base
+from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
 from groundup.train.device import autocast, peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     world = run.join(config, order, resumed.step, torch_device, torch_dtype)
     accum_steps = rows_per_step // (batch_size * world_size)
     seed_everything(seed)
-    raw_model = Transformer(cfg)
+    raw_model = new_model(Transformer, cfg, config, torch_dtype)
     if source and not resumed.path:
         load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))

@@ -16,7 +16,8 @@ import model
 from groundup.errors import UserError
 from groundup.generate.kv_cache import KVCache
 from groundup.tokens import documents as docs
-from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
+from groundup.train.base import new_model
+from groundup.train.lora import MODULES, LoRAConfig, set_trainable, trainable_table
 from groundup.train.plan import flops_per_token, memory_table, parameter_table
 from model import IGNORE, ModelConfig, Transformer, cross_entropy, token_scores
 
@@ -850,7 +851,8 @@ def test_seven_billion_llama_counts():
 
 def kept_bytes(n_layer: int, trainable: str, dtype: torch.dtype) -> int:
     """What autograd keeps for backward beside the parameters, each storage once."""
-    net = Transformer(tiny_config(n_layer=n_layer, n_embd=128, block_size=128))
+    cfg = tiny_config(n_layer=n_layer, n_embd=128, block_size=128)
+    net = new_model(Transformer, cfg, settings(128, "adamw") | {"trainable": trainable}, dtype)
     set_trainable(net, trainable, LoRAConfig(rank=1))
     own = {t.untyped_storage().data_ptr() for t in (*net.parameters(), net.cos, net.sin)}
     kept = {}
@@ -869,7 +871,8 @@ def kept_bytes(n_layer: int, trainable: str, dtype: torch.dtype) -> int:
 
 def settings(block_size: int, optimizer: str) -> dict:
     shape = {"batch_size": 8, "block_size": block_size}
-    return shape | {"optimizer": optimizer, "activation_checkpointing": False, "compile": False}
+    lora = {"lora_rank": 1, "lora_alpha": 32.0, "lora_modules": ",".join(MODULES), "base_dtype": "auto"}
+    return shape | lora | {"optimizer": optimizer, "activation_checkpointing": False, "compile": False}
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora", "embed,lm_head,lora", "embed,lm_head"])
@@ -882,7 +885,10 @@ def test_activations_of_the_memory_table_are_what_autograd_keeps(trainable, dtyp
         trained = trainable_table(cfg, trainable, LoRAConfig(rank=1))
         table = memory_table(cfg, settings(128, "adamw"), trained, False, "cpu", dtype)
         estimated[n_layer] = table["activations"]
-        assert table["weights"] == 4 * trained["total"] and table["optimizer"] == 2 * table["gradients"]
+        frozen = trained["total"] - trained["trainable"]
+        in_half = "lora" in trainable and dtype == torch.bfloat16
+        assert table["weights"] == 4 * trained["total"] - (2 * frozen if in_half else 0)
+        assert table["optimizer"] == 2 * table["gradients"]
         assert table["gradients"] == 4 * trained["trainable"]
     counted = kept_bytes(5, trainable, dtype) - kept_bytes(2, trainable, dtype)
     assert estimated[5] - estimated[2] == pytest.approx(counted, rel=0.06)

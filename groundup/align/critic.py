@@ -16,7 +16,7 @@ from groundup.align.reward_model import RewardModel
 from groundup.align.rollouts import RolloutBatch, Rollouts
 from groundup.errors import UserError
 from groundup.train import checkpoint, ranks, run
-from groundup.train.base import adapters_of, count_known_ids, tuned_architecture
+from groundup.train.base import adapters_of, count_known_ids, new_model, tuned_architecture
 from groundup.train.device import autocast
 from groundup.train.lora import set_trainable
 from tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def make_critic(
     """Return the critic with its optimizer; with `saved`, of `critic_state`, exactly as it was then. Unless it starts
     from a reward model its head, and so every value, is 0. Raise UserError if the first weights have changed."""
     cfg = tuned_architecture(config, source, tokenizer.vocab_size)
-    model = RewardModel(cfg)
+    model = new_model(RewardModel, cfg, config, dtype)
     if source:
         n_known = count_known_ids(source, tokenizer, "the chat tokenizer")
         reward_model.load_start(model, source, n_known, tokenizer)

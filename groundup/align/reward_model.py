@@ -143,7 +143,7 @@ def write_model(directory: Path, model: RewardModel, tokenizer: Tokenizer) -> No
     """Write the Hugging Face directory, with adapters merged into the weights."""
     tokenizer = padded(tokenizer)
     weights = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
-    weights |= {f"{name}.weight": layer.merged_weight() for name, layer in lora.adapters(model)}
+    weights |= {f"{name}.weight": layer.merged_weight(torch.float32) for name, layer in lora.adapters(model)}
     stored = {stored_name(name): p.detach().to("cpu", torch.float32) for name, p in weights.items()}
     tokenizer.save(directory)
     config = huggingface.to_hf_config(model.cfg, tokenizer)
@@ -179,11 +179,13 @@ def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
     return directory
 
 
-def load(directory: str | Path, device: torch.device | str = "cpu") -> RewardModel:
-    """Return the reward model in a directory of ours or of transformers, in eval mode."""
+def load(
+    directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> RewardModel:  # fmt: skip
+    """Return the reward model in a directory of ours or of transformers, in eval mode. dtype: of its products."""
     if not is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
-    model = RewardModel(checkpoint.load_config(directory))
+    model = checkpoint.build(RewardModel, checkpoint.load_config(directory), dtype, {"score.weight"})
     checkpoint.copy_weights(model, directory)
     return model.to(device).eval()
 
@@ -194,7 +196,7 @@ def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokeni
     if is_reward_model(source):
         checkpoint.copy_weights(model, source)
         return
-    body = checkpoint.load_model(source, block_size=model.cfg.block_size)
+    body = checkpoint.load_model(source, block_size=model.cfg.block_size, dtype=checkpoint.held_dtype(model))
     lora.resize_vocab(body, model.cfg.vocab_size, n_known, old_parts(source, n_known, tokenizer))
     model.load_state_dict({name: t for name, t in body.state_dict().items() if name != HEAD}, strict=False)
 
@@ -216,9 +218,7 @@ def load_trained(model: RewardModel, resume_from: Path, trained: dict, n_known: 
         return
     if checkpoint.weights_key(Path(trained["base"])) != trained["base_key"]:
         raise UserError(f"reward: the weights in {trained['base']} are not those that {resume_from} was trained on")
-    start = RewardModel(model.cfg)
-    load_start(start, Path(trained["base"]), n_known, Tokenizer.load(resume_from))
-    model.load_state_dict(start.state_dict(), strict=False)  # all but the adapters
+    load_start(model, Path(trained["base"]), n_known, Tokenizer.load(resume_from))  # all but the adapters
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():
         params[name].copy_(weight)

@@ -149,7 +149,7 @@ class ModelReward:
     ) -> None:
         directory = find_model(name, tokenizer, "reward")
         self.name, self.tokenizer, self.dtype, self.batch_size = name, tokenizer, dtype, batch_size
-        self.model = load(directory, device)
+        self.model = load(directory, device, dtype)
         self.block_size = self.model.cfg.block_size
         self.fingerprint = checkpoint.weights_key(directory)
 

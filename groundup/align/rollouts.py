@@ -29,7 +29,7 @@ from groundup.tokens.mixture import hash_words
 from groundup.tokens.prompts import Prompt, PromptCorpus
 from groundup.train import plan as memory_plan
 from groundup.train import ranks
-from groundup.train.base import adapters_of
+from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.lora import trainable_table
@@ -77,8 +77,9 @@ def plan(
     """Return what a run of rl.py will take at most, as text; the time is that of the updates, without drawing."""
     total, T = parameter_table(cfg)["total"], config["block_size"]
     other = {
-        "reference": 4.0 * total * (config["reference"] == "model" and config["kl_coef"] > 0),
-        "reward models": 4.0 * rewards.n_parameters,
+        "reference": float(frozen_dtype(config, dtype).itemsize * total)
+        * (config["reference"] == "model" and config["kl_coef"] > 0),
+        "reward models": (2.0 if dtype == torch.bfloat16 else 4.0) * rewards.n_parameters,
         "cache": float(cache_bytes(cfg, rows_at_a_time(config, world_size), T, dtype)),
         "copy to draw with": float(dtype.itemsize * total),
     }  # fmt: skip

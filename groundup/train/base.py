@@ -5,9 +5,11 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from groundup.errors import UserError
 from groundup.train import checkpoint
-from groundup.train.lora import LoRAConfig, resize_vocab
+from groundup.train.lora import LoRAConfig, choose, resize_vocab, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
 
@@ -79,6 +81,19 @@ def check_trainable(config: dict, source: Path | None, n_new: int) -> None:
         raise UserError(f"config: {n_new} token ids are new to {source}: use trainable='embed,lm_head,lora'")
 
 
+def frozen_dtype(config: dict, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which frozen weights are held; dtype: of the matrix products."""
+    return torch.bfloat16 if config["base_dtype"] != "float32" and dtype == torch.bfloat16 else torch.float32
+
+
+def new_model(kind: type[Transformer], cfg: ModelConfig, config: dict, dtype: torch.dtype) -> Transformer:
+    """Return kind(cfg) for what the settings train: beside adapters frozen matrices are held in base_dtype. Weights
+    that are saved whole stay as exact as they were."""
+    whole, with_adapters = choose(list(weight_shapes(cfg)), config["trainable"], adapters_of(config))
+    held = frozen_dtype(config, dtype) if with_adapters else torch.float32
+    return checkpoint.build(kind, cfg, held, {*whole, "score.weight"})
+
+
 def old_parts(source: Path, n_known: int, tokenizer: Tokenizer) -> dict[int, list[int]]:
     """Return, for each of the tokenizer's ordinary tokens from n_known on, the ids into which the tokenizer of `source`
     splits its text."""
@@ -94,7 +109,7 @@ def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokeni
     same_rows = checkpoint.load_config(source).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not checkpoint.is_adapter(source):
         return checkpoint.load_weights(model, source)
-    start = checkpoint.load_model(source, block_size=model.cfg.block_size)
+    start = checkpoint.load_model(source, block_size=model.cfg.block_size, dtype=checkpoint.held_dtype(model))
     resize_vocab(start, model.cfg.vocab_size, n_known, old_parts(source, n_known, tokenizer))
     model.load_state_dict(start.state_dict())
 

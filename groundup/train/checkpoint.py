@@ -408,12 +408,37 @@ def load_config(directory: str | Path) -> ModelConfig:
     return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
 
 
-def load_model(directory: str | Path, device: str = "cpu", dropout: float = 0.0, block_size: int = 0) -> Transformer:
-    """Return the model of a checkpoint or Hugging Face directory in float32; block_size 0 = as saved."""
+def load_model(
+    directory: str | Path, device: str = "cpu", dropout: float = 0.0, block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:  # fmt: skip
+    """Return the model of a checkpoint or Hugging Face directory; block_size 0 = as saved. dtype: see build."""
     cfg = load_config(directory)
-    model = Transformer(replace(cfg, dropout=dropout, block_size=block_size or cfg.block_size))
+    model = build(Transformer, replace(cfg, dropout=dropout, block_size=block_size or cfg.block_size), dtype)
     load_weights(model, directory)
     return model.to(device)
+
+
+def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype, whole: Collection[str] = ()) -> Transformer:
+    """Return kind(cfg), a new model for products in `dtype`: where that is bfloat16, its matrices are held in it, in
+    half the memory. Vectors and the parameters in `whole`, which are trained, stay float32."""
+    if dtype != torch.bfloat16:
+        return kind(cfg)
+    torch.set_default_dtype(dtype)
+    try:
+        model = kind(cfg)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, p in model.named_parameters():
+        if p.ndim == 1 or name in whole:
+            p.data = p.data.float()
+    return model
+
+
+def held_dtype(model: Transformer) -> torch.dtype:
+    """Return bfloat16 if `build` made the model so, with its embedding; else float32."""
+    weights = model.embed_tokens.weight, model.layers[0].self_attn.q_proj.weight
+    return torch.bfloat16 if all(p.dtype == torch.bfloat16 for p in weights) else torch.float32
 
 
 @torch.no_grad()

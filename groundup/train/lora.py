@@ -70,14 +70,14 @@ class LoRALinear(nn.Linear):
         return y.add_(self.lora_B(self.lora_A(F.dropout(x, self.cfg.dropout, self.training)) * self.cfg.scale))
 
     @torch.no_grad()
-    def merged_weight(self) -> Tensor:
-        """Return W + scale B A, (out, in) in W's dtype, computed in float32; W itself while adapters are off."""
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return W + scale B A, (out, in) in `dtype`, None = W's, computed in float32; W while adapters are off."""
         if not self.enabled:
             return self.weight.detach()
         weight = self.weight.to(self.lora_B.weight.device)  # a copy to save from may have left it on the GPU
         with torch.autocast(weight.device.type, enabled=False):  # it may be on around a generation
             delta = self.lora_B.weight.float() @ self.lora_A.weight.float() * self.cfg.scale
-        return (weight.float() + delta).to(weight.dtype)
+        return (weight.float() + delta).to(dtype or weight.dtype)
 
 
 def plain_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from groundup.train.base import adapters_of
+from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.log import clock
 from groundup.train.lora import trainable_table
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
@@ -48,11 +48,12 @@ def memory_table(
 
     trained: from lora.trainable_table; the frozen parameters are taken to be embedding and head first, then the blocks.
     masked: documents share rows. head: False for a reward model, which has no logits. Weights, gradients and optimizer
-    state are float32. Activations are what autograd keeps of a block: two streams (the residual and the normalised one)
-    in float32; in the compute dtype the inputs of the linear layers, query, key, value, the output of attention (with
-    its weights where attention is plain), three tensors of SwiGLU, and autocast's copies of the matrices. torch.compile
-    recomputes the normalised stream and two of SwiGLU's tensors; with checkpointing a block keeps only its input. The
-    peak is the largest of three moments: the logits; the head's gradient; the gradients inside the last block."""
+    state are float32, but for the frozen weights of base_dtype. Activations are what autograd keeps of a block: two
+    streams (the residual and the normalised one) in float32; in the compute dtype the inputs of the linear layers,
+    query, key, value, the output of attention (with its weights where attention is plain), three tensors of SwiGLU, and
+    autocast's copies of the matrices. torch.compile recomputes the normalised stream and two of SwiGLU's tensors; with
+    checkpointing a block keeps only its input. The peak is the largest of three moments: the logits; the head's
+    gradient; the gradients inside the last block."""
     B, T, recompute = config["batch_size"], config["block_size"], config["activation_checkpointing"]
     size, N, table = dtype.itemsize, B * T, parameter_table(cfg)
     C, HD, KD, V = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.vocab_size
@@ -66,21 +67,23 @@ def memory_table(
     streams, factors = (2, 1) if config["compile"] else (4 if trained_matrices else 2, 3)
     block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))
     block += 8 * N * (HD + KD) if cfg.qk_norm else 0
-    copies = size * matrices if size < 4 else 0  # autocast's
+    in_half = adapters and frozen_dtype(config, dtype) == torch.bfloat16  # the frozen matrices
+    copies = size * (adapters + (trained_matrices if in_half else matrices)) if size < 4 else 0  # autocast's
     mask = N * T * size if masked and (short or device_type != "cpu") else 0
     kept = cfg.n_layer * (4 * N * C if recompute else block) + mask
     kept += N * C * (8 + 2 * size)  # the last norm and the gradient of its output
 
     rows = min(N, max(1, CHUNK_ELEMENTS // V)) if head else 0
     grad = 4 * V * C if head and whole >= V * C else 0
+    cast_head = head and size < 4 and (grad or not in_half)
     # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before.
-    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if head and size < 4 else 0)
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if cast_head else 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
     inside, after = (inside + block, copies / cfg.n_layer) if recompute else (inside, copies)
     moments = (kept + copies, logits), (kept + after, 2 * grad), (kept + after + inside, grad)
     activations, of_head = max(moments, key=sum)
     return {
-        "weights": 4 * (table["total"] + adapters),
+        "weights": 4 * (table["total"] + adapters) - (2 * (trained["total"] - trained["trainable"]) if in_half else 0),
         "gradients": 4 * trained["trainable"],
         "optimizer": 8 * trained["trainable"] - (4 * trained_matrices if config["optimizer"] == "muon" else 0),
         "activations": activations,

@@ -50,7 +50,7 @@ AT_LEAST |= {"compress_start_step": -1, "max_steps": 0, "total_batch_pairs": 0}
 SHARES = ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum", "val_fraction")
 CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
-    "compress": ddp.COMPRESS,
+    "compress": ddp.COMPRESS, "base_dtype": ("auto", "float32", "bfloat16"),
 }  # fmt: skip
 # What a run leaves in its directory: overwrite=True deletes nothing else.
 OWN_FILES = re.compile(
@@ -112,6 +112,8 @@ def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
     lacks = config["compile"] and device.type == "cpu" and not config["plan_only"] and not any(compilers)
     refuse(lacks, "compile=True needs a C++ compiler on a CPU; install g++ or use compile=False")
     dtype = choose_dtype(config["dtype"], device)
+    needs = config["base_dtype"] == "bfloat16" and dtype != torch.bfloat16
+    refuse(needs, f"base_dtype='bfloat16' needs dtype='bfloat16', got {str(dtype).removeprefix('torch.')}")
     fp16 = dtype == torch.float16
     reason = ddp.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16)
     refuse(reason, reason)

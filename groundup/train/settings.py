@@ -18,6 +18,7 @@ seed = 1337  # new weights, data order, dropout, samples
 trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names: 'embed,lm_head,lora'
 lora_rank = 16  # rank of the LoRA matrices
 lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
+base_dtype = "auto"  # of frozen weights beside adapters: float32 | bfloat16 | auto = bfloat16 where dtype is that
 lora_modules = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  # matrices that get an adapter
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)

@@ -20,6 +20,7 @@ from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface, lora, ranks
+from groundup.train.base import adapters_of, load_start, new_model
 from groundup.train.lora import LoRAConfig, LoRALinear
 from groundup.train.optim import Optimizer, stays_whole
 from model import ModelConfig, Transformer
@@ -588,3 +589,31 @@ def test_two_ranks_train_adapters_as_one_does(tmp_path: Path) -> None:
             assert found.keys() == expected.keys()
             for name, p in found.items():
                 torch.testing.assert_close(p, expected[name], rtol=1e-3, atol=2e-5, msg=f"{how} {rank} {name}")
+
+
+# ---- frozen weights in bfloat16 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainable", ["lora", "embed,lm_head,lora", "all"])
+def test_a_base_of_bfloat16_is_held_in_it_and_computes_the_same_bits(tmp_path: Path, trainable: str) -> None:
+    """Weights that are published in bfloat16 lose nothing; what is trained stays float32."""
+    base = hf_base(tmp_path, "qwen2")
+    Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    settings = {"trainable": trainable, "lora_rank": 4, "lora_alpha": 8.0, "lora_modules": "q_proj,up_proj"}
+    found = {}
+    for held in ("float32", "auto"):
+        config = settings | {"base_dtype": held}
+        model = new_model(Transformer, checkpoint.load_config(base), config, torch.bfloat16)
+        load_start(model, base, V, None)  # no token is new
+        lora.set_trainable(model, trainable, adapters_of(config))
+        shake(model, 1, "lora")
+        idx = torch.randint(V, (2, 16), generator=torch.Generator().manual_seed(7))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        found[held] = {"loss": loss.detach()} | grads
+        in_half = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad and p.ndim == 2}
+        assert in_half == (frozen if held == "auto" and trainable != "all" else set())
+    assert all(torch.equal(value, found["auto"][name]) for name, value in found["float32"].items())

@@ -119,7 +119,7 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     trained = trainable_table(cfg, how.get("trainable", "all"), LORA)
     config = {
         "batch_size": 8, "block_size": 128, "optimizer": how.get("optimizer", "muon"), "compile": False,
-        "activation_checkpointing": how.get("recompute", False),
+        "activation_checkpointing": how.get("recompute", False), "base_dtype": "float32",
     }  # fmt: skip
     masked, head = how.get("documents", False), not how.get("score")
     table = memory_table(cfg, config, trained, masked, device_type, dtype, head)
