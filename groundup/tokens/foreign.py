@@ -200,10 +200,10 @@ class LibraryTokenizer:
         self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
         try:
             plain = description | {"truncation": None, "padding": None}
-            self.library = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            self.runner = tokenizers.Tokenizer.from_str(json.dumps(plain))
         except BaseException as error:  # the library's own Exception, or a panic
             raise UserError(f"{why}, and tokenizers cannot read it: {str(error)[:200]}") from None
-        self.library.encode_special_tokens = True  # their names in a text are ordinary text
+        self.runner.encode_special_tokens = True  # their names in a text are ordinary text
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
@@ -217,12 +217,12 @@ class LibraryTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text = scrub(text)
-        ids = self.library.encode(text, add_special_tokens=False).ids
+        ids = self.runner.encode(text, add_special_tokens=False).ids
         if not {*self.special_tokens.values()} & {*ids}:  # a Unigram vocabulary may hold their names as words
             return ids
         cuts = [0, *(match.start() + 1 for match in self.names.finditer(text)), len(text)]
         parts = [text[begin:end] for begin, end in itertools.pairwise(cuts)]
-        return [i for part in parts for i in self.library.encode(part, add_special_tokens=False).ids]
+        return [i for part in parts for i in self.runner.encode(part, add_special_tokens=False).ids]
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)
