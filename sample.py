@@ -30,7 +30,7 @@ from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint
 from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
-from tokenizer import CHAT_TEMPLATE, Tokenizer
+from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
@@ -112,7 +112,7 @@ def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
     script = re.search(r"re-run with: python \S*?(\w+)\.py", first_line)
     if script:
         return script[1] != "pretrain"
-    return tokenizer.template_source not in ("", CHAT_TEMPLATE)
+    return tokenizer.foreign_template
 
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:

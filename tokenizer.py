@@ -129,7 +129,7 @@ def extended(tokenizer: "Tokenizer", texts: Iterable[str], n_new: int) -> "Token
 def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
     """Return `tokenizer` with what conversations need. One that has a chat template of its own stays as it is; any
     other gets ours, and after all other ids <|im_start|>, <|im_end|> and <|pad|> where it has none."""
-    if tokenizer.template_source not in ("", CHAT_TEMPLATE):
+    if tokenizer.foreign_template:
         return tokenizer
     files, first = dict(tokenizer.files), tokenizer.vocab_size
     names = [name for name in ("<|im_start|>", "<|im_end|>") if name not in tokenizer.special_tokens]
@@ -215,6 +215,7 @@ class Tokenizer:
     pieces {id: bytes of the token, or the name of a special one}
     eot_id, pad_id, im_start_id, im_end_id, bos_id: -1 where another's tokenizer has none; in ours bos_id is eot_id
     turn_end_id: the id that ends an assistant's turn, -1 if there is no chat template
+    foreign_template: whether conversations are written by a chat template that is not ours
     begins: whether bos_id stands before every text, as the tokenizer's own files say
     stop_ids: the ids that end a text or a turn
     """
@@ -246,6 +247,7 @@ class Tokenizer:
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         self.template_source = find_template(files, config)
+        self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
         self.turn_end_id = self._find_turn_end()
         ends = json.loads(generation_config).get("eos_token_id")
         ends = {i for i in (ends if isinstance(ends, list) else [ends]) if i in self.special_ids}
@@ -337,7 +339,7 @@ class Tokenizer:
 
     def chat_fingerprint(self) -> str:
         """Return a SHA-256 of all that decides the ids of a conversation."""
-        if self.template_source in ("", CHAT_TEMPLATE):
+        if not self.foreign_template:
             return self.fingerprint()
         return hashlib.sha256(f"{self.fingerprint()}{self.template_source}".encode()).hexdigest()
 
@@ -349,7 +351,7 @@ class Tokenizer:
         return ChatTemplate(self.template_source, self.special_tokens, texts)
 
     def _find_turn_end(self) -> int:
-        if self.template_source in ("", CHAT_TEMPLATE):
+        if not self.foreign_template:
             return self.im_end_id
         try:
             talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -380,7 +382,7 @@ class Tokenizer:
                 raise UserError(f"tokenizer: message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
             if not isinstance(content, str):
                 raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
-        if self.template_source not in ("", CHAT_TEMPLATE):
+        if self.foreign_template:
             return self._render_by_template(messages, add_generation_prompt, settings)
         segments = []  # (ids, mask value)
         for message in messages:

@@ -36,7 +36,7 @@ class Toy:
 
     IDS = {"user": [10], "assistant": [14], "\n": [11], "H": [12], "i": [13], "a": [14], "你": [15], "好": [16]}
     IDS |= {"1": [17], "+": [18], "2": [19], "b": [20]}
-    im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, template_source = 1, 2, 2, 0, 64, ""
+    im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
     render = Tokenizer.render
 
     def encode(self, text: str) -> list[int]:

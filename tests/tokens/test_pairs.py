@@ -35,7 +35,7 @@ class Toy:
     """One id per character, and the renderer of the real one."""
 
     IDS = {"user": [10], "assistant": [14], "\n": [11], "H": [12], "i": [13], "你": [15], "好": [16], "b": [20]}
-    im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, template_source = 1, 2, 2, 0, 64, ""
+    im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
     render = Tokenizer.render
 
     def encode(self, text: str) -> list[int]:
