@@ -23,6 +23,7 @@ from groundup.errors import UserError
 from groundup.tokens import foreign
 from groundup.tokens.bpe import PATTERNS
 from groundup.train import huggingface
+from model import ModelConfig, rope_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # {GGUF's name: Hugging Face's}, outside and inside a block
@@ -156,18 +157,18 @@ def rope_scaling(get: dict, theta: float, head_dim: int, factors: object) -> dic
     found = np.array(factors.data, np.float32)
     scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
-    if not np.allclose(found, llama3_factors(scaling, theta, head_dim), rtol=1e-3):
+    if not np.allclose(found, rope_factors(scaling, theta, head_dim), rtol=1e-3):
         raise UserError("its rope_freqs are not those of Llama 3's scaling; not supported")
     return scaling
 
 
-def llama3_factors(scaling: dict, theta: float, head_dim: int) -> np.ndarray:
-    """Return by what Llama 3.1's scaling divides each frequency, (head_dim / 2,)."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    share = np.clip(share, 0, 1)  # of the frequency as it was
-    return 1 / (share + (1 - share) / scaling["factor"])
+def rope_factors(scaling: dict, theta: float, head_dim: int) -> np.ndarray:
+    """Return by what a rope_scaling divides each frequency, (head_dim / 2,)."""
+    plain, scaled = (
+        rope_frequencies(ModelConfig(1, n_head=1, n_embd=head_dim, rope_theta=theta, rope_scaling=one))
+        for one in (None, scaling)
+    )
+    return (plain / scaled).numpy()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -275,9 +276,8 @@ def byte_level_bpe(
     if pre not in PRE_TOKENIZERS:
         raise UserError(f"it splits text as {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}")
     steps = PRE_TOKENIZERS[pre]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [{"id": i, "content": token, **flags, "special": True} for i, token in special.items()]
-    added += [{"id": i, "content": token, **flags, "special": False} for i, token in words.items()]
+    added = [foreign.added_token(token, i) for i, token in special.items()]
+    added += [foreign.added_token(token, i) | {"special": False} for i, token in words.items()]
     begin = [{"SpecialToken": {"id": first, "type_id": 0}}] if first else []
     single = [*begin, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]

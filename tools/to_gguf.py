@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from from_gguf import ARCHITECTURES, CONTROL, INSIDE, OUTSIDE, PRE_TOKENIZERS, USER_DEFINED, interleaved, llama3_factors
+from from_gguf import ARCHITECTURES, CONTROL, INSIDE, OUTSIDE, PRE_TOKENIZERS, USER_DEFINED, interleaved, rope_factors
 
 from groundup.errors import UserError, listed
 from groundup.tokens.foreign import merge_words
@@ -85,7 +85,7 @@ def add_config(writer: object, config: dict, source: Path) -> None:
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     elif scaling:
-        factors = llama3_factors(scaling, cfg.rope_theta, cfg.head_dim)
+        factors = rope_factors(scaling, cfg.rope_theta, cfg.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 

@@ -123,13 +123,13 @@ def test_shards_hold_every_tensor(tmp_path, tokenizer, monkeypatch):
     assert all(torch.equal(back[name], p) for name, p in model.state_dict().items())
 
 
-def test_llama3_factors_are_those_of_transformers():
+def test_rope_factors_are_those_of_transformers():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(head_dim=128, rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1 / 500000.0 ** (torch.arange(0, 128, 2) / 128)
-    np.testing.assert_allclose(from_gguf.llama3_factors(LLAMA3, 500000.0, 128), plain / scaled, rtol=1e-5)
+    np.testing.assert_allclose(from_gguf.rope_factors(LLAMA3, 500000.0, 128), plain / scaled, rtol=1e-5)
 
 
 def error_of(*command: str | Path) -> str:
