@@ -614,7 +614,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     source = tmp_path / "in"
     source.mkdir()
     write_jsonl(source / "good.jsonl", texts(30))
-    (source / "broken").symlink_to("nowhere")
+    (source / "broken.txt").symlink_to("nowhere")
     (source / "latin.txt").write_bytes(b"caf\xe9 \xff\xff")
     packed = gzip.compress(write_jsonl(tmp_path / "x", texts(900)).read_bytes())
     (source / "torn.jsonl.gz").write_bytes(packed[: len(packed) // 2])
@@ -622,11 +622,11 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
         assert f"out is {said}\nprepare: 1 of 4 files are damaged: {source}/torn.jsonl.gz; errors.tsv" in out
-        assert f"prepare: 2 of 4 files could not be read: {source}/broken, {source}/latin.txt" in out
+        assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]
     assert len(sum(read_back(tmp_path / "out").values(), [])) > 60  # of the torn file, too
-    with pytest.raises(UserError, match=f"cannot read {source}/broken: No such file"):
+    with pytest.raises(UserError, match=f"cannot read {source}/broken.txt: No such file"):
         run(tmp_path / "strict", input=source, tokenizer_dir=tok, strict=True)
 
 

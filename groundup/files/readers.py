@@ -23,12 +23,13 @@ from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
 PREPARED = {"manifest.json", "report.md", "dropped.tsv"}  # files that tell a directory that prepare.py made
+DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # or of these packed
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
 def find_files(input: str) -> list[str]:
     """Return the paths of `input`: files, directories, globs, comma-separated; "-" is standard input. In the order
-    given, each once; a directory recursively in the byte order of relative paths, without hidden files and *.tmp.
+    given, each once; of a directory the files that `is_data`, recursively in the byte order of relative paths.
 
     Raise UserError for a part that matches no file.
     """
@@ -48,7 +49,8 @@ def find_files(input: str) -> list[str]:
 
 
 def list_directory(top: str) -> list[str]:
-    files, seen = [], {os.path.realpath(top)}  # a link to a folder above would never end
+    """Return the data files of a directory; print how many others it has, and the names of the first."""
+    files, others, seen = [], [], {os.path.realpath(top)}  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, followlinks=True):
         if PREPARED.issubset(names):
             folders.clear()
@@ -61,9 +63,23 @@ def list_directory(top: str) -> list[str]:
         real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
         folders[:] = {real[name]: name for name in real if real[name] not in seen}.values()  # of two links, one
         seen |= set(real.values())
-        shown = [name for name in names if not name.startswith(".") and not name.endswith(".tmp")]
-        files += [os.path.join(folder, name) for name in shown]
-    return sorted(files, key=lambda file: os.fsencode(os.path.relpath(file, top)))
+        for name in names:
+            (files if is_data(name) else others).append(os.path.relpath(os.path.join(folder, name), top))
+    if others := sorted(map(streams.shown_name, others)):
+        shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
+        hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed; name other files, or give a glob"
+        print(f"data: {streams.shown_name(top)}: passed over {len(others):,} that are no data by name: {shown}; {hint}")
+    return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
+
+
+def is_data(name: str) -> bool:
+    """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE, a suffix of data."""
+    stem, suffix = os.path.splitext(unpacked_name(name))
+    return not name.startswith(".") and stem not in ("readme", "license") and suffix in DATA_SUFFIXES
+
+
+def unpacked_name(path: str) -> str:
+    return re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
 
 
 def work_units(path: str, txt_split: str = "file", unit_bytes: int = 2**26) -> list[tuple[int, int | None]]:
@@ -98,8 +114,7 @@ def work_units(path: str, txt_split: str = "file", unit_bytes: int = 2**26) -> l
 def container(path: str, head: bytes, txt_split: str) -> str:
     """Return how to read a file, from its first bytes and, where these cannot tell, its name: parquet, csv, tsv, array,
     values (JSON objects over several lines), jsonl, or the txt_split of plain text."""
-    name = re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path).lower())
-    suffix, head = os.path.splitext(name)[1], head.removeprefix(codecs.BOM_UTF8).lstrip()
+    suffix, head = os.path.splitext(unpacked_name(path))[1], head.removeprefix(codecs.BOM_UTF8).lstrip()
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
     if suffix in (".csv", ".tsv"):

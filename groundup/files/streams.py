@@ -18,6 +18,8 @@ from groundup.errors import UserError
 
 READ_BYTES = 2**20
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # Git LFS leaves such a small file in place of a large one
+POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # first: UTF-32's little-endian mark begins
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # with UTF-16's
 
@@ -68,6 +70,8 @@ def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
         first = file.read(READ_BYTES)
     except OSError as error:
         raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
+    if not begin and first.startswith(LFS_POINTER):
+        raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
     chunks, plain = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b"")), True
     if not begin:
         named = os.path.splitext(path.lower())[1][1:]

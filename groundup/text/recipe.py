@@ -233,8 +233,8 @@ def look(path: str | Path, name: str, source: int) -> Input:
             head = f.read(64)
     except OSError as error:
         return Input(str(path), name, 0, "", source, problem=error.strerror)
-    if head.startswith(b"version https://git-lfs.github.com/spec/"):
-        return Input(str(path), name, 0, "", source, problem="a pointer of Git LFS, not the file; run git lfs pull")
+    if head.startswith(streams.LFS_POINTER):
+        return Input(str(path), name, 0, "", source, problem=streams.POINTER_HINT)
     return Input(str(path), name, stat.st_size, str(stat.st_mtime_ns), source)
 
 

@@ -221,6 +221,22 @@ def test_a_directory_is_read_without_prepared_ones_and_links_to_what_is_in_it(tm
         readers.find_files(str(data / "old"))
 
 
+def test_of_a_directory_only_data_files_are_read_and_the_others_are_named(tmp_path: Path, capsys) -> None:
+    top = tmp_path / "set"
+    data = ["a.TXT", "b.jsonl.gz", "c.json", "d.csv", "deep/e.parquet", "f.ndjson.zst", "g.tsv"]
+    others = ["README.md", "readme.txt", "LICENSE", "LICENSE.txt.gz", "load.py", "deep/cat.png", "x.tmp", ".hidden"]
+    for name in [*data, *others]:
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_bytes(b"x")
+    assert readers.find_files(str(top)) == [str(top / name) for name in data]
+    said = capsys.readouterr().out
+    assert f"{top}: passed over 8 that are no data by name: " in said and all(name in said for name in others)
+    assert readers.find_files(f"{top}/*.md,{top}/load.py") == [f"{top}/README.md", f"{top}/load.py"]
+    (top / "a.TXT").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(UserError, match="a.TXT is a pointer of Git LFS, not the file; run git lfs pull"):
+        list(readers.read_documents(str(top / "a.TXT")))
+
+
 def test_names_that_are_not_utf8_or_break_lines(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
