@@ -22,9 +22,9 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
-from groundup.errors import UserError
+from groundup.errors import UserError, end_in_one_line, naming, printable
 
 TYPES = (bool, int, float, str)
 
@@ -32,7 +32,7 @@ TYPES = (bool, int, float, str)
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
     Print help and exit with status 0 on --help; print one line and exit with 1 on a mistake."""
-    sys.excepthook = one_line_excepthook
+    end_in_one_line()
     argv = sys.argv[1:] if argv is None else argv
     keys = {k: v for k, v in namespace.items() if is_key(k, v)}
     try:
@@ -41,7 +41,7 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
             raise SystemExit(0)
         config = resolve(keys, argv, namespace.get("REMOVED", {}))
     except UserError as error:
-        line = " ".join(str(error).splitlines())  # a value or another's message may hold line breaks
+        line = printable(" ".join(str(error).splitlines()))  # a value or another's message may hold line breaks
         raise SystemExit(line) from None  # SystemExit with a text: the text on stderr, exit status 1
     namespace.update(config)
     return config
@@ -196,16 +196,6 @@ def write_config(config: Mapping[str, object], path: str, command: str = "") -> 
     for key, value in config.items():  # repr of infinity and NaN is no Python
         odd = type(value) is float and not math.isfinite(value)
         lines.append(f"{key} = float('{value}')" if odd else f"{key} = {value!r}")
-    Path(path + ".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    os.replace(path + ".tmp", path)
-
-
-def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    """Print a UserError as one line, without a traceback. This is sys.excepthook."""
-    if issubclass(kind, UserError):
-        print(error, file=sys.stderr)
-    elif kind.__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-        first = str(error).partition(". GPU")[0]
-        print(f"{first}; lower batch_size, or set activation_checkpointing=True where there is one", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, tb)
+    with naming(path):
+        Path(path + ".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(path + ".tmp", path)

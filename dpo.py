@@ -8,6 +8,11 @@ It compares the log-probability of an answer, its <|im_end|> included, with what
 computed once, into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import math
 import os
 import sys

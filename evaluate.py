@@ -17,10 +17,15 @@ torchrun --standalone --nproc_per_node=8 evaluate.py ...                        
 Prints a table. `out` is a JSON file with settings, model, versions and all results, also those of single questions.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
+import contextlib
 import dataclasses
 import json
 import os
-import sys
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -312,17 +317,24 @@ def describe_model(directory: Path) -> dict:
 
 def write_results(path: Path, results: dict) -> None:
     """Write JSON, whole or not at all. JSON has no NaN and no infinity: they become null."""
+    part = path.with_name(path.name + ".tmp")
     try:
-        write_json(path, json.loads(json.dumps(results), parse_constant=lambda name: None))
+        write_json(part, json.loads(json.dumps(results), parse_constant=lambda name: None))
+        part.replace(path)
     except OSError as error:
         raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
+
+
+def tell(text: str, out: str) -> None:
+    """Print. That the reader has gone (| head) does not end a call whose results also go to `out`."""
+    with contextlib.suppress(*[BrokenPipeError] if out else []):
+        print(text, flush=True)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     config = configure(globals())
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     wanted = {} if score else parse_data(tasks, data)
     check_config(config, wanted)
     kind = kind_of_model(config, wanted)
@@ -332,7 +344,7 @@ if __name__ == "__main__":
     world = ranks.init(torch_device.type, timeout_s=3600)  # a rank may wait for another one's long answers
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
-        print(f"{loaded.directory or judge}: {where}", flush=True)
+        tell(f"{loaded.directory or judge}: {where}", out)
     begin, results = time.perf_counter(), {}
     if score:
         score_rows(loaded, config, world.is_main)
@@ -344,5 +356,5 @@ if __name__ == "__main__":
             run |= {"dtype": str(loaded.dtype).removeprefix("torch."), "seconds": time.perf_counter() - begin}
             write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
         if world.is_main:
-            print(f"\n{describe(task, results[task])}", flush=True)
+            tell(f"\n{describe(task, results[task])}", out)
     ranks.close()

@@ -18,6 +18,11 @@ run that was killed leaves the hidden directory, and the same command continues 
 tokenizer are those that out_dir was made with, nothing is done.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import hashlib
 import os
 import re
@@ -328,10 +333,4 @@ def main(config: dict) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(configure(globals())))
-    except OSError as error:
-        raise UserError(f"prepare: {error.filename or 'writing'}: {error.strerror}") from None
-    except KeyboardInterrupt:
-        print("\nprepare: interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main(configure(globals())))

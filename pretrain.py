@@ -5,6 +5,11 @@ torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py     # 4 GPU
 python pretrain.py config/llama_1b.py --plan_only=True                   # parameters, FLOPs, memory, time, no more
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import dataclasses
 import math
 import os

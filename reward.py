@@ -9,6 +9,11 @@ The score is read at the <|im_end|> of an answer; the loss is -log sigmoid of th
 number of pairs in the whole step.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import math
 import os
 import sys

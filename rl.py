@@ -9,6 +9,11 @@ from them. GRPO compares an answer with the other answers to its prompt; PPO com
 second model, the critic, predicted.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import copy
 import math
 import os

@@ -10,6 +10,11 @@ prompts and answers are described in generate/answers.py. An answer depends on t
 not on other prompts or the batch size (but for near ties in bfloat16 and float16, see generate/engine.py).
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import dataclasses
 import re
 import sys
@@ -169,7 +174,6 @@ def deciding_settings(
 
 if __name__ == "__main__":
     config = configure(globals())
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
@@ -196,19 +200,14 @@ if __name__ == "__main__":
         ranker = Ranker(reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype)
     rank = partial(ranker.rank, n=n) if ranker else None
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
-    try:
-        with autocast(torch_device, torch_dtype):
-            if as_json:
-                answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
-            elif talk and not prompt:
-                converse(Chat(model, tokenizer, params, system, compile))
-            else:
-                repeated = "" if talk else prompt
-                print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader has gone: | head
-        raise SystemExit(141) from None
+    with autocast(torch_device, torch_dtype):
+        if as_json:
+            answers.write(model, tokenizer, params, encode, batch_size, compile, rank)
+        elif talk and not prompt:
+            converse(Chat(model, tokenizer, params, system, compile))
+        else:
+            repeated = "" if talk else prompt
+            print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     if as_json and answers.problems:

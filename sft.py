@@ -9,6 +9,11 @@ block_size tokens of one or more whole conversations, which do not see each othe
 words and their <|im_end|>, over their number in the whole step.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import math
 import os
 import sys

@@ -16,6 +16,11 @@ transformers.AutoTokenizer reads ours and gives the same ids; `Tokenizer.load` r
 Ordinary text never becomes a special token: `encode` cannot produce one, only `render` writes them.
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import codecs
 import hashlib
 import json
@@ -32,7 +37,7 @@ import regex
 import tiktoken
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import UserError, naming
 from groundup.files.streams import scrub
 from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
 from groundup.tokens import bpe, foreign
@@ -289,7 +294,7 @@ class Tokenizer:
             files = files | {"tokenizer_config.json": foreign.to_json(config | {"tokenizer_class": FAST})}
         for name, content in files.items():
             path = os.path.join(directory, name)
-            with open(path + ".tmp", "wb") as f:
+            with naming(path), open(path + ".tmp", "wb") as f:
                 f.write(content)
             os.replace(path + ".tmp", path)
         for name in set(FILES) - set(self.files):  # another tokenizer's, which would be read together with these

@@ -1,6 +1,31 @@
-"""The one exception for mistakes that the user can fix."""
+"""How a script ends when something is wrong: one line on standard error and an exit status, no traceback.
 
-from collections.abc import Sequence
+The user's mistakes are a UserError. What the machine does (a full disk, no memory, Ctrl-C, a reader of the output that
+has gone) comes as Python's own exceptions. `end_in_one_line` treats them all in one place; only a mistake in our code
+shows a traceback.
+"""
+
+import atexit
+import errno
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+# C0 without tab and newline, DEL, C1, and the marks that change the direction of text
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+INTERRUPTED, READER_GONE = 130, 141  # exit status: 128 + SIGINT, 128 + SIGPIPE, as a shell says
+ADVICE = {
+    errno.ENOSPC: "make room, then run the same command again",
+    errno.EDQUOT: "make room, then run the same command again",
+    errno.EROFS: "choose a place that can be written to",
+    errno.EMFILE: "raise the limit on open files: ulimit -n",
+}
 
 
 class UserError(ValueError):
@@ -11,3 +36,91 @@ class UserError(ValueError):
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names and how many more there are, for an error message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for the control characters by which a file or a model could drive a terminal."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def end_in_one_line() -> None:
+    """Print one line for whatever the user or the machine ended this process with. A script calls it before its slow
+    imports. From here on no character is too strange for the terminal, and none can drive it."""
+    if sys.excepthook is one_line_excepthook:
+        return
+    sys.excepthook = one_line_excepthook
+    atexit.register(flush_output)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        own = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
+        sys.stdout.reconfigure(encoding=None if own else "utf-8", errors="replace")  # a terminal in GBK has no emoji
+        if sys.stdout.isatty():
+            write = type(sys.stdout).write
+            sys.stdout.write = lambda text, out=sys.stdout: write(out, printable(text))
+
+
+def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    """Print the line of an error; the exit status is 1, after Ctrl-C as a shell says it. This is sys.excepthook."""
+    if issubclass(kind, BrokenPipeError):  # | head
+        raise SystemExit(READER_GONE)
+    line = line_of(error)
+    if not line:
+        return sys.__excepthook__(kind, error, tb)
+    print(printable(" ".join(line.splitlines())), file=sys.stderr)
+    if issubclass(kind, KeyboardInterrupt):
+        raise SystemExit(INTERRUPTED)
+
+
+def line_of(error: BaseException) -> str:
+    """Return the line for an error that is the user's or the machine's, "" for a mistake in our code."""
+    script, text = Path(sys.argv[0]).stem, str(error)
+    if isinstance(error, UserError):
+        return text
+    if isinstance(error, KeyboardInterrupt):
+        return f"{script}: interrupted; run the same command again"
+    if found := re.search(r"I/O error: (.*) \(os error \d+\)", text):  # of a library in Rust, as safetensors
+        return f"{script}: {found[1]}"
+    if isinstance(error, OSError) and error.strerror:
+        what = ": ".join([str(name) for name in (script, error.filename, error.strerror) if name])
+        return f"{what}; {ADVICE[error.errno]}" if error.errno in ADVICE else what
+    less = "lower batch_size, or set activation_checkpointing=True where there is one"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's on a GPU; torch is not imported here
+        return f"{text.partition('. GPU')[0]}; {less}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:  # numpy's and Python's; torch's on a CPU
+        return f"{script}: out of memory{size_of(text)}; {less}"
+    return ""
+
+
+def size_of(text: str) -> str:
+    """Return how much memory was asked for, in the words of torch or numpy."""
+    found = re.search(r"allocate ([\d.]+ \w+)", text)
+    return f": cannot allocate {found[1]}" if found else ""
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Give an OSError the name of the file: of a failed write the system does not tell it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def flush_output() -> None:
+    """Flush standard output while its error can still be told: later, Python would print a traceback."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        leave(READER_GONE)
+    except OSError as error:
+        error.filename = "standard output"
+        print(line_of(error), file=sys.stderr)
+        leave(1)
+    except ValueError:  # it is closed
+        pass
+
+
+def leave(status: int) -> NoReturn:
+    """Exit at once: what is left in the buffer of standard output can never be written."""
+    os._exit(status)

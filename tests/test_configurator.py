@@ -413,13 +413,3 @@ def test_users_mistakes_later_are_one_line_but_bugs_keep_their_traceback(script)
     done, _ = script("--max_steps=14")
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: a bug\n")
-
-
-def test_exhausted_memory_is_one_line(capsys):
-    class OutOfMemoryError(RuntimeError):
-        """Of torch's name."""
-
-    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 9 GiB in all")
-    configurator.one_line_excepthook(OutOfMemoryError, error, None)
-    said = capsys.readouterr().err
-    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB; lower batch_size") and said.count("\n") == 1

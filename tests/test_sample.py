@@ -21,6 +21,7 @@ import torch
 from test_model import as_transformers, random_model, tiny_config
 
 import sample
+from groundup.errors import printable
 from groundup.generate import chat
 from groundup.generate.chat import Chat
 from groundup.generate.completion import Token, never_sampled
@@ -449,9 +450,9 @@ def test_chat_on_a_terminal(runs, tuned):
     assert terminal.until("\n") == "从前有一只猫"  # the terminal's echo
     want = by_hand(tuned, ["从前有一只猫", "one"], 1337, **options)
     assert "> " not in want[0] + want[1]
-    assert terminal.until("> ") == want[0].replace("\r", "") + "\n"
+    assert terminal.until("> ") == printable(want[0]) + "\n"
     terminal.type("one\n")
-    assert terminal.until("> ").endswith(want[1].replace("\r", "") + "\n")
+    assert terminal.until("> ").endswith(printable(want[1]) + "\n")
     terminal.type("\x04")
     assert terminal.close() == 0
 
@@ -461,7 +462,7 @@ def test_chat_on_a_terminal(runs, tuned):
 def test_ctrl_c_on_a_terminal(runs, tuned):
     """In an answer, which it stops, and then at the prompt, where it leaves."""
     flags = ["--init_from=tuned/chat", "--temperature=0", "--max_new_tokens=1900", "--ignore_eos=True"]
-    whole = by_hand(tuned, ["从前"], 1337, temperature=0.0, max_new_tokens=300, ignore_eos=True)[0].replace("\r", "")
+    whole = printable(by_hand(tuned, ["从前"], 1337, temperature=0.0, max_new_tokens=300, ignore_eos=True)[0])
     terminal = Terminal(runs, *flags)
     terminal.until("> ")
     terminal.type("从前\n")
@@ -616,7 +617,8 @@ def test_continued_after_an_interruption(runs, tmp_path, number, code):
             assert process.poll() is None
             time.sleep(0.002)
         process.send_signal(number)
-        assert process.stderr.read().decode() == head(60, 0, 2048, batch_size=2)
+        line = "" if number == signal.SIGKILL else "sample: interrupted; run the same command again\n"
+        assert process.stderr.read().decode() == head(60, 0, 2048, batch_size=2) + line
         assert process.wait() == code
     before = out.read_bytes()
     assert 3 <= before.count(b"\n") < len(rows)

@@ -62,6 +62,5 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
 
 if __name__ == "__main__":
     config = configure(globals())
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     read, written, n_parameters = write(init_from, out_dir, dtype)
     print(f"{read}: {n_parameters:,} parameters, merged, in {dtype}, in {written}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError
+from groundup.errors import UserError, naming
 from groundup.files import streams
 from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
 from groundup.generate.completion import Result
@@ -79,9 +79,10 @@ class Answers:
     def _output(self) -> Iterator:
         """Open `out`, locked against other processes."""
         if not self.out:
+            sys.stdout.reconfigure(encoding="utf-8")  # JSON, whatever the terminal has
             yield sys.stdout
             return
-        with open(self.out, "a", encoding="utf-8") as file:
+        with naming(self.out), open(self.out, "a", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

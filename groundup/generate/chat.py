@@ -66,8 +66,8 @@ class Chat:
 
 def converse(chat: Chat) -> None:
     """Read messages and print answers until /exit, the end of the input or a Ctrl-C between answers."""
-    sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     terminal = sys.stdin.isatty()
+    sys.stdin.reconfigure(encoding=None if terminal else "utf-8", errors="replace")  # None: as the terminal has it
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)

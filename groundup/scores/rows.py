@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from groundup.align.reward_model import RewardModel, answered_ids, score_ids
-from groundup.errors import UserError
+from groundup.errors import UserError, naming
 from groundup.files import answer_files, readers, row_formats, streams
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
@@ -81,7 +81,7 @@ def add_scores(
     while some := list(islice(rows, n_rows)):
         done = score(some)
         if is_main:
-            with open(part, "a", encoding="utf-8") as f:
+            with naming(part), open(part, "a", encoding="utf-8") as f:
                 f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
     problems = Counter()
     if is_main and part.exists():

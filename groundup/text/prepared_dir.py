@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from groundup.errors import UserError
+from groundup.errors import UserError, naming
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
@@ -33,7 +33,8 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
         if (work / "old").exists() and not out_dir.exists():
             (work / "old").rename(out_dir)  # killed between the two renames of `publish`
         try:
-            yield work
+            with naming(work):
+                yield work
         except UserError as error:
             done = sum(path.stat().st_size for path in (work / "units").glob("*.docs"))
             if not isinstance(error, WorkerLost) and done < UNIT_BYTES:  # little is lost

@@ -1,6 +1,7 @@
 """The machine a run uses: device, dtype, random state, memory, versions."""
 
 import contextlib
+import math
 import platform
 import re
 import time
@@ -112,6 +113,26 @@ def peak_memory_gib(device: torch.device) -> float:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
     return 0.0
+
+
+def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
+    """Return the bytes that this process may use: the machine's, or less where a control group of its path (a
+    container's, a job's), of version 1 or 2, allows less. Infinity where the system does not tell."""
+    found = [math.inf]
+    with contextlib.suppress(OSError, ValueError):
+        in_kb = re.search(r"MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(encoding="utf-8"))
+        found += [1024 * int(in_kb[1])] if in_kb else []
+    with contextlib.suppress(OSError):
+        for line in Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number != "0" and "memory" not in controllers.split(","):
+                continue
+            top, name = (cgroups, "memory.max") if number == "0" else (f"{cgroups}/memory", "memory.limit_in_bytes")
+            group = Path(top, path.lstrip("/"))
+            for folder in (group, *group.parents):  # each one above limits, too
+                with contextlib.suppress(OSError, ValueError):  # no file; "max"
+                    found.append(int((folder / name).read_text(encoding="utf-8")))
+    return min(found)
 
 
 def hardware(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from groundup.errors import UserError
+from groundup.errors import UserError, naming
 
 
 class RunLog:
@@ -31,8 +31,9 @@ class RunLog:
 
             self.board = SummaryWriter(out_dir, purge_step=start_step + 1 if start_step else None)
         self.path = Path(out_dir) / "log.jsonl"
-        keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
-        self.file = open(self.path, "a", encoding="utf-8")
+        with naming(self.path):
+            keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
+            self.file = open(self.path, "a", encoding="utf-8")
         self.bar = tqdm(total=max_steps, initial=start_step, disable=not sys.stdout.isatty(), leave=False, unit="step")
 
     def advance(self) -> None:
@@ -97,7 +98,10 @@ class RunLog:
     def close(self) -> None:
         if self.enabled:
             self.bar.close()
-            self.file.close()
+            try:
+                self.file.close()
+            except OSError as error:
+                self.print(f"log: cannot write {self.path}: {error.strerror}")
             if self.board:
                 self.board.close()
 

@@ -1,11 +1,14 @@
 """The plan of a run before anything is allocated: parameters, FLOPs, and memory by part."""
 
 import dataclasses
+import math
+import os
 from collections.abc import Mapping
 
 import torch
 
 from groundup.train.base import adapters_of, frozen_dtype
+from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from groundup.train.lora import trainable_table
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
@@ -114,9 +117,14 @@ def describe(
     memory["margin"] = MARGIN.get(device.type, 0.1) * sum(memory.values())
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     seconds = tokens * flops_per_token(cfg, config["block_size"], head) / (peak * world_size) / 0.4
+    need, most = sum(memory.values()), memory_limit() if device.type == "cpu" else math.inf
+    # The ranks of one machine share it, as torchrun says how many they are.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * need
+    short = f"warning     needs {local / 2**30:.2f} GiB, this machine or its container has {most / 2**30:.2f} GiB"
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {batch}",
-        f"memory      {sum(memory.values()) / 2**30:.2f} GiB per rank: {parts}",
+        f"memory      {need / 2**30:.2f} GiB per rank: {parts}",
+        *([short] if local > most else []),
         f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip

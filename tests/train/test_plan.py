@@ -2,6 +2,7 @@
 micro-batch that is chosen by it, beside all others."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 import ddp
 import model
+from configurator import defaults_of
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
+from groundup.train import plan
 from groundup.train import run as run_frame
-from groundup.train.device import autocast
+from groundup.train.device import autocast, memory_limit
 from groundup.train.lora import LoRAConfig, set_trainable, trainable_table
 from groundup.train.optim import Optimizer, stays_whole
 from groundup.train.plan import memory_table
@@ -160,6 +163,35 @@ def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
     assert done.returncode == 0, done.stderr
     peak, planned = tp.events(tmp_path / "out", "train")[-1]["memory_gib"] * 2**30, plan_bytes(done.stdout)
     assert 0.8 * planned < peak < planned + 0.4 * 2**30
+
+
+@pytest.mark.parametrize(
+    "line, file",
+    [
+        ("0::/job/step", "job/step/memory.max"),
+        ("0::/job/step", "job/memory.max"),  # of the group above
+        ("0::/elsewhere/on/the/host", "memory.max"),  # a container sees its own group as the top
+        ("7:cpu,memory:/job/step", "memory/job/step/memory.limit_in_bytes"),
+    ],
+)
+def test_a_control_group_limits_the_memory(tmp_path, line, file):
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    assert memory_limit(str(proc), str(groups)) == math.inf
+    (proc / "meminfo").write_text("MemTotal:       4 kB\nMemFree: 1 kB\n", encoding="utf-8")
+    (proc / "self/cgroup").write_text(f"3:cpuset:/job\n{line}\n", encoding="utf-8")
+    (groups / file).parent.mkdir(parents=True)
+    for text, limit in (("max\n", 4096), ("3000\n", 3000), ("9223372036854771712\n", 4096)):
+        (groups / file).write_text(text, encoding="utf-8")
+        assert memory_limit(str(proc), str(groups)) == limit
+
+
+@pytest.mark.parametrize("limit, warned", [(2**20, True), (2**40, False)])
+def test_a_plan_that_does_not_fit_warns(monkeypatch, limit, warned):
+    monkeypatch.setattr(plan, "memory_limit", lambda: limit)
+    config = defaults_of(ROOT / "pretrain.py") | {"device": "cpu", "compile": False}
+    text = plan.describe(ModelConfig(512, 64), config, "", 1, 1, torch.device("cpu"), torch.float32, 1e12)
+    assert ("warning     needs" in text) == warned
 
 
 # ---- on a GPU (has not run) ------------------------------------------------------------------------------------------

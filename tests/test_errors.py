@@ -1,0 +1,110 @@
+"""How scripts end: one line on standard error and the right exit status for whatever the user or the machine did."""
+
+import errno
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groundup import errors
+
+ROOT = Path(__file__).parent.parent
+STAGES = sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+BEGIN = "import sys; sys.path.insert(0, sys.argv.pop()); from groundup import errors; errors.end_in_one_line()\n"
+
+
+def ended(code: str, **options) -> subprocess.CompletedProcess:
+    """What a script of these lines does, in a process of its own."""
+    options = {"stdout": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "-c", BEGIN + code, str(ROOT)], stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (errors.UserError("config: a\nb\x1b[31m"), r"config: a b\x1b[31m"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room"),
+        (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system; choose a place"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded; make room"),
+        (PermissionError(errno.EACCES, "Permission denied", "out\x1b]0;x"), r"out\x1b]0;x: Permission denied"),
+        (MemoryError(), "out of memory; lower batch_size"),
+        (np.exceptions.AxisError("not ours"), ""),
+        (KeyError("a mistake in the code"), ""),
+    ],
+)
+def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "__excepthook__", lambda *error: None)
+    errors.one_line_excepthook(type(error), error, None)
+    said = capsys.readouterr().err
+    assert (line in said and said.count("\n") == 1) if line else said == ""
+
+
+def test_exhausted_memory_is_one_line(capsys):
+    class OutOfMemoryError(RuntimeError):
+        """Of torch's name."""
+
+    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 9 GiB in all")
+    errors.one_line_excepthook(OutOfMemoryError, error, None)
+    said = capsys.readouterr().err
+    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB;") and said.count("\n") == 1
+
+
+def test_more_memory_than_the_machine_has_is_one_line(capsys):
+    import torch
+
+    for ask in (lambda: torch.empty(2**50), lambda: np.ones(2**50)):
+        with pytest.raises((RuntimeError, MemoryError)) as found:
+            ask()
+        errors.one_line_excepthook(found.type, found.value, None)
+        said = capsys.readouterr().err
+        assert "out of memory: cannot allocate" in said and "lower batch_size" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", STAGES)
+def test_ctrl_c_during_the_imports_is_one_line(script, tmp_path):
+    """The first slow import is interrupted."""
+    for name in ("torch", "numpy", "tiktoken"):
+        (tmp_path / f"{name}.py").write_text("raise KeyboardInterrupt")
+    env = dict(os.environ, PYTHONPATH=str(tmp_path))
+    done = subprocess.run([sys.executable, ROOT / script], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == f"{script[:-3]}: interrupted; run the same command again\n"
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    for code in ("print(1)", "print(1); sys.exit(0)", "print('x' * 2**20)"):  # at the exit, or within a print
+        read, write = os.pipe()
+        os.close(read)
+        done = ended(code, stdout=write)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_an_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "wb") as full:
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        done = ended("print(1)", stdout=full, env=env)
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert b"standard output: No space left on device" in done.stderr
+
+
+def test_no_character_is_too_strange_for_the_terminal():
+    text = "print('\\u7532 \\U0001f600 \\ud800')"
+    done = ended(text, env=dict(os.environ, PYTHONIOENCODING="gbk"))
+    assert (done.returncode, done.stdout.decode("gbk").split()) == (0, ["\u7532", "?", "?"])
+    done = ended(text, env={k: v for k, v in os.environ.items() if k != "PYTHONIOENCODING"} | {"LC_ALL": "POSIX"})
+    assert done.stdout.decode().split() == ["\u7532", "\U0001f600", "?"]  # a pipe or a file
+
+
+def test_no_text_drives_the_terminal():
+    """Colours, window titles, a carriage return and reversed text reach a terminal as escapes."""
+    parent, child = pty.openpty()
+    done = ended(r"print('a\x1b[31m\x1b]0;t\x07\rb\x9b2J\u202e\tc')", stdout=child)
+    said = os.read(parent, 1000)
+    os.close(child), os.close(parent)
+    assert (done.returncode, said) == (0, rb"a\x1b[31m\x1b]0;t\x07\rb\x9b2J\u202e" + b"\tc\r\n")
