@@ -120,12 +120,12 @@ class Transformer(nn.Module):
         documents (B, T) int64: the number of each token's document. A new document begins where the number changes;
         give padding a number of its own. Each document is computed as if it were alone in its row. Not with a cache.
 
-        cache: `positions` (1, T) or (B, 1) of the new tokens; `mask` (T, S) or (B, 1, 1, S) bool, what each of them
-        attends to; layer(i)(k, v), which stores keys and values (B, K, T, D) of layer i and returns all so far."""
+        cache: `positions` (1, T) or (B, 1) of the new tokens; layer(i)(q, k, v), which stores keys and values
+        (B, K, T, D) of layer i and returns the attention of q (B, H, T, D) to all so far."""
         assert cache is None or documents is None, "with a cache each row is one document"
         starts = mask = borders = None
         if cache is not None:
-            mask, positions = cache.mask, cache.positions.unsqueeze(1)  # positions (1, 1, T) or (B, 1, 1)
+            positions = cache.positions.unsqueeze(1)  # (1, 1, T) or (B, 1, 1)
         else:
             T = idx.shape[1]
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, append: Callable | None = None, mask: Tensor | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable | None = None, mask: Tensor | None = None,
         borders: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         B, T, _ = x.shape
@@ -215,9 +215,8 @@ class Attention(nn.Module):
         v = project(self.v_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         dropout = self.dropout if self.training else 0.0
-        if append is not None:  # to a key-value cache
-            k, v = append(k, v)
-            y = cached_attention(q, k, v, mask)
+        if attend is not None:  # to a key-value cache
+            y = attend(q, k, v)
         elif borders is not None:
             y = attention_by_document(q, k, v, borders, dropout) if q.is_cpu else flash_attention(q, k, v, borders)
         else:

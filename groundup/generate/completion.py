@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from groundup.errors import UserError
-from groundup.generate.sampling import SamplingParams
+from groundup.generate.kv_cache import Row
+from groundup.generate.sampling import RowParams, SamplingParams
 from groundup.tokens.mixture import hash_words
 from model import ModelConfig
 from tokenizer import StreamDecoder, Tokenizer
@@ -84,7 +85,6 @@ class Request:
     limit: int  # tokens that a sample may get
     completions: dict[int, Completion] = field(default_factory=dict)
     logits: Tensor | None = None  # (V,) after the prompt, once it has been read
-    row: int = -1  # of the cache, where the prompt was read
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
 
     @property
@@ -120,6 +120,7 @@ def check(index: int, ids: list[int], params: SamplingParams, cfg: ModelConfig, 
         raise UserError(f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer")
     if params.stop and tokenizer is None:
         raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
+    RowParams([params], V)  # raises UserError for ids that the model does not have
     # Prompt and result together may be one longer than the context: the last token is not fed back.
     return Request(index, list(ids), params, min(params.max_new_tokens, cfg.block_size - len(ids) + 1))
 
@@ -165,14 +166,18 @@ class Text:
 
 
 class Sample:
-    """Sample `index` of a request, while a row generates it."""
+    """Sample `index` of a request, while a row of the cache generates it."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
-        self.request, self.index = request, index
+    def __init__(
+        self, request: Request, index: int, tokenizer: Tokenizer | None, generator: Generator | None = None
+    ) -> None:
+        self.request, self.index, self.generator = request, index, generator
+        self.row: Row | None = None  # once the prompt is being read
         self.ids: list[int] = []
         self.text = Text(tokenizer, request.params)
         self.logprobs: list[dict[int, float]] = []
         self.sum = 0.0
+        self.last = False  # whether it is the last of its request to end
 
     def push(self, ids: list[int], logps: list[float]) -> Token:
         """Take the next token, ids[0]; the others are the likeliest ones. logps: of each of them."""
@@ -192,4 +197,5 @@ class Sample:
             logprobs = self.logprobs if params.logprobs >= 0 else None
             completion = Completion(self.text.shown, self.ids, finish, reason, logprobs, self.sum)
             self.request.completions[self.index] = completion
+            self.last = len(self.request.completions) == params.n_samples
         return Token(token, piece, finish)

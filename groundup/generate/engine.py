@@ -3,9 +3,10 @@
     generate(...)       -> a Result for each prompt
     generate_each(...)  -> results in the order of finishing, for files of prompts of any length
     Engine.stream(...)  -> the tokens of one text as they are drawn; only what is new of the prompt is read
+    Engine.add, .step, .cancel: requests that come and go while others generate
 
-A fixed number of rows generates at a time; a row that ends takes the next waiting sample (continuous batching). The
-cache has no padding. Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's
+Each step draws a token of each text that generates; a text that ends makes room for the next (continuous batching).
+Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's
 ids and the sample's number: independent of other prompts, samples and seeds, and the same ids in any batch (in float32;
 in bfloat16 and float16 the number of rows changes the rounding, and near ties may fall otherwise). torch's global
 generators are not touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
@@ -15,10 +16,11 @@ import copy
 import functools
 import itertools
 import math
-import os
 import shutil
 import timeit
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
-from groundup.generate.kv_cache import CacheStep, KVCache
+from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
 from groundup.train.device import autocast
 from groundup.train.lora import LoRALinear, plain_linear
@@ -39,7 +41,7 @@ from tokenizer import Tokenizer
 CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which bounds memory
 CHUNK_ROWS = 16  # prompts that are read at once
 PACKED_STEPS = 24  # from this many steps of one row on, packing the matrices saves time
-MIN_WIDTH = 64  # attention reads 64, 128, 256, ... cached positions, so that a compiled step serves many lengths
+MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading them
 
 
 def generate(
@@ -56,9 +58,8 @@ def generate(
         raise UserError(f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}")
     requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
     n_samples = sum(request.params.n_samples for request in requests)
-    length, steps = max(request.length for request in requests), max(request.limit for request in requests)
-    rows = min(batch_size or n_samples, n_samples)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, length, steps))
+    rows, steps = min(batch_size or n_samples, n_samples), max(request.limit for request in requests)
+    results = dict(run_all(model, tokenizer, requests, rows, compile, steps))
     return [results[i] for i in range(len(requests))]
 
 
@@ -68,38 +69,39 @@ def generate_each(
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
     """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become free.
 
-    The cache grows with the longest text so far. A bad prompt raises UserError when its turn comes."""
+    A bad prompt raises UserError when its turn comes."""
     requests = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
     return run_all(model, tokenizer, requests, batch_size, compile)
 
 
 def run_all(
     model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], rows: int, compile: bool,
-    length: int = 0, steps: int = PACKED_STEPS,
+    steps: int = PACKED_STEPS,
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
-    """Yield (index, Result) in the order of finishing. rows, length, steps: of the engine that draws samples."""
+    """Yield (index, Result) in the order of finishing. rows, steps: of the engine that draws samples."""
     engines: dict[int, Engine] = {}
     for K, run in itertools.groupby(requests, lambda request: request.params.num_beams):
         if K not in engines:
-            shape = (rows, length, compile, steps) if K == 1 else (K, 0, compile)
-            engines[K] = Engine(model, tokenizer, *shape)
+            engines[K] = Engine(model, tokenizer, rows if K == 1 else K, compile, steps)
         if K > 1:
             yield from ((request.index, engines[K].beam_search(request)) for request in run)
             continue
-        for sample, token in engines[1].run(run):
-            request = sample.request
-            if token.finish and len(request.completions) == request.params.n_samples:
-                yield request.index, request.result()
+        ended = (sample.request for sample, _ in engines[1].run(run) if sample.last)
+        yield from ((request.index, request.result()) for request in ended)
 
 
 class Engine:
-    """Rows of one cache that generate together. held[row]: the ids whose keys and values are in the cache."""
+    """Texts that generate together. Requests come (`add`) and go (`cancel`) between steps (`step`).
+
+    A prompt is read in pieces, between which the others go on. What the cache has of it already is copied: the
+    beginning of a text that runs, or of one of the last that ended; requests that begin alike wait for the first of
+    them to read it. A text's cache grows as it does, and serves others as soon as it ends."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, rows: int, length: int = 0, compile: bool = False,
+        self, model: Transformer, tokenizer: Tokenizer | None, rows: int, compile: bool = False,
         steps: int = PACKED_STEPS,
     ) -> None:  # fmt: skip
-        """length: positions of the cache at first; steps: about how many there will be."""
+        """rows: the most texts at a time; steps: about how many steps there will be."""
         self.device = model.embed_tokens.weight.device
         self.dtype = compute_dtype(model.embed_tokens.weight)
         # For several rows in float32 packed matrices take half the time of inductor's call of the library.
@@ -108,92 +110,144 @@ class Engine:
         packed = can_pack and not self.compile and steps >= PACKED_STEPS
         self.model, self.tokenizer = for_inference(model, self.dtype, packed, rows), tokenizer
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
-        self.samples: list[Sample | None] = [None] * rows
-        self.held: list[list[int]] = [[] for _ in range(rows)]
         self.autocast = functools.partial(autocast, self.device, self.dtype)
-        self.generators = [torch.Generator(self.device) for _ in range(rows)]
-        self.logits = torch.zeros(rows, model.cfg.vocab_size, device=self.device)
+        self.n_rows = rows
+        self.cache = Rows(model.cfg, self.device, self.dtype, rows if self.compile else 0)
+        self.kept: list[KeptText] = []  # texts that have ended, the last of them last
+        self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
+        self.reading: list[Sample] = []  # samples whose prompt is read
+        self.running: list[Sample] = []  # samples that generate
+        self.drawn_for: list[Sample] = []  # samples that params and seen are for
         self.params: RowParams | None = None
-        self.seen: Seen | None = None  # if a row ever had a penalty
-        self.cache: KVCache | None = None
-        self.reserve(length)
+        self.seen: Seen | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.reading or self.running)
+
+    def add(self, request: Request) -> None:
+        """Take a request, see `check`. Raise UserError if not even one of its samples fits into the memory."""
+        self.check_memory(1, self.cache.size_of(request.length))
+        self.waiting.extend((request, s) for s in range(request.params.n_samples))
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request; its rows and their memory are free."""
+        self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
+        for sample in [sample for sample in self.reading + self.running if sample.request is request]:
+            self.leave(sample)
+
+    @torch.no_grad()
+    def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
+        """Return the next token of every sample that generates. Read a piece of the prompts; whole: all of them."""
+        logits = self.feed()  # after the last tokens
+        self.admit()
+        while self.reading:
+            self.read(whole)
+            if not whole:
+                break
+        return self.draw(logits)
 
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        """Yield the continuation of `ids` by one row. May be closed at any token; the next call reuses the cache."""
+        """Yield the continuation of `ids`. May be closed at any token; the next call reuses the cache."""
         request = check(0, ids, params, self.model.cfg, self.tokenizer)
         return (token for _, token in self.run([request]))
 
-    @torch.no_grad()
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sample, Token]]:
         """Yield every token of every sample; take requests as rows become free."""
-        waiting = ((request, s) for request in requests for s in range(request.params.n_samples))
-        self.samples = [None] * len(self.samples)
-        while True:
-            self.admit(waiting)
-            if not any(self.samples):
-                return
-            yield from self.draw()
-            if any(self.samples):
-                self.feed()
+        requests, mine = iter(requests), set()
+        try:
+            while True:
+                while len(self.waiting) + len(self.reading) + len(self.running) < self.n_rows:
+                    request = next(requests, None)
+                    if request is None:
+                        break
+                    mine.add(request)
+                    self.add(request)
+                if not mine:
+                    return
+                for sample, token in self.step(whole=True):
+                    if sample.last:
+                        mine.remove(sample.request)
+                    yield sample, token
+        finally:
+            for request in mine:
+                self.cancel(request)
 
-    def admit(self, waiting: Iterator[tuple[Request, int]]) -> None:
-        """Give the free rows to waiting samples; their logits are those after the prompt."""
-        free = [row for row, sample in enumerate(self.samples) if sample is None]
-        taken = {row: Sample(*found, self.tokenizer) for row, found in zip(free, waiting, strict=False)}
-        if not taken:
+    # ---- from waiting to running ------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Let waiting samples begin as long as there are rows, and memory for all that they may generate."""
+        while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
+            request, s = self.waiting[0]
+            while (short := self.bytes_of(request) > self.spare_bytes()) and self.kept:
+                del self.kept[0]
+            if short and (self.reading or self.running):
+                break
+            self.waiting.popleft()
+            generator = torch.Generator(self.device)
+            generator.manual_seed(request.seed_of(s))
+            self.reading.append(Sample(request, s, self.tokenizer, generator))
+        before: list[Sample] = []
+        for sample in list(self.reading):
+            if sample.row is None:
+                self.place(sample, before)
+            if sample in self.reading:  # not one whose whole prompt was there
+                before.append(sample)
+
+    def place(self, sample: Sample, before: list[Sample]) -> None:
+        """Give a sample a row, with what the cache has of its prompt, unless a sample before it is to read more."""
+        request = sample.request
+        if any(other.request is request for other in before):
             return
-        pairs = [(row, sample.request) for row, sample in taken.items()]
-        params = self.params.params if self.params else [pairs[0][1].params] * len(self.samples)
-        for row, sample in taken.items():
-            self.samples[row], params[row] = sample, sample.request.params
-            self.generators[row].manual_seed(sample.request.seed_of(sample.index))
-        self.params = RowParams(params, self.model.cfg.vocab_size, self.device)
-        if self.seen is None and any(p.has_penalty for p in params):
-            self.seen = Seen([()] * len(params), self.model.cfg.vocab_size, self.device)
-        for row, request in pairs if self.seen else ():
-            self.seen.reset(row, request.ids)
-        self.reserve(max(request.length for _, request in pairs))
-        # First copy prompts that were read earlier: another prompt may be read into their row.
-        self.share([pair for pair in pairs if pair[1].logits is not None])
-        new = [pair for pair in pairs if pair[1].logits is None]
-        first = {request: row for row, request in reversed(new)}
-        self.read([(row, request) for request, row in first.items()])
-        self.share(new)
-        for row, request in pairs:
-            self.logits[row] = request.logits
+        known = request.logits is not None  # the prompt was read for another sample
+        # The last token is read for its logits, all tokens if the prompt is to be scored.
+        ids = request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
+        texts = [*(other.row for other in self.running + self.reading if other.row), *self.kept]
+        n, source = max(((n_shared(text.held, ids), text) for text in texts), key=itemgetter(0), default=(0, None))
+        if not known and any(n_shared(other.request.ids, ids) >= n + MIN_SHARED for other in before):
+            return
+        n = n if known or n >= MIN_SHARED else 0
+        length = request.length if self.compile else len(request.ids)
+        size = self.cache.size_of(length)
+        together = sum(s.row is None and self.cache.size_of(len(s.request.ids)) == size for s in self.reading)
+        sample.row = Row()
+        self.cache.fit(sample.row, length, together)
+        sample.row.held = ids[:n]
+        if n:
+            sample.row.copy(source, n)
+        if n == len(request.ids):
+            self.reading.remove(sample)
+            self.running.append(sample)
 
-    def share(self, pairs: list[tuple[int, Request]]) -> None:
-        """Copy prompts that have been read into these rows."""
-        for row, request in pairs:
-            if row != request.row:
-                self.cache.copy_row(request.row, row, len(request.ids))
-            self.held[row] = list(request.ids)
+    def read(self, whole: bool) -> None:
+        """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of CHUNK_ROWS of
+        about the same length."""
+        begun = [sample for sample in self.reading if sample.row]
+        if whole:
+            begun.sort(key=lambda sample: len(sample.request.ids))
+        begin, cache = len(begun[0].row.held), begun[0].row.cache
+        # A few tokens that a row has are read again with others that lack them.
+        group = [s for s in begun if s.row.cache is cache and begin <= len(s.row.held) < begin + MIN_SHARED]
+        T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
+        n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][-1]
+        group, end = group[:n_rows], begin + max(T[:n_rows])
+        self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
+        for sample in group:
+            sample.row.held = sample.request.ids[:end]
+            if len(sample.request.ids) <= end:
+                self.reading.remove(sample)
+                self.running.append(sample)
+        self.admit()  # samples that wait for these
 
-    def read(self, pairs: list[tuple[int, Request]]) -> None:
-        """Read prompts into their rows: CHUNK_ROWS of about the same length at a time, in pieces."""
-        pairs = sorted(pairs, key=lambda pair: len(pair[1].ids))
-        for first in range(0, len(pairs), CHUNK_ROWS):
-            group = pairs[first : first + CHUNK_ROWS]
-            begin = 0
-            if len(self.samples) == 1 and group[0][1].params.prompt_logprobs < 0:
-                # What the cache has of the prompt is not read again, but for the last token, whose logits are needed.
-                begin = len(os.path.commonprefix([self.held[0], group[0][1].ids[:-1]]))
-            while group:
-                end = min(begin + CHUNK_TOKENS, len(group[-1][1].ids))
-                self.read_piece(group, begin, end)
-                group = [pair for pair in group if len(pair[1].ids) > end]
-                begin = end
-
-    def read_piece(self, group: list[tuple[int, Request]], begin: int, end: int) -> None:
-        """Read tokens begin to end of the prompts, all longer than `begin`."""
-        pieces = [request.ids[begin:end] for _, request in group]
+    def read_piece(self, cache: KVCache, slots: list[int], requests: list[Request], begin: int, end: int) -> None:
+        """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of the cache."""
+        pieces = [request.ids[begin:end] for request in requests]
         idx = torch.tensor([ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device)
-        rows = torch.tensor([row for row, _ in group], device=self.device)
+        rows = torch.tensor(slots, device=self.device)
         with self.autocast():
-            hidden = self.model.hidden(idx, self.cache.chunk(begin, end - begin, rows))  # (n, T, C)
-            for i, (row, request) in enumerate(group):
-                request.row, self.held[row] = row, request.ids[:end]
-                if request.params.prompt_logprobs >= 0:
+            hidden = self.model.hidden(idx, cache.chunk(begin, end - begin, rows))  # (n, T, C)
+            for i, request in enumerate(requests):
+                if request.params.prompt_logprobs >= 0 and request.logits is None:
                     self.score(request, hidden[i], request.ids[begin + 1 : end + 1])
                 if len(request.ids) <= end:
                     last = len(request.ids) - 1 - begin
@@ -207,73 +261,104 @@ class Engine:
             ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, request.params.prompt_logprobs)
             request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
-    def draw(self) -> Iterator[tuple[Sample, Token]]:
-        """Draw and yield the next token of every busy row; free the rows whose sample ends."""
-        n_out = torch.tensor([len(sample.ids) if sample else 0 for sample in self.samples], device=self.device)
-        logits = sampling.process(self.logits, self.params, self.seen, n_out)
-        self.tokens = sampling.choose(logits, self.params, self.generators)  # (rows,)
+    def leave(self, sample: Sample) -> None:
+        """Free the row of a sample; keep a copy of its text, as long as there is memory, for texts that begin so."""
+        (self.running if sample in self.running else self.reading).remove(sample)
+        row = sample.row
+        if row is None:
+            return
+        if not any(text.held[: len(row.held)] == row.held for text in self.kept):
+            self.kept = [text for text in self.kept if row.held[: len(text.held)] != text.held]
+            if row.held and cache_bytes(self.model.cfg, 1, len(row.held), self.dtype) < self.spare_bytes():
+                self.kept = [*self.kept, KeptText(row)][-self.n_rows :]
+        self.cache.leave(row.cache, row.slot)
+
+    # ---- one token of each ------------------------------------------------------------------------------------------
+
+    def draw(self, logits: Tensor | None) -> list[tuple[Sample, Token]]:
+        """Draw the next token of every running sample; those that end leave. logits (R, V) of those that go on."""
+        samples = list(self.running)
+        if not samples:
+            return []
+        new = [sample.request.logits.unsqueeze(0) for sample in samples if not sample.ids]
+        logits = torch.cat([*(() if logits is None else (logits,)), *new])
+        if samples != self.drawn_for:
+            V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
+            self.drawn_for, self.params = samples, RowParams(params, V, self.device)
+            prompts, outputs = zip(*((sample.request.ids, sample.ids) for sample in samples), strict=True)
+            penalty = any(p.has_penalty for p in params)
+            self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
+        n_out = torch.tensor([len(sample.ids) for sample in samples], device=self.device)
+        processed = sampling.process(logits, self.params, self.seen, n_out)
+        tokens = sampling.choose(processed, self.params, [sample.generator for sample in samples])  # (R,)
         if self.seen is not None:
-            self.seen.add(self.tokens)
-        k = max(sample.request.params.logprobs for sample in self.samples if sample)
-        ids, logps = (x.tolist() for x in sampling.top_logprobs(self.logits, self.tokens, max(k, 0)))
-        for row, sample in enumerate(self.samples):
-            if sample is None:
-                continue
-            if not math.isfinite(logps[row][0]):
-                sampling.check_logits(self.logits)
-            token = sample.push(ids[row], logps[row])
+            self.seen.add(tokens)
+        k = max(sample.request.params.logprobs for sample in samples)
+        ids, logps = (x.tolist() for x in sampling.top_logprobs(logits, tokens, max(k, 0)))
+        if not all(math.isfinite(of_row[0]) for of_row in logps):
+            sampling.check_logits(logits)
+        drawn = [(sample, sample.push(*found)) for sample, *found in zip(samples, ids, logps, strict=True)]
+        for sample, token in drawn:
             if token.finish:
-                self.samples[row] = None
-            yield sample, token
+                self.leave(sample)
+        return drawn
 
-    def feed(self) -> None:
-        """Feed the tokens just drawn, for the next logits. Free rows keep their cache."""
-        lengths = [len(held) if sample else -1 for held, sample in zip(self.held, self.samples, strict=True)]
-        self.logits = self.forward(self.tokens, lengths)
-        for sample, held in zip(self.samples, self.held, strict=True):
-            if sample:
-                held.append(sample.ids[-1])
+    def feed(self) -> Tensor | None:
+        """Feed the tokens just drawn; return the next logits (R, V) float32."""
+        if not self.running:
+            return None
+        for sample in self.running:
+            self.cache.fit(sample.row, len(sample.row.held) + 1)
+        parts, rows = self.cache.step({sample.row: len(sample.row.held) for sample in self.running})
+        last = {sample.row: sample.ids[-1] for sample in self.running}
+        logits = self.forward([last.get(row, 0) for row in rows], parts)
+        at = {row: i for i, row in enumerate(rows)}
+        order = [at[sample.row] for sample in self.running]
+        for sample in self.running:
+            sample.row.held.append(sample.ids[-1])
+        return logits if order == list(range(len(rows))) else logits[order]
 
-    def forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """tokens (rows,) at positions `lengths` (-1 = do not touch the row) -> logits (rows, V) float32."""
-        width = min(max(MIN_WIDTH, 1 << max(lengths).bit_length()), self.cache.max_length)  # a power of two
-        at = torch.tensor([n if n >= 0 else self.cache.max_length for n in lengths], device=self.device)
-        span = self.cache.span[:width]
+    def forward(self, tokens: list[int] | Tensor, parts: list[Part]) -> Tensor:
+        """tokens (B,) of the rows of these parts of the cache -> logits (B, V) float32."""
         if self.compile and self.device.type != "cuda":
-            torch._dynamo.maybe_mark_dynamic(span, 0)  # and for all widths
+            for *_, span in parts:
+                torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
         with self.autocast():
-            logits = self.decode(self.model, tokens, self.cache.keys, self.cache.values, at, span)
+            logits = self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
         return logits.clone() if self.compile else logits  # a CUDA graph overwrites its result at the next step
 
-    def reserve(self, length: int) -> None:
-        """Grow the cache to at least `length` positions. Raise UserError if memory does not suffice."""
-        cfg, rows, old = self.model.cfg, len(self.samples), self.cache
-        held = old.max_length if old else 0
-        if length <= held:
-            return
-        length = max(length, min(2 * held, cfg.block_size))
-        needed, free = cache_bytes(cfg, rows, length, self.dtype), free_bytes(self.device)
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def bytes_of(self, request: Request) -> int:
+        """Return the memory that a sample may need."""
+        return cache_bytes(self.model.cfg, 1, self.cache.size_of(request.length), self.dtype)
+
+    def spare_bytes(self) -> float:
+        """Return the free memory that no sample may need."""
+        promised = sum(self.bytes_of(sample.request) for sample in self.running + self.reading)
+        return free_bytes(self.device) + self.cache.n_bytes() - promised
+
+    def check_memory(self, rows: int, length: int) -> None:
+        """Raise UserError if the cache of these rows is more than the memory."""
+        needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
+        free = free_bytes(self.device) + self.cache.n_bytes() + sum(text.layers.nbytes for text in self.kept)
         if needed > free:
             raise UserError(
-                f"sample: the cache of {rows} rows of {length} tokens takes {needed / 2**30:.1f} GiB, "
-                f"{free / 2**30:.1f} GiB are free; fewer rows (batch_size, n) or fewer tokens need less"
+                f"sample: a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
+                "are free; fewer tokens (a shorter prompt, max_new_tokens) need less"
             )
-        self.cache = KVCache(cfg, rows, length, self.device, self.dtype)
-        for new, had in zip(self.cache.layers, old.layers if old else (), strict=False):
-            new[:, :, :held] = had[:, :, :held]
-        for layer in self.cache.layers if self.compile else ():
-            if self.device.type == "cuda":
-                torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
-            else:
-                torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
 
     @torch.no_grad()
     def beam_search(self, request: Request) -> Result:
         """Return the n best texts of num_beams rows, the best first."""
         K, n = request.params.num_beams, len(request.ids)
-        self.reserve(request.length)
-        self.read([(0, request)])
-        self.share([(k, request) for k in range(K)])
+        self.check_memory(K, request.length)
+        cache = KVCache(self.model.cfg, K, request.length, self.device, self.dtype)
+        if self.compile:
+            cache.mark()
+        for begin in range(0, n, CHUNK_TOKENS):
+            self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
+        cache.select(torch.zeros(K, dtype=torch.int64, device=self.device), n)
         beams = Beams(request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device)
         logits = request.logits.expand(K, -1)
         while True:
@@ -281,8 +366,8 @@ class Engine:
             tokens, parents = beams.advance(logits)
             if beams.ended:
                 break
-            self.cache.select(parents, n)
-            logits = self.forward(tokens, [n] * K)
+            cache.select(parents, n)
+            logits = self.forward(tokens, [cache.part([n] * K)])
             n += 1
         for s, beam in enumerate(beams.finished[: request.params.n]):
             sample = Sample(request, s, self.tokenizer)
@@ -292,11 +377,15 @@ class Engine:
         return request.result()
 
 
-def decode_step(
-    model: Transformer, tokens: Tensor, keys: list[Tensor], values: list[Tensor], lengths: Tensor, span: Tensor
-) -> Tensor:
-    """tokens (B,) -> logits (B, V) float32 of the next ones."""
-    hidden = model.hidden(tokens.unsqueeze(1), CacheStep(keys, values, lengths, span))
+def n_shared(a: list[int], b: list[int]) -> int:
+    """Return how many ids two texts begin with together."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
+def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
+    """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
+    hidden = model.hidden(tokens.unsqueeze(1), CacheStep(parts))
     return project(model.lm_head, hidden)[:, 0].float()
 
 

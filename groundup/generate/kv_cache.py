@@ -5,6 +5,9 @@ A call of the model computes new positions and keeps them:
     cache = KVCache(cfg, rows, max_length, device, dtype)
     model(idx, cache=cache.chunk(begin, T, rows))    # the same T positions of some rows: prompts, padded on the right
     model(idx, cache=cache.step(lengths, width))     # the next token (rows, 1) of every row
+
+`Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one, of up to 512 in the
+next, and so on. A long text so takes memory and time for itself, not for all others.
 """
 
 from collections.abc import Callable
@@ -13,7 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model import ModelConfig
+from model import ModelConfig, cached_attention
+
+Part = tuple[list[Tensor], list[Tensor], Tensor, Tensor]  # of a CacheStep
+
+MIN_LENGTH = 256  # positions of the smallest cache
+MIN_WIDTH = 64  # attention reads a multiple of so many positions
 
 
 class KVCache:
@@ -28,28 +36,56 @@ class KVCache:
         self.max_length = max_length
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.layers = self.keys + self.values
         self.span = torch.arange(max_length, device=device)
+        self.compiled = False
+        self.texts: list[Row | None] = []  # the text in each row, if Rows keeps this cache
+
+    @property
+    def layers(self) -> list[Tensor]:
+        return self.keys + self.values
 
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
         assert begin + T <= self.max_length, f"cache holds {self.max_length} positions, {begin + T} asked"
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
-    def step(self, lengths: Tensor, width: int) -> "CacheStep":
-        """The next position of each row. lengths (rows,) int64: below `width`, or max_length to leave a row unchanged.
-        Attention costs as much as `width` positions."""
-        return CacheStep(self.keys, self.values, lengths, self.span[:width])
+    def part(self, lengths: list[int]) -> Part:
+        """Return the part of a CacheStep: the next position of the first rows, -1 = leave the row unchanged."""
+        n_widths = max(lengths) // MIN_WIDTH + 1
+        if self.compiled:
+            n_widths = 1 << (n_widths - 1).bit_length()  # a power of two: few graphs
+        width = min(MIN_WIDTH * n_widths, self.max_length)
+        at = [n if n >= 0 else self.max_length for n in lengths]
+        return self.keys, self.values, torch.tensor(at, device=self.span.device), self.span[:width]
 
-    def copy_row(self, source: int, row: int, length: int) -> None:
-        """Copy the first `length` positions of row `source` to `row`."""
+    def step(self, lengths: Tensor, width: int) -> "CacheStep":
+        """The next position of the first n rows. lengths (n,) int64: below `width`, or max_length to leave a row
+        unchanged. Attention costs as much as `width` positions."""
+        return CacheStep([(self.keys, self.values, lengths, self.span[:width])])
+
+    def mark(self) -> None:
+        """Tell torch.compile how a step uses the cache."""
+        self.compiled = True
         for layer in self.layers:
-            layer[row, :, :length] = layer[source, :, :length]
+            if layer.is_cuda:
+                torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
+            else:
+                torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
+
+    def resize(self, rows: int) -> None:
+        """Keep the first rows, as many as there are then."""
+        self.keys, self.values = ([resized(x, rows) for x in side] for side in (self.keys, self.values))
 
     def select(self, rows: Tensor, length: int) -> None:
         """Replace the first `length` positions of each row i by those of row rows[i]."""
         for layer in self.layers:
             layer[:, :, :length] = layer[rows, :, :length]
+
+
+def resized(x: Tensor, rows: int) -> Tensor:
+    new = x.new_zeros(rows, *x.shape[1:])
+    new[: len(x)] = x[:rows]
+    return new
 
 
 class CacheChunk:
@@ -59,28 +95,153 @@ class CacheChunk:
         self.mask = cache.span[:end] <= cache.span[begin:end].unsqueeze(1)  # (T, end)
 
     def layer(self, i: int) -> Callable:
-        return partial(self.append, self.cache.keys[i], self.cache.values[i])
+        return partial(self.attend, self.cache.keys[i], self.cache.values[i])
 
-    def append(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (n, K, T, D); return keys and values of these rows from their beginning, (n, K, end, D)."""
+    def attend(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows from their beginning."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
-        return keys[self.rows, :, : self.end], values[self.rows, :, : self.end]
+        return cached_attention(q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask)
 
 
 class CacheStep:
-    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor, span: Tensor) -> None:
-        self.keys, self.values, self.lengths, self.width = keys, values, lengths, span.shape[0]
-        self.rows = torch.arange(lengths.shape[0], device=lengths.device)
-        self.positions = lengths.clamp(max=self.width - 1).unsqueeze(1)  # (B, 1)
-        self.mask = (span <= self.positions)[:, None, None]  # (B, 1, 1, width)
+    """The next position of rows of one or more caches, whose rows follow each other in the batch.
+
+    parts: for each cache its keys, values, lengths (n,) of its first n rows, and positions (width,) to attend to."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
+        self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
+        at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]  # (n, 1)
+        self.masks = [(part[3] <= n)[:, None, None] for part, n in zip(parts, at, strict=True)]  # (n, 1, 1, width)
+        self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:
-        return partial(self.append, i)
+        return partial(self.attend, i)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, K, 1, D) at each row's length; return keys and values (B, K, width, D)."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.lengths] = k[:, :, 0]
-        values[self.rows, :, self.lengths] = v[:, :, 0]
-        return keys[:, :, : self.width], values[:, :, : self.width]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D)."""
+        found = []
+        new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
+        each = zip(self.parts, self.rows, self.masks, *new, strict=True)
+        for (keys, values, lengths, span), rows, mask, q, k, v in each:
+            keys, values, n, width = keys[layer], values[layer], q.shape[0], span.shape[0]
+            keys[rows, :, lengths] = k[:, :, 0]
+            values[rows, :, lengths] = v[:, :, 0]
+            found.append(cached_attention(q, keys[:n, :, :width], values[:n, :, :width], mask))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+# ---- texts that come and go -----------------------------------------------------------------------------------------
+
+
+class Row:
+    """A text in row `slot` of a cache. held: the ids whose keys and values are there."""
+
+    def __init__(self) -> None:
+        self.cache: KVCache | None = None
+        self.slot = -1
+        self.held: list[int] = []
+
+    def views(self, n: int) -> list[Tensor]:
+        """Return the keys, then the values, of the first n positions: of each layer (K, n, D)."""
+        return [layer[self.slot, :, :n] for layer in self.cache.layers]
+
+    def copy(self, source: "Row | KeptText", n: int) -> None:
+        """Take the first n positions from another text, which begins with the same ids."""
+        for to, of in zip(self.views(n), source.views(n), strict=True):
+            to.copy_(of)
+
+
+class KeptText:
+    """A copy of a text that has ended, for texts that begin as it does."""
+
+    def __init__(self, row: Row) -> None:
+        self.held, self.layers = row.held, torch.stack(row.views(len(row.held)))
+
+    def views(self, n: int) -> Tensor:
+        return self.layers[:, :, :n]
+
+
+class Rows:
+    """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step computes no idle rows.
+
+    fixed: this many rows in one cache, with gaps, for a compiled step; 0 = as many as there are texts."""
+
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, fixed: int = 0) -> None:
+        self.cfg, self.fixed, self.where = cfg, fixed, (device, dtype)
+        self.caches: dict[int, KVCache] = {}
+
+    def size_of(self, length: int) -> int:
+        """Return the max_length of the cache for a text of `length` tokens."""
+        return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), self.cfg.block_size)
+
+    def n_bytes(self) -> int:
+        return sum(x.nbytes for cache in self.caches.values() for x in cache.layers)
+
+    def fit(self, row: Row, length: int, together: int = 1) -> None:
+        """Give a text room for `length` tokens; it may move to another cache. together: texts that come at once."""
+        size, old, slot = self.size_of(length), row.cache, row.slot
+        if old is not None and size <= old.max_length:
+            return
+        if self.fixed:
+            self.widen(size)
+            if old is None:
+                row.cache = next(iter(self.caches.values()))
+                row.slot = row.cache.texts.index(None)
+                row.cache.texts[row.slot] = row
+            return
+        if size not in self.caches:
+            self.caches[size] = KVCache(self.cfg, together, size, *self.where)
+        cache = self.caches[size]
+        if len(cache.texts) == len(cache.keys[0]):
+            cache.resize(len(cache.texts) + max(together, len(cache.texts)))
+        views = row.views(len(row.held)) if old is not None else ()
+        row.cache, row.slot = cache, len(cache.texts)
+        cache.texts.append(row)
+        for to, of in zip(row.views(len(row.held)), views, strict=False):
+            to.copy_(of)
+        if old is not None:
+            self.leave(old, slot)
+
+    def widen(self, size: int) -> None:
+        """Give the only cache room for texts of `size` tokens."""
+        old = next(iter(self.caches.values()), None)
+        if old is not None and size <= old.max_length:
+            return
+        cache = KVCache(self.cfg, self.fixed, size, *self.where)
+        cache.texts = old.texts if old else [None] * self.fixed
+        for new, had in zip(cache.layers, old.layers if old else (), strict=False):
+            new[:, :, : old.max_length] = had[:, :, : old.max_length]
+        for row in filter(None, cache.texts):
+            row.cache = cache
+        cache.mark()
+        self.caches = {size: cache}
+
+    def leave(self, cache: KVCache, slot: int) -> None:
+        """Free a row; its place goes to the last text of its cache."""
+        if self.fixed:
+            cache.texts[slot] = None
+            return
+        last = cache.texts.pop()
+        if slot < len(cache.texts):
+            moved, cache.texts[slot] = last.views(len(last.held)), last
+            last.slot = slot
+            for to, of in zip(last.views(len(last.held)), moved, strict=True):
+                to.copy_(of)
+        if not cache.texts:
+            del self.caches[cache.max_length]
+        elif 4 * len(cache.texts) <= len(cache.keys[0]):
+            cache.resize(2 * len(cache.texts))
+
+    def step(self, lengths: dict[Row, int]) -> tuple[list[Part], list[Row | None]]:
+        """Return the parts of a CacheStep of the next position of these texts, and the text of each row of the batch.
+        Rows of other texts, in caches that these are in, are left as they are."""
+        parts, rows = [], []
+        for cache in self.caches.values():
+            at = [lengths.get(row, -1) for row in cache.texts]
+            if max(at) >= 0:
+                parts.append(cache.part(at))
+                rows += cache.texts
+        return parts, rows

@@ -163,17 +163,18 @@ class RowParams:
 class Seen:
     """Tokens seen so far, for penalties: counts (B, V) int32 in the output, present (B, V) bool in prompt or output."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu",
+        outputs: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
         self.counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
         self.present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
         for row, ids in enumerate(prompts):
-            self.reset(row, ids)
-
-    def reset(self, row: int, prompt: Sequence[int]) -> None:
-        """Start row `row` again with this prompt."""
-        self.counts[row] = 0
-        self.present[row] = False
-        self.present[row, torch.tensor(list(prompt), dtype=torch.int64, device=self.present.device)] = True
+            self.present[row, torch.tensor(list(ids), dtype=torch.int64, device=device)] = True
+        for row, ids in enumerate(outputs):
+            tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
+            self.counts[row] = tokens.bincount(minlength=vocab_size)
+            self.present[row, tokens] = True
 
     def add(self, tokens: Tensor) -> None:
         """tokens (B,) int64: the next output token of every row."""

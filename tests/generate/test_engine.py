@@ -12,7 +12,7 @@ import torch
 from test_model import as_transformers, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
-from groundup.generate import engine
+from groundup.generate import engine, kv_cache
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
@@ -120,13 +120,22 @@ def test_cache_bytes_are_those_of_its_tensors():
     assert engine.cache_bytes(cfg, 5, 33, torch.bfloat16) == n_bytes
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(net, monkeypatch):
-    monkeypatch.setattr(engine, "free_bytes", lambda device: 2**17)
-    with pytest.raises(UserError) as caught:
-        generate(net, None, [prompt(4)] * 40, SamplingParams(max_new_tokens=30))
-    text = str(caught.value)
-    assert "40 rows of 33 tokens" in text and "free" in text and "\n" not in text
-    generate(net, None, [prompt(4)] * 6, SamplingParams(max_new_tokens=30), batch_size=2)
+def test_samples_wait_for_memory_and_one_that_never_fits_is_refused_with_the_numbers(net, monkeypatch):
+    texts, params = [prompt(n, seed=n) for n in range(4, 24)], SamplingParams(max_new_tokens=30)
+    want = generate(net, None, texts, params)
+    busy, size = [], engine.cache_bytes(net.cfg, 1, net.cfg.block_size, torch.float32)
+    monkeypatch.setattr(engine, "free_bytes", lambda device: 3.5 * size)
+    feed = Engine.feed
+    monkeypatch.setattr(Engine, "feed", lambda self: busy.append(self.cache.n_bytes() // size) or feed(self))
+    # What the caches hold is taken from the free memory: the engine never has more than it found.
+    monkeypatch.setattr(Engine, "spare_bytes", lambda self: 3.5 * size - size * len(self.running + self.reading))
+    assert ids_of(generate(net, None, texts, params)) == ids_of(want)
+    assert 2 <= max(busy) <= 4
+    monkeypatch.setattr(engine, "free_bytes", lambda device: 2**12)
+    for changes in ({}, {"temperature": 0, "num_beams": 3}):
+        with pytest.raises(UserError) as caught:
+            generate(net, None, texts, dataclasses.replace(params, **changes))
+        assert "tokens takes" in str(caught.value) and "free" in str(caught.value) and "\n" not in str(caught.value)
 
 
 # ---- greedy ---------------------------------------------------------------------------------------------------------
@@ -209,7 +218,9 @@ def test_a_file_of_prompts_equals_a_list_and_is_read_as_rows_become_free(net):
     found = generate_each(net, None, lines(), params, batch_size=2)
     first = next(found)
     assert len(taken) < 4
-    results = dict([first, *found])
+    found = [first, *found]
+    results = dict(found)
+    assert len(found) == 7  # also if all samples of a prompt end at once
     assert ids_of([results[i] for i in range(7)]) == ids_of(want)
 
 
@@ -245,9 +256,9 @@ def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
     read = []
     whole = engine.Engine.read_piece
 
-    def watched(self: engine.Engine, group: list, begin: int, end: int) -> None:
-        read.extend(request.index for _, request in group)
-        whole(self, group, begin, end)
+    def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
+        read.extend(request.index for request in requests)
+        whole(self, cache, slots, requests, begin, end)
 
     monkeypatch.setattr(engine.Engine, "read_piece", watched)
     generate(net, None, [prompt(4), prompt(6)], SamplingParams(max_new_tokens=5, n=4), batch_size=3)
@@ -298,18 +309,19 @@ def test_blocks_compiled_for_training_run_as_written():
 def test_matrices_and_cache_have_the_dtype_of_the_products():
     net = random_model(tiny_config(tie_embeddings=True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        e = engine.Engine(net, None, 2, 20, compile=False)
+        e = engine.Engine(net, None, 2)
+        next(e.stream(prompt(9), SamplingParams()))
         results = generate(net, None, [prompt(9)], SamplingParams(max_new_tokens=8, temperature=0, logprobs=97))
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
-    assert e.cache.keys[0].dtype == torch.bfloat16
+    assert e.kept[0].layers.dtype == torch.bfloat16
     assert e.model.lm_head.weight.dtype == e.model.layers[1].mlp.up_proj.weight.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
     got = torch.tensor([[found[i] for i in range(97)] for found in results[0].completions[0].logprobs])
     torch.testing.assert_close(got, want, atol=0.05, rtol=0.02)
     half = random_model(tiny_config()).to(torch.bfloat16)
-    assert engine.Engine(half, None, 2, 20, compile=False).cache.keys[0].dtype == torch.bfloat16
+    assert engine.Engine(half, None, 2).dtype == torch.bfloat16
     assert len(only(generate(half, None, [prompt(4)], SamplingParams(max_new_tokens=5)))[0]) == 5
 
 
@@ -338,7 +350,7 @@ def test_packed_matrices_multiply_alike(dtype):
     torch.testing.assert_close(packed(several[:, ::2]), packed(several[:, ::2].contiguous()))
     net = random_model(tiny_config())
     for steps, kind in ((engine.PACKED_STEPS, engine.PackedLinear), (2, torch.nn.Linear)):
-        assert type(engine.Engine(net, None, 2, 9, compile=False, steps=steps).model.lm_head) is kind
+        assert type(engine.Engine(net, None, 2, steps=steps).model.lm_head) is kind
 
 
 @pytest.mark.slow
@@ -589,9 +601,9 @@ def test_a_stream_reads_only_what_is_new(monkeypatch):
     read = []
     whole = engine.Engine.read_piece
 
-    def watched(self: engine.Engine, group: list, begin: int, end: int) -> None:
+    def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
         read.append((begin, end))
-        whole(self, group, begin, end)
+        whole(self, cache, slots, requests, begin, end)
 
     monkeypatch.setattr(engine.Engine, "read_piece", watched)
     params = SamplingParams(max_new_tokens=6, temperature=0)
@@ -611,6 +623,113 @@ def test_a_stream_reads_only_what_is_new(monkeypatch):
     assert again == greedy_without_cache(net, edited, 6)
     # The last token of an answer has not been fed; of an equal prompt the last token is read for its logits.
     assert read == [(0, 9), (14, 20), (25, 26), (12, 20), (19, 20)]
+
+
+# ---- requests that come and go ---------------------------------------------------------------------------------------
+
+
+def traffic(net: Transformer, n: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of many lengths and parameters, several of which begin alike."""
+    draw, system = random.Random(4), prompt(30, seed=99)
+    found = []
+    for i in range(n):
+        ids = draw.choice([[], system, system[:20]]) + prompt(draw.randint(1, 60), seed=i)
+        changes = draw.choice([{}, {"temperature": 0.0}, {"top_p": 0.7}, {"n": 2}, {"presence_penalty": 1.0}])
+        length = draw.choice([1, 5, 30, 90])
+        found.append((ids, SamplingParams(length, top_k=40, stop_token_ids=frozenset({3, 50}), seed=i, **changes)))
+    return found
+
+
+@pytest.mark.parametrize("n", [30, pytest.param(200, marks=pytest.mark.slow)])
+def test_ids_are_the_same_alone_and_among_others_that_come_and_go(n, monkeypatch):
+    """Requests in a shuffled order, at random moments, of which some are cancelled at random moments."""
+    monkeypatch.setattr(engine, "CHUNK_TOKENS", 24)  # prompts are read in several pieces, between which others go on
+    monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)  # texts move to a cache of longer rows as they grow
+    net = random_model(tiny_config(n_kv_head=2, block_size=400))
+    asked = traffic(net, n)
+    alone = [generate(net, None, [ids], params)[0] for ids, params in asked]
+    draw, rows = random.Random(5), 16
+    order = draw.sample(range(n), n)
+    busy, requests, moves = Engine(net, None, rows), {}, 0
+    finished, cancelled = {}, set()
+    while order or busy.busy:
+        for i in [order.pop() for _ in range(min(len(order), draw.choice([0, 0, 1, 5])))]:
+            requests[i] = check(i, *asked[i], net.cfg, None)
+            busy.add(requests[i])
+        if draw.random() < 0.05 and requests:
+            i = draw.choice(sorted(requests))
+            busy.cancel(requests.pop(i))
+            cancelled.add(i)
+        for sample, _ in busy.step():
+            request = sample.request
+            assert request.index in requests  # nothing of a cancelled one
+            if sample.last:
+                finished[request.index] = requests.pop(request.index).result()
+        assert len(busy.running) + len(busy.reading) <= rows
+        texts = [row for cache in busy.cache.caches.values() for row in cache.texts]
+        assert {id(row) for row in texts} == {id(s.row) for s in busy.running + busy.reading if s.row}  # no idle row
+        moves = max(moves, len(busy.cache.caches))
+    assert moves >= 2 and 1 < len(cancelled) < n / 3 and len(finished) + len(cancelled) == n
+    assert ids_of([finished[i] for i in sorted(finished)]) == ids_of([alone[i] for i in sorted(finished)])
+    assert busy.cache.n_bytes() == 0  # of what has ended only copies are kept, which give way to requests
+    assert len(busy.kept) <= rows
+
+
+def test_a_long_prompt_lets_the_others_go_on(net, monkeypatch):
+    monkeypatch.setattr(engine, "CHUNK_TOKENS", 8)
+    busy = Engine(net, None, rows=2)
+    short, long = (check(i, prompt(n), SamplingParams(20, temperature=0), net.cfg, None) for i, n in enumerate((3, 44)))
+    busy.add(short)
+    assert len(busy.step()) == 1
+    busy.add(long)
+    drawn = [[sample.request.index for sample, _ in busy.step()] for _ in range(7)]
+    assert drawn == [[0]] * 5 + [[0, 1]] * 2  # 44 tokens are six pieces; the last one gives a token at once
+    busy.cancel(long)
+    assert [sample.request.index for sample, _ in busy.step()] == [0] and busy.n_rows > len(busy.running)
+
+
+def test_what_requests_share_is_read_once(net, monkeypatch):
+    read, whole = [], engine.Engine.read_piece
+
+    def watched(self: engine.Engine, cache: KVCache, slots: list, requests: list, begin: int, end: int) -> None:
+        read.extend((request.index, begin, min(end, len(request.ids))) for request in requests)
+        whole(self, cache, slots, requests, begin, end)
+
+    monkeypatch.setattr(engine.Engine, "read_piece", watched)
+    params, system = SamplingParams(6, temperature=0), prompt(20, seed=99)
+    texts = [system + prompt(n, seed=n) for n in (5, 9, 2)] + [prompt(12, seed=1)]
+    busy = Engine(net, None, rows=4)
+    requests = [check(i, ids, params, net.cfg, None) for i, ids in enumerate(texts)]
+    for request in requests:  # all at once: the others wait for the first to read the system prompt
+        busy.add(request)
+    while busy.busy:
+        busy.step()
+    first = min((place for place in read if place[2] > 20), key=lambda place: place[1])
+    assert [place[1] for place in read if place[0] < 3] == [0, 20, 20] and first[1] == 0, read
+    assert [only([request.result()])[0] for request in requests] == [greedy_without_cache(net, ids, 6) for ids in texts]
+    read.clear()
+    answer = requests[1].completions[0].ids
+    later = check(7, texts[1] + answer + prompt(4), params, net.cfg, None)  # the next turn of a chat
+    busy.add(later)
+    while busy.busy:
+        busy.step()
+    assert read == [(7, 20 + 9 + 5, 20 + 9 + 6 + 4)]  # the last token of an answer has not been fed
+    assert later.completions[0].ids == greedy_without_cache(net, later.ids, 6)
+
+
+def test_the_cache_is_as_large_as_what_is_used():
+    """One long text does not make the others' caches long, and max_new_tokens is no memory."""
+    net = random_model(tiny_config(block_size=2048))
+    busy = Engine(net, None, rows=8)
+    for i, n in enumerate((1500, 4, 5, 6)):
+        busy.add(check(i, prompt(n, seed=n), SamplingParams(500, temperature=0), net.cfg, None))
+    while len(busy.running) < 4:
+        busy.step()
+    one = engine.cache_bytes(net.cfg, 1, 2048, torch.float32)
+    assert one < busy.cache.n_bytes() < 1.6 * one
+    busy.cancel(busy.running[0].request)
+    busy.cancel(next(s.request for s in busy.running if s.request.index == 1))
+    assert busy.cache.n_bytes() < 0.6 * one
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------

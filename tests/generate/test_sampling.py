@@ -221,8 +221,9 @@ def test_seen_follows_rows():
     assert seen.counts.tolist() == [[1, 0, 0, 1], [0, 0, 0, 2]]
     seen.select(torch.tensor([1, 1]))
     assert seen.counts.tolist() == [[0, 0, 0, 2]] * 2 and seen.present.tolist() == [[False, False, True, True]] * 2
-    seen.reset(0, [3, 3])
-    assert seen.counts.tolist() == [[0, 0, 0, 0], [0, 0, 0, 2]] and seen.present[0].tolist() == [False] * 3 + [True]
+    later = Seen([[0, 1], [2]], 4, outputs=[[3, 0], [3, 3]])  # the same at once
+    assert later.counts.tolist() == [[1, 0, 0, 1], [0, 0, 0, 2]]
+    assert later.present.tolist() == [[True, True, False, True], [False, False, True, True]]
 
 
 def test_which_parameters_need_seen():
