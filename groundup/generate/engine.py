@@ -280,8 +280,9 @@ class Engine:
         samples = list(self.running)
         if not samples:
             return []
-        new = [sample.request.logits.unsqueeze(0) for sample in samples if not sample.ids]
-        logits = torch.cat([*(() if logits is None else (logits,)), *new])
+        new = [sample.request.logits for sample in samples if not sample.ids]
+        if new:
+            logits = torch.stack(new) if logits is None else torch.cat([logits, torch.stack(new)])
         if samples != self.drawn_for:
             V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
             self.drawn_for, self.params = samples, RowParams(params, V, self.device)
