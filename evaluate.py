@@ -354,7 +354,10 @@ if __name__ == "__main__":
             described = describe_model(loaded.directory) if loaded.directory else {}
             run = {"hardware": hardware(torch_device), "ranks": world.world_size, "versions": versions()}
             run |= {"dtype": str(loaded.dtype).removeprefix("torch."), "seconds": time.perf_counter() - begin}
-            write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
-        if world.is_main:
+            try:
+                write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
+            finally:  # on a full disk the figures are at least seen
+                tell(f"\n{describe(task, results[task])}", out)
+        elif world.is_main:
             tell(f"\n{describe(task, results[task])}", out)
     ranks.close()

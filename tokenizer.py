@@ -40,6 +40,7 @@ from configurator import configure
 from groundup.errors import UserError, naming
 from groundup.files.streams import scrub
 from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
+from groundup.files.untrusted import parse_object, read_bytes
 from groundup.tokens import bpe, foreign
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
 from groundup.tokens.templates import ChatTemplate
@@ -165,6 +166,7 @@ class ByteLevelBPE:
         )
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: word.encode() for word, i in words.items()}
         self.missing = bytes(b for b in IN_UTF8 if bytes([b]) not in ranks)
+        foreign.check_pattern(self.encoding, self.pattern)
         if self.encoding.decode_bytes(self.encode(ALL_KINDS)) != ALL_KINDS.encode().translate(None, self.missing):
             raise foreign.Unsupported(f"its pattern leaves out part of the text: {self.pattern!r:.200}")
 
@@ -228,13 +230,13 @@ class Tokenizer:
     def __init__(self, files: dict[str, bytes], generation_config: bytes = b"{}") -> None:
         """Take the files of a directory in Hugging Face's layout, {name: content}; `save` writes them unchanged."""
         self.files, self.generation_config = files, generation_config
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
         self.engine: ByteLevelBPE | foreign.SentencePieceBPE | foreign.LibraryTokenizer
         if "tokenizer.model" in files:
             self.backend = "sentencepiece"
             self.engine = foreign.SentencePieceBPE(files["tokenizer.model"], config.get("added_tokens_decoder") or {})
         else:
-            description = json.loads(files["tokenizer.json"])
+            description = parse_object(files["tokenizer.json"])
             try:
                 self.backend, self.engine = "bpe", ByteLevelBPE(description)
             except foreign.Unsupported as why:
@@ -243,18 +245,21 @@ class Tokenizer:
         self.special_ids = frozenset(self.special_tokens.values())
         self.pieces = Pieces(self.engine.token_bytes | {i: s.encode() for s, i in self.special_tokens.items()})
         self.vocab_size = 1 + max(self.pieces)
+        if not 0 <= min(self.pieces) <= self.vocab_size <= foreign.MOST_IDS:
+            raise UserError(f"its ids reach from {min(self.pieces)} to {self.vocab_size - 1}, over {foreign.MOST_IDS}")
 
-        find = partial(find_special, self.special_tokens, config, json.loads(generation_config))
+        generation = parse_object(generation_config)
+        find = partial(foreign.find_special, self.special_tokens, config, generation)
         self.eot_id = find("eos_token", name="<|endoftext|>")
         self.pad_id = find("pad_token", name="<|pad|>")
         self.bos_id = find("bos_token", default=self.eot_id)
         self.begins = self.bos_id >= 0 and foreign.begins_text(files, config)
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
-        self.template_source = find_template(files, config)
+        self.template_source = foreign.find_template(files, config)
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
         self.turn_end_id = self._find_turn_end()
-        ends = json.loads(generation_config).get("eos_token_id")
+        ends = generation.get("eos_token_id")
         ends = {i for i in (ends if isinstance(ends, list) else [ends]) if i in self.special_ids}
         self.stop_ids = frozenset({self.eot_id, self.turn_end_id, self.im_end_id, *ends} - {-1})
 
@@ -268,7 +273,7 @@ class Tokenizer:
         directory, files = Path(directory), {}
         for name in (*FILES, "generation_config.json"):
             try:
-                files[name] = (directory / name).read_bytes()
+                files[name] = read_bytes(directory / name)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -282,7 +287,7 @@ class Tokenizer:
             return cls(files, generation_config)
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # from parsing a malformed file
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise UserError(f"tokenizer: {directory} is damaged: {type(error).__name__}: {error}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -302,11 +307,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text: never a special one. Works for any str; lone surrogates become U+FFFD."""
-        return self.engine.encode(text)
+        try:
+            return self.engine.encode(text)
+        except BaseException as error:
+            raise foreign.named_panic(error) from None
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return `encode` as uint32 (n,)."""
-        return self.engine.encode_array(text)
+        try:
+            return self.engine.encode_array(text)
+        except BaseException as error:
+            raise foreign.named_panic(error) from None
 
     def encode_token(self, token: bytes) -> list[int]:
         """Return the ids of a token's bytes, which may be part of a character; [] where that cannot be said."""
@@ -421,31 +432,11 @@ def bytes_until(text: str, engine: object, end: int) -> int:
     return len((unicodedata.normalize("NFC", text[:end]) if getattr(engine, "nfc", False) else text[:end]).encode())
 
 
-def find_template(files: dict[str, bytes], config: dict) -> str:
-    """Return the chat template of a tokenizer's files, "" if there is none; of several the one called default."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    found = config.get("chat_template") or ""
-    named = {one["name"]: one["template"] for one in found} if isinstance(found, list) else {"default": found}
-    return named.get("default", "")
-
-
 class Pieces(dict):
     """{id: bytes}, with an error of our own for an id that is not there."""
 
     def __missing__(self, token_id: int) -> bytes:
         raise UserError(f"tokenizer: id {token_id} is not one of the tokenizer's {len(self)} ids")
-
-
-def find_special(
-    special_tokens: dict[str, int], config: dict, generation_config: dict, key: str, name: str = "", default: int = -1
-) -> int:
-    """Return the id of the special token `name`; else of the one that tokenizer_config.json has under `key`, as a text
-    or {"content": text}; else what generation_config.json has under `key`_id, a number or a list; else `default`."""
-    token, ids = config.get(key), generation_config.get(key + "_id")
-    token = token["content"] if isinstance(token, dict) else token
-    candidates = special_tokens.get(name), special_tokens.get(token), *(ids if isinstance(ids, list) else [ids])
-    return next((i for i in candidates if i in special_tokens.values()), default)
 
 
 class StreamDecoder:

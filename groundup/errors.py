@@ -46,8 +46,6 @@ def printable(text: str) -> str:
 def end_in_one_line() -> None:
     """Print one line for whatever the user or the machine ended this process with. A script calls it before its slow
     imports. From here on no character is too strange for the terminal, and none can drive it."""
-    if sys.excepthook is one_line_excepthook:
-        return
     sys.excepthook = one_line_excepthook
     atexit.register(flush_output)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -579,7 +579,7 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no question before the answer"),
         (b'{"prompt": "a", "index": 3}', "'index'"),
         (json.dumps({"text": "猫 " * 100}).encode(), "the context 64"),
-        (b"[" * 100_000, "recursion"),
+        (b"[" * 100_000, "nests too deep"),
     ]
     lines = [line for pair in bad for line in (pair[0], b'{"prompt": "The"}')]
     (tmp_path / "q.jsonl").write_bytes(b"\n".join(lines))

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from from_gguf import ARCHITECTURES, CONTROL, INSIDE, OUTSIDE, PRE_TOKENIZERS, USER_DEFINED, interleaved, rope_factors
 
 from groundup.errors import UserError, listed
+from groundup.files.untrusted import read_json
 from groundup.tokens.foreign import merge_words
 from groundup.train import checkpoint, huggingface
 from tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def convert(source: Path, path: Path, dtype: str) -> int:
     if checkpoint.is_adapter(source):
         fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
-    config, tokenizer = huggingface.read_json(source / "config.json"), Tokenizer.load(checkpoint.tokenizer_dir(source))
+    config, tokenizer = read_json(source / "config.json"), Tokenizer.load(checkpoint.tokenizer_dir(source))
     arch = config.get("model_type")
     if arch not in ARCHITECTURES:
         raise UserError(f"to_gguf: {source}: model_type={arch!r}; supported are {', '.join(ARCHITECTURES)}")

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
+from groundup.files.untrusted import read_json
 from groundup.tokens import foreign
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.base import old_parts
@@ -159,8 +160,8 @@ def stored_name(name: str) -> str:
 
 def is_reward_model(directory: str | Path) -> bool:
     path = Path(directory) / "config.json"
-    names = huggingface.read_json(path).get("architectures") if path.exists() else None
-    return any(str(name).endswith("ForSequenceClassification") for name in names or [])
+    names = read_json(path).get("architectures") if path.exists() else None
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:

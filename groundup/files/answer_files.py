@@ -17,6 +17,7 @@ from pathlib import Path
 
 from groundup.errors import UserError
 from groundup.files import readers, records, row_formats
+from groundup.files.untrusted import read_json
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
 HINT = "sample.py writes it beside its answers, keep the two together"
@@ -46,13 +47,10 @@ def is_settings_file(path: str | Path) -> bool:
 def read_settings(path: str | Path) -> dict | None:
     """Return the settings beside the answers in `path`, None if there are none. Raise UserError: damaged."""
     name = settings_path(path)
-    try:
-        settings = json.loads(name.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not name.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"answers: {name} cannot be read ({error}); {HINT}") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model"), str):
+    settings = read_json(name, "answers", HINT)
+    if not isinstance(settings.get("model"), str):
         raise UserError(f"answers: {name} does not name the model; {HINT}")
     return settings
 

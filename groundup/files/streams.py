@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from groundup.errors import UserError
 
 READ_BYTES = 2**20
+BOMB_BYTES, BOMB_FACTOR = 2**26, 200  # compressed text grows 3 to 30 times; a file that grows more, and so much, stops
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # Git LFS leaves such a small file in place of a large one
 POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
@@ -92,17 +93,23 @@ def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator
     else:
         makers = {"gz": partial(zlib.decompressobj, 31), "bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
         new, errors = makers[compression], (zlib.error, lzma.LZMAError, OSError)
-    decompressor = new()
+    decompressor, n_read, n_made = new(), 0, 0
     for chunk in chunks:
         for begin in range(0, len(chunk), 2**11):  # small pieces, since each may become a thousand times larger
             piece = chunk[begin : begin + 2**11]
+            n_read += len(piece)
             while piece := piece.lstrip(b"\0") if decompressor.eof else piece:  # zeros after a stream are padding
                 if decompressor.eof:
                     decompressor = new()
                 try:
-                    yield decompressor.decompress(piece)
+                    made = decompressor.decompress(piece)
                 except errors as error:
                     raise Damage("truncated_file", f"damaged {compression} data: {error}") from None
+                n_made += len(made)
+                if n_made > max(BOMB_BYTES, BOMB_FACTOR * n_read):
+                    detail = f"the {compression} data become more than {BOMB_FACTOR} times larger, like a bomb"
+                    raise Damage("truncated_file", f"{detail}; to use them, decompress the file")
+                yield made
                 piece = decompressor.unused_data
     if not decompressor.eof:
         raise Damage("truncated_file", f"the {compression} data end too early")

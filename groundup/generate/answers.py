@@ -19,6 +19,7 @@ from tqdm import tqdm
 from groundup.errors import UserError, naming
 from groundup.files import streams
 from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
+from groundup.files.untrusted import loads
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
@@ -100,7 +101,7 @@ class Answers:
                 ids = encode(asked, isinstance(asked, str))
                 if len(ids) > context:
                     raise ValueError(f"the prompt has {len(ids)} tokens, the context {context}; shorten it")
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
@@ -116,7 +117,7 @@ class Answers:
             f.truncate(f.tell() - len(half))
         for number, line in enumerate(lines, 1):
             try:
-                fields = json.loads(line)
+                fields = loads(line)
                 index, asked = int(fields["index"]), {k: v for k, v in fields.items() if k not in OWN_KEYS}
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UserError(f"sample: {self.out}:{number} is damaged; remove that line") from None
@@ -131,7 +132,7 @@ class Answers:
 
 def parse(line: bytes) -> dict:
     """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with them."""
-    row = json.loads(line)
+    row = loads(line)
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
         raise ValueError(f"a line must be a text or an object, got {row!r:.40}")

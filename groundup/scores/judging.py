@@ -24,6 +24,7 @@ from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
 from groundup.files import answer_files
+from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
 from groundup.scores.likelihood import shared
@@ -112,7 +113,7 @@ def read_answers(path: str) -> list[dict]:
         try:
             if not line.strip():
                 continue
-            row = json.loads(line)
+            row = loads(line)
             fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
             text, first = answer_files.continued_text(fields, chat=True), row["completions"][0]
             messages, _ = answer_files.conversation_of(fields if text is None else {"prompt": text}, {})

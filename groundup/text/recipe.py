@@ -8,7 +8,6 @@ units/000012.tokens    ids end to end, and .lengths, ids per document; of conver
 """
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -26,7 +25,7 @@ import numpy as np
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams
+from groundup.files import readers, row_formats, streams, untrusted
 from groundup.text import quality
 from groundup.tokens.token_files import file_sha256
 
@@ -321,7 +320,6 @@ class Counts:
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file, {} if the file is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return untrusted.read_json(path, most=untrusted.MANIFEST_BYTES)
+    except UserError:
         return {}
-    return value if isinstance(value, dict) else {}

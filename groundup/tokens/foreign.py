@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import regex
 import sentencepiece
 import tiktoken
 
 from groundup.errors import UserError
 from groundup.files.streams import scrub
+from groundup.files.untrusted import why_unusable
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, Chunks, count_chunks
 
 # ---- tokenizer.json: byte-level BPE --------------------------------------------------------------------------
@@ -83,6 +85,13 @@ def to_json(value: dict) -> bytes:
 DIGITS_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 
+# Texts on which a regular expression that backtracks without end shows it, as none of them ends like it begins.
+REPETITIVE = [part * 400 + end for part in ("a", "A", "1", " ", "\n", ".", "\u7532", "ab", "a ", "a1") for end in "!\0"]
+
+
+MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
+
+
 class ByteLevel(NamedTuple):
     """A tokenizer.json as tiktoken runs it."""
 
@@ -138,6 +147,26 @@ def split_pattern(pre_tokenizer: dict | None) -> str:
             if (splits[0]["behavior"], splits[0]["invert"]) in (("Isolated", False), ("Removed", True)):
                 return splits[0]["pattern"]["Regex"]
     raise Unsupported(f"it splits text by {kinds}, which is not supported; Split by a Regex and ByteLevel is")
+
+
+def check_pattern(encoding: tiktoken.Encoding, pattern: str) -> None:
+    """Raise UserError if a pattern that is not known takes too long, or fails, on texts where backtracking shows."""
+
+    def split() -> None:
+        for text in REPETITIVE:
+            encoding.encode_ordinary(text)
+            regex.findall(pattern, text)
+
+    if pattern not in (*PATTERNS.values(), DIGITS_GPT2) and (why := why_unusable(split)):
+        raise UserError(f"its pattern cannot be used: {why}: {pattern!r:.200}")
+
+
+def named_panic(error: BaseException) -> BaseException:
+    """Return a UserError for a panic, by which the library that splits text gives up; any other error as it is."""
+    if type(error).__name__ != "PanicException":
+        return error
+    what = " ".join(str(error).split())
+    return UserError(f"tokenizer: the pattern that splits text fails on this text ({what:.200})")
 
 
 def merge_words(model: dict) -> list[list[str]]:
@@ -203,6 +232,8 @@ class LibraryTokenizer:
             self.runner = tokenizers.Tokenizer.from_str(json.dumps(plain))
         except BaseException as error:  # the library's own Exception, or a panic
             raise UserError(f"{why}, and tokenizers cannot read it: {str(error)[:200]}") from None
+        if reason := why_unusable(lambda: [self.runner.encode(text) for text in REPETITIVE]):
+            raise UserError(f"{why}, and tokenizers cannot run it: {reason}")
         self.runner.encode_special_tokens = True  # their names in a text are ordinary text
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
         decoder = json.dumps(description.get("decoder"))
@@ -294,6 +325,29 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
     steps = processor.get("processors") or [processor]
     return any("SpecialToken" in step["single"][0] for step in steps if step.get("type") == "TemplateProcessing")
+
+
+# ---- special tokens and the chat template, as tokenizer_config.json and generation_config.json name them -------
+
+
+def find_template(files: dict[str, bytes], config: dict) -> str:
+    """Return the chat template of a tokenizer's files, "" if there is none; of several the one called default."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    found = config.get("chat_template") or ""
+    named = {one["name"]: one["template"] for one in found} if isinstance(found, list) else {"default": found}
+    return named.get("default", "")
+
+
+def find_special(
+    special_tokens: dict[str, int], config: dict, generation_config: dict, key: str, name: str = "", default: int = -1
+) -> int:
+    """Return the id of the special token `name`; else of the one that tokenizer_config.json has under `key`, as a text
+    or {"content": text}; else what generation_config.json has under `key`_id, a number or a list; else `default`."""
+    token, ids = config.get(key), generation_config.get(key + "_id")
+    token = token["content"] if isinstance(token, dict) else token
+    candidates = special_tokens.get(name), special_tokens.get(token), *(ids if isinstance(ids, list) else [ids])
+    return next((i for i in candidates if i in special_tokens.values()), default)
 
 
 # ---- more tokens ---------------------------------------------------------------------------------------------

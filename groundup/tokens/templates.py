@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.row_formats import TOOLS_HEAD, TOOLS_TAIL
+from groundup.files.untrusted import loads, why_unusable
 
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters: in no text that is meant to be read
+TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 MARKS = re.compile(f"[{BEGIN}{END}]")
 
 
@@ -36,14 +38,19 @@ class ChatTemplate:
     """A Jinja chat template. variables: what it may read beside the messages (bos_token, eos_token ...)."""
 
     def __init__(self, source: str, specials: Iterable[str], variables: dict[str, Any]) -> None:
-        """Raise UserError if Jinja cannot read the template."""
+        """Raise UserError if Jinja cannot read the template, or if two messages are too much for it."""
         import jinja2  # torch needs it, too
 
+        if why := on_trial(source, tuple(variables.items())):
+            raise UserError(f"tokenizer: the chat template cannot be used: {why}")
         try:
             self.template = environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except jinja2.TemplateSyntaxError as error:
             raise UserError(f"tokenizer: the chat template is damaged: line {error.lineno}: {error.message}") from None
-        self.errors = jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError
+        except (jinja2.TemplateError, TypeError, RecursionError, SyntaxError) as error:
+            raise UserError(f"tokenizer: the chat template is damaged: {type(error).__name__}: {error}") from None
+        self.errors = jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError
+        self.errors += RecursionError, MemoryError
         names = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
         self.names = re.compile(f"(?=(?:{names}))" if names else "(?!)")
         self.split = re.compile(f"((?<!{GUARD})(?:{names}))" if names else "((?!))")
@@ -115,6 +122,12 @@ class ChatTemplate:
         return pieces
 
 
+@cache
+def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
+    """Return why a template cannot be used, "" if it writes a short conversation within bounds."""
+    return why_unusable(lambda: environment().from_string(source).render(messages=TRIAL, **dict(variables)))
+
+
 CALL = re.compile(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>")
 
 
@@ -142,7 +155,7 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
 def objects(lines: list[str]) -> list[dict] | None:
     """Return the JSON objects in these lines, None if there is anything else."""
     try:
-        found = [json.loads(line) for line in lines]
+        found = [loads(line) for line in lines]
     except ValueError:
         return None
     return found if all(isinstance(one, dict) for one in found) else None

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files.untrusted import MANIFEST_BYTES, read_json
 
 FORMAT = "groundup tokens 1"
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
@@ -173,13 +174,13 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
     if not Path(data_dir).is_dir():
         raise UserError(f"data: no directory {data_dir}; {how}")
+    if not path.exists():
+        raise UserError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}")
+    manifest = read_json(path, "data", how, MANIFEST_BYTES)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
         found = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}.get(manifest["format"], manifest["format"])
         manifest["splits"].items()
-    except FileNotFoundError:
-        raise UserError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"data: {path} is damaged ({error!r}); {how}") from None
     if found != kind:
         raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {kind!r}")
@@ -313,7 +314,4 @@ def verify_sha256(path: Path, sha256: str) -> None:
 
 
 def read_packing(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"data: {path} is damaged ({error}); rerun prepare.py") from None
+    return read_json(path, "data", "rerun prepare.py", MANIFEST_BYTES)

@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -32,8 +32,9 @@ from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
 from groundup.errors import UserError
+from groundup.files.untrusted import check_regular, check_zip, is_name, read_json
 from groundup.train import huggingface, lora, ranks
-from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json, write_json
+from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
@@ -149,7 +150,7 @@ def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError now, not at the first save, if these settings could not be written, or read back as they are."""
     with tempfile.TemporaryDirectory() as directory:
         write_settings(Path(directory), cfg, tokenizer)
-        if (read := load_config(directory)) != replace(cfg, dropout=0.0):
+        if (read := huggingface.from_hf_config(Path(directory, "config.json"))) != replace(cfg, dropout=0.0):
             raise UserError(f"checkpoint: {cfg} would be saved as {read}")
         if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
             raise UserError("checkpoint: the tokenizer's files do not give back its ids once they are saved")
@@ -231,10 +232,10 @@ def point(link: Path, target: Path | None) -> None:
 
 def read_loss(step_dir: Path) -> float | None:
     """Return the validation loss of a checkpoint, None if it has none."""
-    try:
-        return read_json(step_dir / "score.json").get("val_loss")
-    except UserError:  # find_latest reports a damaged checkpoint
-        return None
+    loss = None
+    with suppress(UserError):  # find_latest reports a damaged checkpoint
+        loss = read_json(step_dir / "score.json").get("val_loss")
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def sync(path: Path) -> None:
@@ -249,6 +250,7 @@ def sync(path: Path) -> None:
 def checksum(path: Path) -> str:
     """Return the CRC-32 of a file: it shows accidents, not forgery, in less than half the time of SHA-256."""
     crc = 0
+    check_regular(path)
     with open(path, "rb") as f:
         while block := f.read(2**20):
             crc = zlib.crc32(block, crc)
@@ -287,6 +289,8 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
 def check_bytes(step_dir: Path) -> None:
     """Raise UserError unless every file of a checkpoint is as it was written."""
     for name, want in read_json(step_dir / "checksums.json").items():
+        if not is_name(name):
+            raise UserError(f"checkpoint: {step_dir / 'checksums.json'} is damaged: it names {name!r:.80}")
         path = step_dir / name
         try:
             found = checksum(path)
@@ -387,6 +391,7 @@ def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[d
 
 def read_state(path: Path) -> dict:
     try:
+        check_zip(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
@@ -398,14 +403,18 @@ def read_state(path: Path) -> dict:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Return the architecture of a model directory. Raise UserError if model.py does not build it.
-
-    peft's adapters have none of their own: take the base's, with as many tokens as a stored embedding has."""
+    """Return the architecture of a model directory. Raise UserError if model.py does not build it, or if the weights
+    have other sizes. peft's adapters have none: take the base's, with as many tokens as a stored embedding has."""
     path = Path(directory) / (ADAPTED_CONFIG if is_adapter(directory) else "config.json")
-    if path.exists() or not is_adapter(directory):
-        return huggingface.from_hf_config(path)
-    cfg, shapes = load_config(base_of(directory)), huggingface.stored_shapes(directory)
-    return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
+    if not path.exists() and is_adapter(directory):
+        cfg, shapes = load_config(base_of(directory)), huggingface.stored_shapes(directory)
+        return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
+    cfg, base = huggingface.from_hf_config(path), base_of(directory) if is_adapter(directory) else Path(directory)
+    if any(base.glob("*.safetensors*")):  # a plan needs no weights
+        with ExitStack() as files:
+            own = huggingface.open_adapter(directory, files) if is_adapter(directory) else {}
+            huggingface.check_sizes(cfg, huggingface.open_weights(base, files) | own, directory)
+    return cfg
 
 
 def load_model(
@@ -481,7 +490,7 @@ def weights_key(directory: Path) -> str:
     """Return a fingerprint of a directory's weights: the sizes of their files and blocks spread over each."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
+        size = check_regular(path)
         digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as f:
             for i in range(SAMPLED_BLOCKS):

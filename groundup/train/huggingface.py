@@ -5,6 +5,7 @@ would load but compute something else is refused in one line.
 """
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError, listed
+from groundup.files.untrusted import check_regular, is_name, read_json
 from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -52,6 +54,9 @@ ROPES = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+MOST_HEADER = 2**24  # bytes of a safetensors header, 100 for each tensor
+MOST_LAYERS = 1000
+MOST_ANGLES = 2**27  # positions x head_dim in the tables of rotary positions: a million positions of 128
 DTYPES = ("F32", "F16", "BF16")  # of stored weights, by safetensors' names; float32 holds each exactly
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -62,19 +67,6 @@ NEUTRAL_KEYS = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "fan_in_fan_out", "ensure_weight_tying",
     "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "init_lora_weights",
 }  # fmt: skip
-
-
-def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raise UserError if it cannot be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise UserError(f"checkpoint: {path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"checkpoint: {path} is damaged: it holds a {type(value).__name__}, not an object")
-    return value
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -108,42 +100,66 @@ def from_hf_config(path: Path) -> ModelConfig:
     """Return the architecture in a config.json (transformers 4 or 5). Raise UserError for a model whose weights would
     load but mean something else."""
     hf = read_json(path)
-    kind = hf.get("model_type")
+    kind = str(hf.get("model_type"))
     if kind not in ARCHITECTURES:
         why = f" ({DIFFERS[kind]})" if kind in DIFFERS else ""
         raise UserError(f"checkpoint: {path}: model_type={kind!r}{why}; supported are {', '.join(ARCHITECTURES)}")
-    settings = hf | (hf.get("rope_parameters") or {})
+    parameters = hf.get("rope_parameters")
+    settings = hf | (parameters if isinstance(parameters, dict) else {})
     for key, only in FIXED.items():
         if settings.get(key) not in (None, only):
             raise UserError(f"checkpoint: {path}: {key}={settings[key]!r}; supported is {only!r}")
     if missing := [key for key in SIZES if key not in hf and key not in OPTIONAL]:
         raise UserError(f"checkpoint: {path} has no {missing[0]!r}")
+    for key in SIZES:
+        check_number(hf, key, path, whole=key != "rms_norm_eps")
     window, longest = hf.get("sliding_window", 4096) if kind == "mistral" else None, hf["max_position_embeddings"]
-    if window is not None and window < longest:
+    if window is not None and not (isinstance(window, int) and window >= longest):
         fix = f"to use the first {window} positions, write there max_position_embeddings={window}"
         raise UserError(f"checkpoint: {path}: sliding_window={window}, attention is not windowed here; {fix}")
     theta, scaling = read_rope(hf, path)
     sizes = {field: hf.get(key) or 0 for key, field in SIZES.items()}
     tied = bool(hf.get("tie_word_embeddings"))
-    return ModelConfig(
+    cfg = ModelConfig(
         **sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
         model_type=kind, tie_embeddings=tied,
     )  # fmt: skip
+    if cfg.n_layer > MOST_LAYERS:
+        raise UserError(f"checkpoint: {path}: num_hidden_layers={cfg.n_layer}, at most {MOST_LAYERS} are supported")
+    if longest * cfg.head_dim > MOST_ANGLES:
+        fix = "write there as many positions as you need"
+        raise UserError(f"checkpoint: {path}: max_position_embeddings={longest} is too many for a table; {fix}")
+    return cfg
+
+
+def check_number(values: dict, key: str, path: Path, whole: bool = False) -> None:
+    """Raise UserError if a file has something else under `key` than a number, 0 or more, or nothing."""
+    value = values.get(key)
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if value is not None and not (right and 0 <= value < math.inf):
+        what = "a positive whole number" if whole else "a positive number"
+        raise UserError(f"checkpoint: {path}: {key} must be {what}, got {value!r:.80}")
 
 
 def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
     """Return (rope_theta, Llama 3.1's or YaRN's scaling, or None). transformers 5 keeps both in rope_parameters."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
+    if not isinstance(rope, dict):
+        raise UserError(f"checkpoint: {path}: the settings of the rotary positions are {rope!r:.80}, not an object")
+    for values in (hf, rope):
+        check_number(values, "rope_theta", path)
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type"))  # "type" before transformers 4.43
     if kind == "default":
         return theta, None
-    if kind not in ROPES:
+    if kind not in [*ROPES]:  # a list: the file may have what no dictionary takes
         raise UserError(f"checkpoint: {path}: rope_type={kind!r}; supported are default, {', '.join(ROPES)}")
     needed, optional = ROPES[kind]
     missing = [key for key in needed if rope.get(key) is None]
     if missing:
         raise UserError(f"checkpoint: {path}: rope_type={kind!r} without {listed(missing)}")
+    for key in set(needed + optional) - {"truncate"}:
+        check_number(rope, key, path)
     return theta, {"rope_type": kind} | {key: rope[key] for key in needed + optional if rope.get(key) is not None}
 
 
@@ -167,7 +183,10 @@ def open_weights(directory: Path, files: ExitStack) -> dict[str, Any]:
     """Return {our name: slice of an open safetensors file}, from one file or from the shards that an index names."""
     paths, index = [directory / "model.safetensors"], directory / "model.safetensors.index.json"
     if index.exists() and not paths[0].exists():
-        paths = [directory / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
+            raise UserError(f"checkpoint: {index} is damaged: weight_map must name files of its directory")
+        paths = [directory / shard for shard in sorted(set(shards.values()))]
     tensors = {}
     for path in paths:
         shard = files.enter_context(open_safetensors(path))
@@ -179,10 +198,15 @@ def open_weights(directory: Path, files: ExitStack) -> dict[str, Any]:
 def open_safetensors(path: Path) -> Any:
     """Open a safetensors file; the caller closes it. Raise UserError if that fails."""
     try:
+        check_regular(path)
+        with open(path, "rb") as file:
+            if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
+                raise SafetensorError(f"its header should have {size:,} bytes; at most {MOST_HEADER:,} are read")
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         has_bin = not path.exists() and any(path.parent.glob("*.bin"))
-        why = "a .bin can run code, only safetensors are read" if has_bin else str(error).splitlines()[0]
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        why = "a .bin can run code, only safetensors are read" if has_bin else why
         raise UserError(f"checkpoint: cannot read {path}: {why}") from None
 
 
@@ -196,6 +220,16 @@ def drop_tied_head(tensors: dict[str, Any], directory: str | Path, trained_as_on
         apart = embedding is None or not torch.equal(head[:], embedding[:])
     if apart:
         raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight was trained apart from them")
+
+
+def check_sizes(cfg: ModelConfig, tensors: dict[str, Any], directory: str | Path) -> None:
+    """Raise UserError unless `tensors`, as in check_fit, have the layers and the sizes of `cfg`: compared before a
+    model is built, which a damaged config.json could make as large as it likes."""
+    found = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    if found != cfg.n_layer:
+        raise UserError(f"checkpoint: the weights in {directory} have {found} layers, its config has {cfg.n_layer}")
+    shapes = {name: shape for name, shape in weight_shapes(replace(cfg, n_layer=1)).items() if name != "lm_head.weight"}
+    check_fit(shapes, {name: tensors[name] for name in shapes if name in tensors}, directory)
 
 
 def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], directory: str | Path) -> None:
@@ -242,6 +276,10 @@ def read_peft_config(directory: str | Path) -> dict:
     """Return adapter_config.json. Raise UserError for an adapter that is not supported."""
     path = Path(directory) / ADAPTER_CONFIG
     config = read_json(path)
+    for key in ("r", "lora_alpha"):
+        check_number(config, key, path, whole=key == "r")
+    if not isinstance(config.get("base_model_name_or_path"), str | None):
+        raise UserError(f"lora: {path}: base_model_name_or_path must be a text")
     if config.get("peft_type") != "LORA":
         raise UserError(f"lora: {path}: peft_type={config.get('peft_type')!r}; supported is 'LORA'")
     begin = config.get("init_lora_weights")  # PiSSA, OLoRA, LoftQ ... change the frozen weights, stored elsewhere
@@ -255,8 +293,14 @@ def read_peft_config(directory: str | Path) -> dict:
 
 def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Return {our name: shape} of an adapter's tensors."""
-    with open_safetensors(Path(directory) / ADAPTER_WEIGHTS) as file:
-        return {our_name(key): tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    with ExitStack() as files:
+        return {name: tuple(tensor.get_shape()) for name, tensor in open_adapter(directory, files).items()}
+
+
+def open_adapter(directory: str | Path, files: ExitStack) -> dict[str, Any]:
+    """Return {our name: slice of the open file} of an adapter's tensors."""
+    file = files.enter_context(open_safetensors(Path(directory) / ADAPTER_WEIGHTS))
+    return {our_name(key): file.get_slice(key) for key in file.keys()}
 
 
 def our_name(key: str) -> str:
@@ -270,13 +314,13 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
     Adapters are added if the model has none; otherwise they must be of the same kind. Raise UserError, with nothing
     copied, for what is not supported or does not fit."""
     config, present = read_peft_config(directory), lora_config_of(model)
-    with open_safetensors(Path(directory) / ADAPTER_WEIGHTS) as file:
-        tensors = {our_name(key): file.get_slice(key) for key in file.keys()}
+    with ExitStack() as files:
+        tensors = open_adapter(directory, files)
         # The weights tell which modules have one: peft's target_modules may also be an expression.
         modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
         try:
             cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
-        except (KeyError, UserError) as error:
+        except (KeyError, TypeError, UserError) as error:
             raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
         if present is not None and replace(present, dropout=cfg.dropout) != cfg:
             raise UserError(f"lora: {directory} has {cfg}; the model has {present}")

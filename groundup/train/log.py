@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from groundup.errors import UserError, naming
+from groundup.files.untrusted import check_regular, loads
 
 
 class RunLog:
@@ -31,6 +32,8 @@ class RunLog:
 
             self.board = SummaryWriter(out_dir, purge_step=start_step + 1 if start_step else None)
         self.path = Path(out_dir) / "log.jsonl"
+        if self.path.exists():
+            check_regular(self.path)
         with naming(self.path):
             keep_events_until(self.path, start_step or -1)  # a fresh run evaluates at step 0 again
             self.file = open(self.path, "a", encoding="utf-8")
@@ -116,8 +119,8 @@ def read_events(path: Path) -> list[dict]:
     """Return the events of a log.jsonl, without lines that a kill or a full disk cut short."""
     events = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
+        with contextlib.suppress(ValueError):
+            events.append(loads(line))
     return events
 
 

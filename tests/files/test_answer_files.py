@@ -34,9 +34,9 @@ def test_a_settings_file_is_one_that_lies_beside_its_answers(tmp_path):
 
 
 @pytest.mark.parametrize("text, says", [
-    (b'{"model": "m"', "cannot be read"),
-    (b'{"model": "\xff"}', "cannot be read"),
-    (b'["model"]', "does not name the model"),
+    (b'{"model": "m"', "is damaged"),
+    (b'{"model": "\xff"}', "is damaged"),
+    (b'["model"]', "is damaged: it holds a list"),
     (b'{"model": null}', "does not name the model"),
     (b"{}", "does not name the model"),
     (None, "is missing"),

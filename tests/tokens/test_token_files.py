@@ -199,7 +199,7 @@ def test_errors_at_open(tmp_path: Path) -> None:
     edit(tmp_path / "x", format="other 2")
     assert "was prepared with kind='other 2', not 'text'" in message()
     (tmp_path / "x" / "manifest.json").write_text("{", encoding="utf-8")
-    assert "manifest.json is damaged (" in message()
+    assert "manifest.json is damaged: " in message()
 
 
 def test_id_beyond_the_vocabulary(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Files that others may have made: read within bounds, refused in one line, and never run.
+
+A checkpoint from elsewhere may name a device instead of a file, nest its JSON a million deep, or hold a regular
+expression or a template that takes years.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from groundup.errors import UserError
+
+MOST_BYTES = 2**26  # of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
+MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
+BYTES_PER_VALUE = 16  # at most so many values for its size: Python needs up to 100 bytes for each
+
+
+def check_regular(path: str | Path) -> int:
+    """Return the size of a file. Raise OSError unless it is a regular one: a pipe would wait, a device never end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "is no regular file", str(path))
+    return status.st_size
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file. Raise OSError if it is no regular one, or too large."""
+    if (size := check_regular(path)) > most:
+        raise OSError(0, f"has {size:,} bytes; at most {most:,} are read", str(path))
+    return Path(path).read_bytes()
+
+
+def check_zip(path: str | Path) -> None:
+    """Raise OSError or BadZipFile unless a file is a zip file that holds no more than its size: torch compresses
+    nothing."""
+    size = check_regular(path)
+    with zipfile.ZipFile(path) as parts:
+        if sum(part.file_size for part in parts.infolist()) > size:
+            raise zipfile.BadZipFile
+
+
+def loads(text: str | bytes) -> Any:
+    """Return json.loads(text). Raise ValueError, also for JSON that nests too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def parse_object(content: bytes, most: int = MOST_BYTES) -> dict:
+    """Return the JSON object in `content`, of up to `most` bytes. Raise ValueError."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > most // BYTES_PER_VALUE:
+        raise ValueError(f"it has more than {most // BYTES_PER_VALUE:,} values")
+    value = loads(content)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_json(path: str | Path, who: str = "checkpoint", fix: str = "", most: int = MOST_BYTES) -> dict:
+    """Return the JSON object in a file. Raise UserError, in the name of `who`, with what to do: `fix`."""
+    fix = fix and f"; {fix}"
+    try:
+        return parse_object(read_bytes(path, most), most)
+    except OSError as error:
+        raise UserError(f"{who}: cannot read {path}: {error.strerror}{fix}") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise UserError(f"{who}: {path} is damaged: {error}{fix}") from None
+
+
+def is_name(name: object) -> bool:
+    """Return whether a file names another one in its own directory, and nothing outside."""
+    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+
+
+def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int = 500) -> str:
+    """Call `action` in a copy of this process; return why it may not be called here, "" if it may: it takes more time
+    of a CPU, or memory, or ends the process. An Exception is none of these: it comes again when it is called here."""
+    if sys.platform != "linux":  # elsewhere a copy may not run, or has no bounds
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other threads, which do not exist in the copy
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            limit(seconds, megabytes)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
+            action()
+            status = 0
+        except Exception as error:
+            status = int(isinstance(error, MemoryError))
+        finally:
+            os._exit(status)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended in (-signal.SIGKILL, -signal.SIGXCPU):
+        return f"it takes more than {seconds} s"
+    return f"it fails, or needs more than {megabytes} MB" if ended else ""
+
+
+def limit(seconds: int, megabytes: int) -> None:
+    """Let this process take so much more time of a CPU and memory."""
+    import resource  # not on Windows
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + megabytes * 10**6
+    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most)):
+        with contextlib.suppress(ValueError):  # there is a lower limit already
+            resource.setrlimit(what, (bound, bound))
