@@ -26,7 +26,7 @@ FLOORS = (
     ("groundup.generate",),
     ("groundup.align",),
     ("groundup.scores",),
-    ("prepare", "pretrain", "sft", "dpo", "reward", "rl", "sample", "evaluate"),
+    ("prepare", "pretrain", "sft", "dpo", "reward", "rl", "sample", "serve", "evaluate"),
 )
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -34,7 +34,7 @@ FILES = {
     if path.name != "__init__.py"
 }
 TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
-SCRIPTS = ("tokenizer", "prepare", "pretrain", "sft", "dpo", "reward", "tools/merge", "sample", "evaluate", "rl")
+SCRIPTS = ("tokenizer", "prepare", *TRAINERS, "tools/merge", "sample", "serve", "evaluate")
 
 
 def imports(path: Path) -> set[str]:

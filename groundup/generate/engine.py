@@ -112,7 +112,11 @@ class Engine:
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
-        self.cache = Rows(model.cfg, self.device, self.dtype, rows if self.compile else 0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all requests and all that the cache holds."""
+        self.cache = Rows(self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0)
         self.kept: list[KeptText] = []  # texts that have ended, the last of them last
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read

@@ -1,0 +1,263 @@
+"""serve.py: through OpenAI's own client over a socket, against the engine; what it refuses, and how."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from test_sample import save_run
+
+import serve
+from groundup.errors import UserError
+from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.engine import generate
+from groundup.generate.openai_format import Refused, parse
+from groundup.generate.sampling import SamplingParams
+from groundup.train import checkpoint
+from tokenizer import Tokenizer
+
+KEYS = "max_queue max_body_kb max_seconds system api_key insecure host".split() + list(serve.DEFAULTS)
+ASKED = [{"role": "user", "content": "从前有 a cat"}]
+
+
+def library(name: str):
+    return pytest.importorskip(name, reason="serve.py's tests need requirements-serve.txt and openai")
+
+
+@contextlib.contextmanager
+def serving(directory, **changes):
+    """A server in this process; yields its address and the Server."""
+    uvicorn = library("uvicorn")
+    library("starlette")
+    config = {key: getattr(serve, key) for key in KEYS} | changes
+    model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4)
+    model.start()
+    app = serve.Server({"tiny": model}, config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app.app(), log_level="error", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("serve") / "tuned", seed=3, stage="sft", block_size=512)
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    with serving(directory) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return library("openai").OpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    """generate() of a conversation or a text by the engine -> its Result."""
+    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    own = {"eos_ids": tokenizer.stop_ids, "banned_ids": never_sampled(tokenizer, net.cfg.vocab_size)}
+
+    def call(prompt, **changes):
+        ids = prompt_ids(tokenizer, not isinstance(prompt, str), "", prompt)
+        return generate(net, tokenizer, [ids], SamplingParams(**own | changes))[0]
+
+    return call
+
+
+def test_a_chat_is_the_engines_answer_whole_and_streamed(client, alone):
+    how = {"temperature": 0.9, "top_p": 0.8, "seed": 5, "n": 2}
+    want = alone(ASKED, **how, max_new_tokens=30).completions
+    found = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=30, **how)
+    assert [choice.message.content for choice in found.choices] == [one.text for one in want]
+    assert [choice.finish_reason for choice in found.choices] == [one.finish_reason for one in want]
+    assert found.usage.completion_tokens == sum(len(one.ids) for one in want)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    how |= {"stream": True, "stream_options": {"include_usage": True}}
+    texts, reasons, usage = ["", ""], ["", ""], None
+    for chunk in client.chat.completions.create(model="tiny", messages=ASKED, max_completion_tokens=30, **how):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [one.text for one in want] and reasons == [one.finish_reason for one in want]
+    assert usage == found.usage
+
+
+def test_completions_of_texts_and_ids_with_stops_and_penalties(client, alone, directory):
+    how = {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    first = alone("The cat", **how, max_new_tokens=20).completions[0]
+    stop = first.text[4:6]
+    want = alone("The cat", **how, max_new_tokens=20, stop=(stop,)).completions[0]
+    ids = Tokenizer.load(directory).encode("The cat")
+    for prompt in ("The cat", ["The cat"], ids, [ids, ids]):
+        found = client.completions.create(model="tiny", prompt=prompt, max_tokens=20, stop=stop, **how)
+        assert [choice.text for choice in found.choices] == [want.text] * (2 if prompt == [ids, ids] else 1)
+        assert found.choices[0].finish_reason == "stop"
+    pieces = client.completions.create(model="tiny", prompt="The cat", max_tokens=20, stop=[stop], stream=True, **how)
+    assert "".join(piece.choices[0].text for piece in pieces) == want.text
+
+
+def test_logprobs_are_the_engines(client, alone):
+    want = alone(ASKED, temperature=0, max_new_tokens=8, logprobs=3).completions[0]
+    how = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    found = client.chat.completions.create(messages=ASKED, logprobs=True, top_logprobs=3, **how).choices[0]
+    shown = want.logprobs[: -1 if want.finish_reason == "stop" else None]  # not of the id that ends it
+    assert len(found.logprobs.content) == len(shown)
+    for got, entry in zip(found.logprobs.content, shown, strict=True):
+        assert got.logprob == pytest.approx(next(iter(entry.values())), abs=1e-4)
+        assert [one.logprob for one in got.top_logprobs] == pytest.approx(sorted(entry.values())[::-1][:3], abs=1e-4)
+    assert b"".join(bytes(one.bytes) for one in found.logprobs.content).decode("utf-8", "replace") == want.text
+    streamed = client.chat.completions.create(messages=ASKED, logprobs=True, stream=True, **how)
+    own = [one.logprob for chunk in streamed for c in chunk.choices if c.logprobs for one in c.logprobs.content]
+    assert own == pytest.approx([one.logprob for one in found.logprobs.content], abs=1e-4)
+
+
+def test_a_prompt_is_scored_as_lm_eval_asks(client, alone):
+    """lm_eval --model local-completions: echo with one token, whose log-probabilities are those of the prompt."""
+    want = alone("The cat sat", temperature=0, max_new_tokens=1, logprobs=1, prompt_logprobs=1)
+    found = client.completions.create(
+        model="tiny", prompt="The cat sat", temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1
+    ).choices[0]
+    assert found.text == "The cat sat" + want.completions[0].text and found.logprobs.token_logprobs[0] is None
+    scored = [next(iter(entry.values())) for entry in want.prompt_logprobs[1:]]
+    assert found.logprobs.token_logprobs[1 : 1 + len(scored)] == pytest.approx(scored, abs=1e-4)
+    assert len(found.logprobs.tokens) == len(found.logprobs.top_logprobs) == len(found.logprobs.text_offset)
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
+    """And a client that goes away frees its place."""
+    texts, found = [[{"role": "user", "content": f"cat {i}"}] for i in range(12)], {}
+
+    def ask(i: int) -> None:
+        answer = client.chat.completions.create(model="tiny", messages=texts[i], max_tokens=12, seed=i, temperature=1)
+        found[i] = answer.choices[0].message.content
+
+    left = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=400, stream=True, temperature=1)
+    next(iter(left))
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    left.close()
+    for thread in threads:
+        thread.join(60)
+    for i, text in found.items():
+        assert text == alone(texts[i], max_new_tokens=12, seed=i, top_p=serve.top_p).completions[0].text
+    model = server[1].models["tiny"]
+    end = time.monotonic() + 10
+    while (model.engine.busy or server[1].metrics.samples) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(found) == 12 and not model.engine.busy and server[1].metrics.samples == 0
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"model": "other"}, (404, "other", "tiny")), ({"max_tokens": 600}, (400, "512", "600")),
+    ({"max_tokens": 0}, (400, "max_new_tokens", "at least 1")), ({"temperature": -1}, (400, "temperature")),
+    ({"n": 17}, (400, "n must", "17")), ({"temperature": True}, (400, "temperature")),
+    ({"logit_bias": {"5": 1}}, (400, "logit_bias")), ({"stop": [""]}, (400, "stop")), ({"seed": 1.5}, (400, "seed")),
+    ({"messages": []}, (400, "messages")), ({"messages": [{"role": "king", "content": ""}]}, (400, "king")),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "only text")),
+    ({"messages": [{"role": "user", "content": "cat " * 2000}]}, (400, "maximum context length is 512")),
+    ({"tools": [{"type": "function"}]}, (400, "tools")), ({"surprise": 1}, (400, "Unrecognized", "surprise")),
+    ({"response_format": {"type": "json_object"}}, (400, "response_format")), ({"stream": "yes"}, (400, "stream")),
+])  # fmt: skip
+def test_what_cannot_be_done_is_said_in_openais_form(client, fields, words):
+    openai = library("openai")
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{"model": "tiny", "messages": ASKED, "extra_body": fields})
+    assert caught.value.status_code == words[0]
+    assert set(caught.value.body) == {"message", "type", "param", "code"}
+    assert all(word in caught.value.message for word in words[1:]), caught.value.message
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"[]", b"{", b"\xff", b'{"n": NaN}', b"[" * 100_000, b'{"prompt": {}}', b'{"prompt": [1, "a"]}',
+    b'{"n": ' + b"9" * 5000 + b"}", b'{"prompt": [[-1]]}', b'{"temperature": 1e999}', b'{"stop": 7}',
+])  # fmt: skip
+def test_hostile_bodies_are_a_400(server, raw):
+    httpx = library("httpx")
+    head = {"Content-Type": "application/json"}
+    done = httpx.post(server[0] + "/v1/completions", content=raw, headers=head)
+    assert done.status_code == 400 and done.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_surrogate_is_text(server):
+    httpx = library("httpx")
+    raw, head = b'{"prompt": "\\ud83d", "max_tokens": 2}', {"Content-Type": "application/json"}
+    assert httpx.post(server[0] + "/v1/completions", content=raw, headers=head).status_code == 200
+
+
+def test_other_paths_health_and_metrics(server, client):
+    httpx = library("httpx")
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    assert httpx.get(server[0] + "/health").json() == {"status": "ok"}
+    lines = dict(line.rsplit(" ", 1) for line in httpx.get(server[0] + "/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines["groundup_generated_tokens_total"]) > 50
+    assert lines['groundup_time_to_first_token_seconds_bucket{le="+Inf"}'] == (
+        lines["groundup_time_to_first_token_seconds_count"])  # fmt: skip
+    for path, status in (("/nothing", 404), ("/v1/completions", 405)):
+        done = httpx.get(server[0] + path)
+        assert done.status_code == status and done.json()["error"]["message"]
+
+
+def test_strangers_forms_and_too_much_are_refused(server, directory):
+    httpx = library("httpx")
+    url, body = server[0] + "/v1/completions", {"prompt": "a", "max_tokens": 2}
+    assert httpx.post(url, json=body, headers={"Host": "evil.example"}).status_code == 403  # DNS rebinding
+    assert httpx.post(url, content=json.dumps(body), headers={"Content-Type": "text/plain"}).status_code == 400
+    assert "access-control-allow-origin" not in httpx.get(url, headers={"Origin": "http://evil.example"}).headers
+    assert httpx.post(url, json=body | {"prompt": "a" * 2**21}).status_code == 413
+    with serving(directory, api_key="sesame", max_queue=2) as (other, _):
+        url, right = other + "/v1/completions", {"Authorization": "Bearer sesame"}
+        assert httpx.post(url, json=body).status_code == 401
+        assert httpx.post(url, json=body, headers={"Authorization": "Bearer no"}).status_code == 401
+        assert httpx.get(other + "/metrics").status_code == 401 and httpx.get(other + "/health").status_code == 200
+        assert httpx.post(url, json=body, headers=right).status_code == 200
+        assert httpx.post(url, json=body | {"n": 3}, headers=right).status_code == 400
+        with httpx.stream("POST", url, json=body | {"max_tokens": 400, "n": 2, "stream": True}, headers=right) as slow:
+            next(slow.iter_lines())
+            busy = httpx.post(url, json=body, headers=right)
+        assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
+
+
+def test_settings_that_would_let_strangers_in():
+    config = {name: value for name, value in vars(serve).items() if isinstance(value, (bool, int, float, str))}
+    serve.check_config(config)
+    serve.check_config(config | {"host": "0.0.0.0", "api_key": "x"})
+    with pytest.raises(UserError, match="--api_key"):
+        serve.check_config(config | {"host": "0.0.0.0"})
+    with pytest.raises(UserError, match="NAME=DIR"):
+        serve.directories("a=out/x,a=out/y")
+
+
+def test_what_a_body_leaves_open_is_the_servers():
+    asked = parse(b'{"messages": [{"role": "developer", "content": "a"}], "max_tokens": null}', True, {"top_p": 0.5}, 9)
+    assert asked.params == SamplingParams(top_p=0.5, seed=9) and not asked.limited
+    assert asked.prompts == [[{"role": "system", "content": "a"}]]
+    with pytest.raises(Refused, match="top_logprobs"):
+        parse(b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}', True, {}, 9)
+
+
+def test_a_model_that_breaks_answers_500_and_goes_on(directory, monkeypatch):
+    httpx = library("httpx")
+    with serving(directory) as (url, app):
+        engine = app.models["tiny"].engine
+        broken = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
+        monkeypatch.setattr(engine, "feed", broken)
+        body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 500
+        monkeypatch.undo()
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 200
