@@ -213,23 +213,25 @@ def test_other_paths_health_and_metrics(server, client):
         assert done.status_code == status and done.json()["error"]["message"]
 
 
-def test_strangers_forms_and_too_much_are_refused(server, directory):
+def test_strangers_forms_and_too_much_are_refused(server, directory, monkeypatch):
     httpx = library("httpx")
     url, body = server[0] + "/v1/completions", {"prompt": "a", "max_tokens": 2}
     assert httpx.post(url, json=body, headers={"Host": "evil.example"}).status_code == 403  # DNS rebinding
     assert httpx.post(url, content=json.dumps(body), headers={"Content-Type": "text/plain"}).status_code == 400
     assert "access-control-allow-origin" not in httpx.get(url, headers={"Origin": "http://evil.example"}).headers
     assert httpx.post(url, json=body | {"prompt": "a" * 2**21}).status_code == 413
-    with serving(directory, api_key="sesame", max_queue=2) as (other, _):
+    with serving(directory, api_key="sesame", max_queue=2) as (other, app):
         url, right = other + "/v1/completions", {"Authorization": "Bearer sesame"}
         assert httpx.post(url, json=body).status_code == 401
         assert httpx.post(url, json=body, headers={"Authorization": "Bearer no"}).status_code == 401
         assert httpx.get(other + "/metrics").status_code == 401 and httpx.get(other + "/health").status_code == 200
         assert httpx.post(url, json=body, headers=right).status_code == 200
         assert httpx.post(url, json=body | {"n": 3}, headers=right).status_code == 400
-        with httpx.stream("POST", url, json=body | {"max_tokens": 400, "n": 2, "stream": True}, headers=right) as slow:
-            next(slow.iter_lines())
+        go_on, feed = threading.Event(), app.models["tiny"].engine.feed
+        monkeypatch.setattr(app.models["tiny"].engine, "feed", lambda: go_on.wait(20) and feed())
+        with httpx.stream("POST", url, json=body | {"n": 2, "stream": True}, headers=right):
             busy = httpx.post(url, json=body, headers=right)
+        go_on.set()
         assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
 
 
