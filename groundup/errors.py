@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -38,9 +39,10 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def printable(text: str) -> str:
-    """Return `text` with escapes for the control characters by which a file or a model could drive a terminal."""
-    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with escapes for the control characters by which a file or a model could drive a terminal, but for
+    those in `keep`."""
+    return CONTROL.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
 def end_in_one_line() -> None:
@@ -51,9 +53,10 @@ def end_in_one_line() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         own = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
         sys.stdout.reconfigure(encoding=None if own else "utf-8", errors="replace")  # a terminal in GBK has no emoji
-        if sys.stdout.isatty():
-            write = type(sys.stdout).write
-            sys.stdout.write = lambda text, out=sys.stdout: write(out, printable(text))
+    for stream, keep in ((sys.stdout, ""), (sys.stderr, "\r")):  # a progress bar begins its line anew
+        if isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            write = partial(type(stream).write, stream)
+            stream.write = lambda text, write=write, keep=keep: write(printable(text, keep))
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -62,6 +65,7 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
         raise SystemExit(READER_GONE)
     line = line_of(error)
     if not line:
+        vars(sys.stderr).pop("write", None)  # Python's traceback may have colours
         return sys.__excepthook__(kind, error, tb)
     print(printable(" ".join(line.splitlines())), file=sys.stderr)
     if issubclass(kind, KeyboardInterrupt):

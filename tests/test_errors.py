@@ -19,8 +19,8 @@ BEGIN = "import sys; sys.path.insert(0, sys.argv.pop()); from groundup import er
 
 def ended(code: str, **options) -> subprocess.CompletedProcess:
     """What a script of these lines does, in a process of its own."""
-    options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run([sys.executable, "-c", BEGIN + code, str(ROOT)], stderr=subprocess.PIPE, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "-c", BEGIN + code, str(ROOT)], **options)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,10 @@ def test_no_character_is_too_strange_for_the_terminal():
 
 def test_no_text_drives_the_terminal():
     """Colours, window titles, a carriage return and reversed text reach a terminal as escapes."""
-    parent, child = pty.openpty()
-    done = ended(r"print('a\x1b[31m\x1b]0;t\x07\rb\x9b2J\u202e\tc')", stdout=child)
-    said = os.read(parent, 1000)
-    os.close(child), os.close(parent)
-    assert (done.returncode, said) == (0, rb"a\x1b[31m\x1b]0;t\x07\rb\x9b2J\u202e" + b"\tc\r\n")
+    for name, kept in (("stdout", rb"\r"), ("stderr", b"\r")):  # a progress bar, on standard error, needs its \r
+        parent, child = pty.openpty()
+        text = r"'a\x1b[31m\x1b]0;t\x07\rb\x9b2J\u202e\tc'"
+        done = ended(f"print({text}, file=sys.{name})", **{name: child})
+        said = os.read(parent, 1000)
+        os.close(child), os.close(parent)
+        assert (done.returncode, said) == (0, rb"a\x1b[31m\x1b]0;t\x07" + kept + rb"b\x9b2J\u202e" + b"\tc\r\n")
