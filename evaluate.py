@@ -39,6 +39,7 @@ from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.untrusted import check_replaceable
 from groundup.generate.completion import never_sampled
 from groundup.generate.sampling import SamplingParams
 from groundup.scores import choices, domains, judging, rows, text_metrics
@@ -159,6 +160,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
     out = Path(config["out"])
     if out.is_dir():
         raise UserError(f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}")
+    check_replaceable(out)
     if os.path.realpath(out) in map(os.path.realpath, read):
         raise UserError(f"config: out={config['out']!r} would be written over what is read; name another file")
     try:
@@ -317,10 +319,8 @@ def describe_model(directory: Path) -> dict:
 
 def write_results(path: Path, results: dict) -> None:
     """Write JSON, whole or not at all. JSON has no NaN and no infinity: they become null."""
-    part = path.with_name(path.name + ".tmp")
     try:
-        write_json(part, json.loads(json.dumps(results), parse_constant=lambda name: None))
-        part.replace(path)
+        write_json(path, json.loads(json.dumps(results), parse_constant=lambda name: None))
     except OSError as error:
         raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
 

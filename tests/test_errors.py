@@ -84,13 +84,32 @@ def test_a_reader_that_has_gone_is_no_traceback():
         assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's /dev/full")
 def test_an_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "wb") as full:
         env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
         done = ended("print(1)", stdout=full, env=env)
     assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
     assert b"standard output: No space left on device" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+def test_a_full_disk_leaves_the_old_tokenizer(tmp_path):
+    """The limit on the size of a file stands for the disk."""
+    import resource
+
+    def train(vocab_size: int, limit: int = resource.RLIM_INFINITY) -> subprocess.CompletedProcess:
+        flags = [f"--input={ROOT / 'README.zh.md'}", f"--out_dir={tmp_path / 'tok'}", f"--vocab_size={vocab_size}"]
+        bound = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
+        command = [sys.executable, ROOT / "tokenizer.py", *flags]
+        return subprocess.run(command, capture_output=True, text=True, preexec_fn=bound)
+
+    assert train(512).returncode == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tok").iterdir()}
+    done = train(640, 8192)
+    assert (done.returncode, done.stderr) == (1, f"tokenizer: {tmp_path}/tok/tokenizer.json: File too large\n")
+    assert {name: (tmp_path / "tok" / name).read_bytes() for name in before} == before
+    assert train(640).returncode == 0
 
 
 def test_no_character_is_too_strange_for_the_terminal():

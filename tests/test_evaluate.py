@@ -376,6 +376,36 @@ def test_a_file_that_cannot_be_written_at_the_end_is_one_line(tmp_path):
         evaluate.write_results(tmp_path / "x.json", {})
 
 
+def test_figures_that_cannot_be_written_are_printed(run, base, tmp_path):
+    (tmp_path / "x.json.tmp").mkdir()
+    printed, error = run(*perplexity_flags(base), f"--out={tmp_path}/x.json", "--limit=1")
+    assert f"cannot write out='{tmp_path}/x.json'" in error
+    assert any(line.startswith("zh ") for line in printed.splitlines())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_never_replaced(run, base, tmp_path):
+    """A rename onto a device or a pipe would remove it."""
+    os.mkfifo(tmp_path / "x.jsonl")
+    for flags in ([*perplexity_flags(base), "--limit=1"], [f"--score={base}/zh.txt"]):
+        printed, error = run(*flags, f"--out={tmp_path}/x.jsonl")
+        assert "is no regular file" in error and (tmp_path / "x.jsonl").is_fifo()
+
+
+def test_a_reader_that_has_gone_costs_no_figures(run, base, tmp_path, monkeypatch):
+    """Of two tasks the second is measured, too."""
+
+    def gone(*text, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    (tmp_path / "q.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-8")
+    flags = ["--tasks=perplexity,generation", f"--data=perplexity:{base}/zh.txt;generation:{tmp_path}/q.jsonl"]
+    run(*flags, "--max_new_tokens=4", f"--out={tmp_path}/scores.json")
+    results = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["results"]
+    assert results.keys() == {"perplexity", "generation"}
+
+
 def test_a_tokenizer_that_the_model_has_no_embeddings_for_is_refused(run, base, tmp_path):
     cfg = ModelConfig(64, block_size=BLOCK, n_layer=1, n_head=2, n_embd=16)
     tokenizer = evaluate.Tokenizer.load(base / "model")

@@ -31,6 +31,7 @@ from groundup.align.reward_model import RewardModel, answered_ids, score_ids
 from groundup.errors import UserError, naming
 from groundup.files import answer_files, readers, row_formats, streams
 from groundup.files.answer_files import need_settings, read_settings
+from groundup.files.untrusted import check_replaceable
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.token_files import file_sha256
@@ -68,6 +69,7 @@ def add_scores(
 
     key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError if no row has a score.
     """
+    check_replaceable(out)
     part, is_main, n_done = out.with_name(f".{out.name}.{key[:16]}.part"), ranks.own_part(1) == range(1), 0
     if is_main and part.exists():
         with open(part, "rb+") as f:

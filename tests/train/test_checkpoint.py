@@ -982,7 +982,7 @@ def check_failed_save(run: Path, text: str) -> None:
 WRITTEN = ["config.json", "rank_00000.pt", "score.json", "tokenizer.json.tmp", "train_state.pt"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full")
 @pytest.mark.parametrize("file", WRITTEN)
 def test_no_room_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     """The system itself refuses the bytes of one file, be they Python's or torch's."""
@@ -1087,6 +1087,7 @@ def test_ranks_save_one_checkpoint(tmp_path: Path) -> None:
     assert "all 1 checkpoints" in error_line(checkpoint.find_latest, tmp_path, lambda line: None)
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full")
 @pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: int) -> None:
