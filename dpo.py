@@ -47,6 +47,7 @@ out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensor
 init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the pairs
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of the pairs, by their prompts; for data that have no validation of their own
 # loss
 loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo (see pair_losses)

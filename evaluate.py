@@ -66,6 +66,7 @@ shots = 5  # solved examples before each multiple-choice question
 limit = 0  # documents per domain, questions per subject, conversations, pairs, rows; 0 = all
 text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
 txt_split = "file"  # perplexity, score: what a document is in plain text: file | blank (between blank lines) | line
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 max_new_tokens = 256  # generation: per answer, which is decoded greedily
 judge = ""  # win_rate: model behind base_url that judges, in both orders; empty = the reward model in init_from
 base_url = ""  # of an OpenAI-compatible service
@@ -201,6 +202,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     if reward_model.is_reward_model(directory):
         raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
     tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
+    tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])
     if tokenizer.vocab_size > cfg.vocab_size:
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")

@@ -30,7 +30,7 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -55,6 +55,7 @@ from tokenizer import SMALLEST, Tokenizer, train
 input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
 tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
+chat_template_kwargs = ""  # settings of the chat template in tokenizer_dir: 'enable_thinking=False'
 vocab_size = 32_768  # of the tokenizer, if one is trained
 backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
 pattern = "qwen"  # how a trained bpe tokenizer splits text: qwen | gpt4 | gpt2 | zh (mostly Chinese) | cl100k
@@ -113,13 +114,13 @@ OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
 OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
 
-def existing_tokenizer(directory: str, kind: str) -> Tokenizer | None:
+def existing_tokenizer(directory: str, kind: str, template_settings: str = "") -> Tokenizer | None:
     """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
     lacks a special token that this kind needs."""
     exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(directory).with_template_settings(template_settings)
     if kind == "chat" and tokenizer.turn_end_id < 0:
         raise UserError(f"prepare: the tokenizer in {directory} has no chat template and no <|im_end|> to mark turns")
     if tokenizer.eot_id < 0 and kind == "text":
@@ -135,6 +136,8 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     info |= save_evals(recipe, work)
+    if tokenizer:
+        tokenizer.save(out)  # where the workers load it
     units = plan_units(inputs, recipe)
     inspect = partial(inspect_unit, recipe=recipe, version=VERSION, work=work)
     counts = sum(run(inspect, units, workers, "read", work), lost)
@@ -153,11 +156,10 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
         if config["tokenizer_dir"]:
             tokenizer.save(config["tokenizer_dir"])
             info["tokenizer"] = tokenizer.fingerprint()
-    if tokenizer:
-        tokenizer.save(out)  # where the workers load it
+        tokenizer.save(out)
     if tokenizer and single is None:
         dtype, chat = token_dtype(tokenizer.vocab_size).str, recipe.kind == "chat"
-        tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.fingerprint(), work=work, chat=chat)
+        tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.chat_fingerprint(), work=work, chat=chat)
         run(tokenize, units, workers, "tokenize", work)
     if recipe.kind == "text":
         written = write_splits(parts, chosen, single, recipe, tokenizer, work)
@@ -238,7 +240,7 @@ def check_config(config: dict) -> Recipe:
     bands, rows = dedup.bands_for(near) if near else (0, 0)
     own = {item.name: config[item.name] for item in fields(Recipe) if item.name in config}
     own |= {"near_bands": config["near_bands"] or bands, "near_rows": config["near_rows"] or rows}
-    return Recipe(**(own | {"sources": sources, "aids": aids(config)}))
+    return Recipe(**(own | {"sources": sources, "template": "", "aids": aids(config)}))
 
 
 def aids(config: dict) -> str:
@@ -297,12 +299,18 @@ def main(config: dict) -> int:
         return 0
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
     out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # the directory that a link leads to is replaced
+    tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"])
+    if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
+        recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "units").mkdir()
             save_evals(recipe, Path(folder))
             inputs, _, _ = read_inputs(recipe, config, Path(folder))
-            tokenizer = Tokenizer.load(config["tokenizer_dir"]) if config["tokenizer_dir"] else None
+            if tokenizer:
+                tokenizer.save(Path(folder, "out"))  # where the rules load it
+            elif config["tokenizer_dir"]:
+                tokenizer = Tokenizer.load(config["tokenizer_dir"])
             return show_rows(inputs, recipe, config["show"], tokenizer, Path(folder))
     with work_dir(out_dir) as work:
         inputs, answers, lost = read_inputs(recipe, config, work)
@@ -310,13 +318,12 @@ def main(config: dict) -> int:
             manifest = read_prepared(out_dir)
         except DAMAGED:
             manifest = {}
-        tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind)
         to_train = f"trained, {config['backend']} {config['vocab_size']} {config['pattern']}"
         before = manifest.get("info", {})
         info = {
             "prepare": VERSION,
             "recipe": recipe.settings() | {key: config[key] for key in ("pack", *PAIR_KEYS)},
-            "tokenizer": tokenizer.fingerprint() if tokenizer else to_train if recipe.kind == "text" else "none",
+            "tokenizer": tokenizer.chat_fingerprint() if tokenizer else to_train if recipe.kind == "text" else "none",
             "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)

@@ -47,6 +47,7 @@ out_dir = "out/reward"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the prompts
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.05  # of the prompts, by their content; for data that have no validation of their own
 # scoring instead of training: init_from is a reward model
 score = ""  # files of conversations, as sft.py's data, or of sample.py's answers

@@ -51,6 +51,7 @@ out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # the same, for validation; "" = the directory's own, or val_fraction of the prompts
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
 # reward
 reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'

@@ -44,6 +44,7 @@ prompts = ""  # jsonl file with a prompt on each line
 out = ""  # jsonl file for the answers, continued if it exists; empty = standard output
 chat = "auto"  # yes = prompts are user messages; no = they are continued; auto = yes if the model is tuned for it
 system = ""  # system message of every chat that has none
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are kept; 0 = n
 best_of_by = "sum"  # ranked by: sum | mean of the log-probabilities of a sample's tokens | reward
@@ -177,7 +178,7 @@ if __name__ == "__main__":
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory)).with_template_settings(chat_template_kwargs)
     if reward_model.is_reward_model(directory):
         raise UserError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
     cfg = checkpoint.load_config(directory)

@@ -49,6 +49,7 @@ out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/pretrain"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
 data = "data/chat"  # conversations: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
 val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the conversations
+chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of the conversations, by their content; for data that have no validation of their own
 lora_dropout = 0.0  # on the input of the adapters
 dropout = 0.0

@@ -258,6 +258,7 @@ class Tokenizer:
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
         self.template_source = foreign.find_template(files, config)
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
+        self.template_settings = dict(config.get("chat_template_kwargs") or {})
         self.turn_end_id = self._find_turn_end()
         ends = generation.get("eos_token_id")
         ends = {i for i in (ends if isinstance(ends, list) else [ends]) if i in self.special_ids}
@@ -348,6 +349,22 @@ class Tokenizer:
             lengths[i] = len(token)
         return lengths
 
+    def with_template_settings(self, written: str) -> "Tokenizer":
+        """Return the tokenizer whose chat template reads these settings, such as 'enable_thinking=False'; its files
+        keep them, so a checkpoint saved with it does, too. Raise UserError: the template reads no such setting."""
+        if not written:
+            return self
+        settings = {}
+        for part in written.split(","):
+            name, equals, value = (text.strip() for text in part.partition("="))
+            if not equals or name not in self.template.reads:
+                known = ", ".join(sorted(self.template.reads)) or "no settings"
+                raise UserError(f"config: chat_template_kwargs: {part!r}: the chat template reads {known}")
+            settings[name] = {"True": True, "False": False}.get(value, value)
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}")) | {"chat_template_kwargs": settings}
+        files = self.files | {"tokenizer_config.json": foreign.to_json(config)}
+        return Tokenizer(files, self.generation_config)
+
     def fingerprint(self) -> str:
         """Return a SHA-256 of all that decides the ids; token files and checkpoints store it."""
         identity = [self.backend, sorted(self.special_tokens.items()), self.engine.identity()]
@@ -357,14 +374,15 @@ class Tokenizer:
         """Return a SHA-256 of all that decides the ids of a conversation."""
         if not self.foreign_template:
             return self.fingerprint()
-        return hashlib.sha256(f"{self.fingerprint()}{self.template_source}".encode()).hexdigest()
+        settings = json.dumps(self.template_settings, sort_keys=True) if self.template_settings else ""
+        return hashlib.sha256(f"{self.fingerprint()}{self.template_source}{settings}".encode()).hexdigest()
 
     @cached_property
     def template(self) -> ChatTemplate:
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         names = {f"{name}_token": config.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")}
         texts = {key: name["content"] if isinstance(name, dict) else name for key, name in names.items() if name}
-        return ChatTemplate(self.template_source, self.special_tokens, texts)
+        return ChatTemplate(self.template_source, self.special_tokens, texts | self.template_settings)
 
     def _find_turn_end(self) -> int:
         if not self.foreign_template:
@@ -377,15 +395,15 @@ class Tokenizer:
         return self.special_tokens[last[-1]] if last else self.eot_id
 
     def render(
-        self, messages: Sequence[dict], add_generation_prompt: bool = False, **settings: object
+        self, messages: Sequence[dict], add_generation_prompt: bool = False
     ) -> tuple[list[int], list[int]]:
         """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...]. Raise UserError.
 
-        A published checkpoint's conversations are written by its own template (groundup/tokens/templates.py), with the
-        settings that this reads. Ours are ChatML: each message is <|im_start|> role newline content <|im_end|> newline;
-        the prompt for an answer ends after "assistant" newline. Markers are ids and all the rest is ordinary text, so
-        no content can open or close a turn. mask is 1 where the model is trained: on the assistant's words and the
-        token that ends its turn, at which generation stops.
+        A published checkpoint's conversations are written by its own template (groundup/tokens/templates.py). Ours
+        are ChatML: each message is <|im_start|> role newline content <|im_end|> newline; the prompt for an answer ends
+        after "assistant" newline. Markers are ids and all the rest is ordinary text, so no content can open or close a
+        turn. mask is 1 where the model is trained: on the assistant's words and the token that ends its turn, at which
+        generation stops.
         """
         if self.turn_end_id < 0:
             raise UserError("tokenizer: this tokenizer has no chat template and no <|im_end|>, so no conversations")
@@ -399,7 +417,7 @@ class Tokenizer:
             if not isinstance(content, str):
                 raise UserError(f"tokenizer: message {i} ({role}) has the content {content!r:.80}; it must be a string")
         if self.foreign_template:
-            return self._render_by_template(messages, add_generation_prompt, settings)
+            return self._render_by_template(messages, add_generation_prompt)
         segments = []  # (ids, mask value)
         for message in messages:
             segments.append(([self.im_start_id, *self.encode(message["role"] + "\n")], 0))
@@ -410,11 +428,9 @@ class Tokenizer:
             segments.append(([self.im_start_id, *self.encode("assistant\n")], 0))
         return [i for ids, _ in segments for i in ids], [value for ids, value in segments for _ in ids]
 
-    def _render_by_template(
-        self, messages: Sequence[dict], add_generation_prompt: bool, settings: dict
-    ) -> tuple[list[int], list[int]]:
+    def _render_by_template(self, messages: Sequence[dict], add_generation_prompt: bool) -> tuple[list[int], list[int]]:
         ids, mask = [], []
-        for piece in self.template.pieces(messages, add_generation_prompt, learn=not add_generation_prompt, **settings):
+        for piece in self.template.pieces(messages, add_generation_prompt, learn=not add_generation_prompt):
             new = [self.special_tokens[piece.text]] if piece.special else self.encode(piece.text)
             ends = np.cumsum([len(self.pieces[i]) for i in new])
             n_bytes = partial(bytes_until, piece.text, self.engine)

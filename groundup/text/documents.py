@@ -16,6 +16,7 @@ from groundup.files.text_keys import as_score
 from groundup.text import cleaning, dedup, quality
 from groundup.text.decontaminate import Evals
 from groundup.text.recipe import Recipe, Source, outside_range, parse_score
+from tokenizer import Tokenizer
 
 PAIR_NUMBERS = ("margin", "difficulty", "score")  # of a pair's row, kept with it
 ANSWER_PLACE = "@answers"  # [line, byte] of the line that a pair was made of, in a row of answer_pairs.py
@@ -59,6 +60,7 @@ class Judge:
             source.max_chars, recipe.keep,
         )  # fmt: skip
         self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
+        self.tokenizer = Tokenizer.load(work / "out") if recipe.template else None
         self.questions = self.read_questions() if recipe.prompts_from else None
         columns = text_keys.columns_of(source.text_key) if recipe.kind == "text" else None
         self.columns = columns and columns + [one.key for one in self.ranges]  # to read of parquet files; None = all
@@ -130,6 +132,11 @@ class Judge:
                 return item.problem.replace(" ", "_"), ""
             if self.questions is not None and item.question.strip() not in self.questions:
                 return "other_prompt", "not in prompts_from"
+            if self.tokenizer:
+                try:
+                    self.tokenizer.render(json.loads(item.row)["messages"])
+                except UserError as error:  # such as turns that the checkpoint's chat template does not take
+                    return "not_rendered", str(error)
         for text in (item.text, f"{item.prompt}\n{item.more}") if item.more else (item.text,):
             rule, detail = self.rules.check(text)
             if rule:

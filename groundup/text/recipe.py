@@ -40,8 +40,8 @@ BOUND = r"(?:(-?\d*\.?\d+(?:e-?\d+)?)%?)?"
 SHOWN = 20  # problems that are printed, and samples of each reason in the report
 # Why a document was dropped; the first rule that it breaks. A ROW holds the index.
 REASONS = (
-    "kept", "question_length", "answer_missing", "unfinished_answer", "other_prompt", *quality.RULE_NAMES, "score",
-    "contaminated", "exact_duplicate", "near_duplicate",
+    "kept", "question_length", "answer_missing", "not_rendered", "unfinished_answer", "other_prompt",
+    *quality.RULE_NAMES, "score", "contaminated", "exact_duplicate", "near_duplicate",
     *(problem.replace(" ", "_") for problem in row_formats.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
@@ -98,6 +98,7 @@ class Recipe:
     order: str
     strict: bool
     shard_tokens: int
+    template: str  # kind=chat: fingerprint of a foreign tokenizer, whose chat template may refuse a conversation
     aids: str  # sha256 of the files that keep, decontaminate and prompts_from name
 
     def settings(self) -> dict:

@@ -23,6 +23,7 @@ from groundup.files.untrusted import loads, why_unusable
 
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters: in no text that is meant to be read
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}  # by whoever renders, not settings
 MARKS = re.compile(f"[{BEGIN}{END}]")
 
 
@@ -35,20 +36,25 @@ class Piece(NamedTuple):
 
 
 class ChatTemplate:
-    """A Jinja chat template. variables: what it may read beside the messages (bos_token, eos_token ...)."""
+    """A Jinja chat template. variables: what it may read beside the messages (bos_token,
+    enable_thinking ...). reads: the settings that it reads."""
 
     def __init__(self, source: str, specials: Iterable[str], variables: dict[str, Any]) -> None:
         """Raise UserError if Jinja cannot read the template, or if two messages are too much for it."""
         import jinja2  # torch needs it, too
+        from jinja2.nodes import Name
 
         if why := on_trial(source, tuple(variables.items())):
             raise UserError(f"tokenizer: the chat template cannot be used: {why}")
         try:
             self.template = environment().from_string(source)
+            names = list(environment().parse(source).find_all(Name))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"tokenizer: the chat template is damaged: line {error.lineno}: {error.message}") from None
         except (jinja2.TemplateError, TypeError, RecursionError, SyntaxError) as error:
             raise UserError(f"tokenizer: the chat template is damaged: {type(error).__name__}: {error}") from None
+        own = {name.name for name in names if name.ctx != "load"} | GIVEN | environment().globals.keys()
+        self.reads = {name.name for name in names if name.name not in own and not name.name.endswith("_token")}
         self.errors = jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError
         self.errors += RecursionError, MemoryError
         names = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
@@ -59,21 +65,21 @@ class ChatTemplate:
 
     def pieces(
         self, messages: Sequence[dict], add_generation_prompt: bool = False, tools: list[dict] | None = None,
-        learn: bool = True, **settings: Any,
+        learn: bool = True,
     ) -> list[Piece]:  # fmt: skip
-        """Return the conversation in pieces. learn: find the answers, else nothing is marked as learned. settings: what
-        the template reads, such as enable_thinking. Raise UserError if the template cannot take the conversation."""
+        """Return the conversation in pieces. learn: find the answers, else nothing is marked as learned. Raise
+        UserError if the template cannot take the conversation."""
         if tools is None and self.takes_tools:
             messages, tools = with_tools(messages)
         messages, tools = self.guarded(messages), self.guarded(tools)
-        marked = self.text(messages, tools, add_generation_prompt, settings)
+        marked = self.text(messages, tools, add_generation_prompt)
         text, spans = MARKS.sub("", marked), []
         if learn and self.tagged:
             at = [match.start() - k for k, match in enumerate(MARKS.finditer(marked))]
             spans = list(zip(at[::2], at[1::2], strict=True))
         elif learn:
             answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-            spans = [self.answer(text, messages, i, tools, add_generation_prompt, settings) for i in answers]
+            spans = [self.answer(text, messages, i, tools, add_generation_prompt) for i in answers]
         return self.cut(text, spans)
 
     def guarded(self, value: Any) -> Any:
@@ -84,21 +90,20 @@ class ChatTemplate:
             return {key: one if key == "role" else self.guarded(one) for key, one in value.items()}
         return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
 
-    def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool, settings: dict) -> str:
-        values = self.variables | settings
+    def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool) -> str:
         try:
-            return self.template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **values)
+            return self.template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables)
         except self.errors as error:
             raise UserError(f"tokenizer: the chat template refuses this conversation: {error}") from None
 
     def answer(
-        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool, settings: dict
+        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool
     ) -> tuple[int, int]:
         """Return where the answer messages[i] begins and ends in `text`: from what the template opens for the model
         (with a block of thoughts that it does not write itself) through the special token that ends the turn."""
-        asked = MARKS.sub("", self.text(messages[:i], tools, True, settings)) if i else ""
+        asked = MARKS.sub("", self.text(messages[:i], tools, True)) if i else ""
         other = [*messages[:i], {"role": "assistant", "content": BEGIN}, *messages[i + 1 :]]
-        before, found, after = self.text(other, tools, prompt, settings).partition(BEGIN)
+        before, found, after = self.text(other, tools, prompt).partition(BEGIN)
         begin = len(asked) if asked and text.startswith(asked) else len(before)
         end = len(text) - len(after)
         if not found or not text.endswith(after) or not text.startswith((before, asked or before)) or begin > end:

@@ -28,7 +28,8 @@ def open_base(config: dict, debug_data: str) -> Base:
     source = checkpoint.resolve(config["init_from"]) if config["init_from"] else None
     if source is None and config["data"] != debug_data:
         raise UserError("config: init_from: give the run, checkpoint or Hugging Face directory to begin with")
-    tokenizer = chat_ready(Tokenizer.load(checkpoint.tokenizer_dir(source or Path(config["data"]).parent)))
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(source or Path(config["data"]).parent))
+    tokenizer = chat_ready(tokenizer).with_template_settings(config["chat_template_kwargs"])
     n_known = count_known_ids(source, tokenizer, "the chat tokenizer") if source else 0
     check_trainable(config, source, tokenizer.vocab_size - n_known)
     cfg = tuned_architecture(config, source, tokenizer.vocab_size)

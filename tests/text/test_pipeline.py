@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -674,6 +675,28 @@ def test_show_marks_what_the_model_learns_to_say(tmp_path, tok, capsys):
     assert plain == learnt.replace("|", "")
     out = shown(capsys, input=str(tmp_path / "x.jsonl"), show=1, tokenizer_dir=tok)
     assert "NOT UNDERSTOOD" in out and "chat" in out  # as a text it is nothing
+
+
+def test_a_conversation_that_the_template_refuses_is_counted(tmp_path, tok, capsys):
+    """The template of a published checkpoint wants user and assistant in turn; the other rows stay."""
+    config = json.loads((Path(tok) / "tokenizer_config.json").read_bytes())
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turn order') }}{% endif %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    shutil.copytree(tok, tmp_path / "foreign")
+    to = tmp_path / "foreign" / "tokenizer_config.json"
+    to.write_text(json.dumps(config | {"chat_template": template}), encoding="utf-8")
+    roles = [("user", "assistant"), ("system", "user", "assistant"), ("system", "user", "assistant")]
+    talks = [[{"role": role, "content": f"{role} 说 {k}"} for role in talk] for k, talk in enumerate(roles)]
+    write_rows(tmp_path / "x.jsonl", [{"messages": talk} for talk in talks])
+    settings = {"input": str(tmp_path / "x.jsonl"), "kind": "chat", "tokenizer_dir": str(tmp_path / "foreign")}
+    out = shown(capsys, **settings, show=3)
+    assert out.count("turn order") == 2
+    run(tmp_path / "out", **settings)
+    documents = manifest_of(tmp_path / "out")["info"]["documents"]
+    assert documents["dropped"] == {"not_rendered": 2} and documents["kept"] == 1
 
 
 # ---- runs that follow runs ---------------------------------------------------------------------

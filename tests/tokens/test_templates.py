@@ -120,10 +120,12 @@ def test_thoughts_are_learned_with_the_answer_and_forgotten_later():
 @pytest.mark.parametrize("thinking", [True, False])
 def test_settings_reach_the_template(thinking):
     source = (TRL / "qwen3.jinja").read_text(encoding="utf-8")
-    ours, asked = ChatTemplate(source, SPECIALS, VARIABLES), [{"role": "user", "content": "Hi"}]
-    text, _ = marked(ours.pieces(asked, add_generation_prompt=True, enable_thinking=thinking))
+    variables, asked = VARIABLES | {"enable_thinking": thinking}, [{"role": "user", "content": "Hi"}]
+    ours = ChatTemplate(source, SPECIALS, variables)
+    text, _ = marked(ours.pieces(asked, add_generation_prompt=True))
     want = expected(source, asked, add_generation_prompt=True, enable_thinking=thinking)[0]
     assert text == want and ("<think>" in text) == (not thinking)
+    assert ours.reads == {"enable_thinking"}
 
 
 def test_tools_and_their_calls():
