@@ -203,7 +203,7 @@ def test_rewards_that_are_missing_altogether_are_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     "settings, said",
-    [(None, "is missing"), ({"seed": 1}, "does not name the model"), ("{", "cannot be read"), ([], "does not name")],
+    [(None, "is missing"), ({"seed": 1}, "does not name the model"), ("{", "is damaged"), ([], "is damaged")],
 )
 def test_answers_of_unknown_origin_are_refused(tmp_path, settings, said):
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "answer": "a", "completions": [answer("b")]}], None)
