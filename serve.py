@@ -10,6 +10,11 @@ may say is in generate/openai_format.py. An answer depends on its request and se
 sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and float16).
 """
 
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+    from groundup.errors import end_in_one_line
+
+    end_in_one_line()
+
 import asyncio
 import contextlib
 import hmac

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from groundup.errors import UserError, naming
 from groundup.files import streams
 from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
-from groundup.files.untrusted import loads
+from groundup.files.untrusted import check_replaceable, loads
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
@@ -50,6 +50,7 @@ class Answers:
         self.problems = 0  # prompts that cannot be answered
         self.done: set[int] = set()
         if out:
+            check_replaceable(Path(out))  # its settings go beside it
             check_settings(out, settings)
             self.done = self._read_done()
 
