@@ -2,5 +2,6 @@
 
 In: raw files (text, JSON, CSV, parquet, compressed). Out: documents, conversations and preference pairs, and
 in which split each belongs. Read readers, then streams (bytes) and records (containers) for how files are taken apart,
-row_formats and text_keys for what a row means; splits; text_mix; answer_files (what sample.py writes).
+row_formats and text_keys for what a row means; splits; text_mix; answer_files (what sample.py writes). untrusted reads
+what belongs to a checkpoint from elsewhere.
 """
