@@ -125,6 +125,7 @@ if __name__ == "__main__":
     if data == DEBUG_DATA:
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
+    flops = flops_per_token(cfg, block_size, trainable=trainable)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
     given = dict(config)  # out_dir/config.py keeps max_steps=0
@@ -228,7 +229,7 @@ if __name__ == "__main__":
             metrics = dict(zip(METRICS, means, strict=True))
             shown = {"accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"]}
             values = {"loss": mean_loss, "epoch": float(mixture.epochs(step * pairs_per_step).max())} | shown | metrics
-            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
             values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds
             log.train(step, values, seconds / (step - mark_step))
             if skipped[1] >= max_skipped:

@@ -15,7 +15,7 @@ Shapes: B batch, T time, C n_embd, H heads, K key-value heads, D head_dim, V voc
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,9 +53,10 @@ class ModelConfig:
     model_type: str = ""  # Hugging Face's name; "" = from the two above. mistral computes what llama does
     tie_embeddings: bool = True
     dropout: float = 0.0
+    init_std: float = field(default=0.0, compare=False)  # of new weights; 0 = 0.02
 
     def __post_init__(self) -> None:
-        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_kv_head, self.init_std = self.n_kv_head or self.n_head, self.init_std or 0.02
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "rope_theta", "norm_eps"):
             if getattr(self, key) <= 0:
                 raise UserError(f"model: {key} must be positive, got {getattr(self, key)}")
@@ -94,11 +95,12 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: N(0, 0.02), and 0.02 / sqrt(2 n_layer) for matrices that add to the residual."""
+        """GPT-2's initialisation: N(0, init_std), divided by sqrt(2 n_layer) for matrices that add to the residual."""
+        std = self.cfg.init_std
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.cfg.n_layer) if residual else 0.02)
+                nn.init.normal_(p, std=std / math.sqrt(2 * self.cfg.n_layer) if residual else std)
             elif name.endswith(".bias"):
                 nn.init.zeros_(p)
 

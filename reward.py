@@ -111,6 +111,7 @@ if __name__ == "__main__":
     if data == DEBUG_DATA:
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
+    flops = flops_per_token(cfg, block_size, head=False, trainable=trainable)
     tokenizer = reward_model.padded(tokenizer)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
@@ -196,7 +197,6 @@ if __name__ == "__main__":
             seconds = time.perf_counter() - mark_time  # this clock is true
             tokens_per_s = ranks.all_reduce_sum(seen).item() / seconds
             values = dict(zip(("loss", "accuracy", "margin", "reward"), means, strict=True))
-            flops = flops_per_token(cfg, block_size, head=False)
             values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
             values["epoch"] = float(mixture.epochs(step * pairs_per_step).max())
             values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds

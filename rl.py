@@ -141,6 +141,7 @@ if __name__ == "__main__":
     if data == DEBUG_DATA:
         debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk[:2]} for talk in talks])
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
+    flops = flops_per_token(cfg, block_size, trainable=trainable)
     rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     critic_source = find_model(critic_from, tokenizer, "critic_from") if critic_from else source
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
@@ -293,7 +294,7 @@ if __name__ == "__main__":
             tokens_per_s = n_steps * means.pop("positions") / seconds
             # mfu: work of the policy's updates over all the time. Drawing, the critic, and forward passes without
             # gradient (old, reference, rewards) take time and count no work, so it is lower than in other stages.
-            means |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            means |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
             means["epoch"] = float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max())
             means |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
             log.train(step, means, seconds / n_steps)

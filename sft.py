@@ -137,6 +137,7 @@ if __name__ == "__main__":
     if data == DEBUG_DATA:
         debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk} for talk in talks])
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
+    flops = flops_per_token(cfg, block_size, trainable=trainable)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     run.refuse(not corpus.val, "no conversation is held out for validation; raise val_fraction or give val_data")
     given = dict(config)  # out_dir/config.py keeps max_steps=0
@@ -229,7 +230,7 @@ if __name__ == "__main__":
             seconds = time.perf_counter() - mark_time  # this clock is true
             tokens_per_s, labels_per_s = (ranks.all_reduce_sum(seen) / seconds).tolist()
             values = {"loss": mean_loss, "tokens": step * tokens_per_step, "labels_per_s": labels_per_s}
-            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops_per_token(cfg, block_size), peak)
+            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
             values |= {"epoch": float(mixture.epochs(step * rows_per_step).max())}
             log.train(step, values | corpus.tokens_seen(mixture, step * rows_per_step), seconds / (step - mark_step))
             if skipped[1] >= max_skipped:

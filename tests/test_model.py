@@ -924,6 +924,21 @@ def test_flops_equal_torchs_count(changes, monkeypatch):
     assert counted == formula
 
 
+def test_flops_of_frozen_matrices_equal_torchs_count(monkeypatch):
+    """Beside adapters, which take 6 per parameter; the first block's input gets no gradient."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
+    net = Transformer(tiny_config())
+    set_trainable(net, "lora", LoRAConfig(2, 4.0, 0.0, ("q_proj", "k_proj", "v_proj", "up_proj")))
+    x = random_ids(net.cfg, 2, 32)
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x, x).backward()
+    first = net.layers[0].self_attn
+    ends = [w for part in (first.q_proj, first.k_proj, first.v_proj) for w in (part.weight, part.lora_A.weight)]
+    adapters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    found = flops_per_token(net.cfg, 32, trainable="lora") + 6 * adapters - 2 * sum(p.numel() for p in ends)
+    assert counter.get_total_flops() == found * x.numel()
+
+
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 

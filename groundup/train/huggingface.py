@@ -35,8 +35,9 @@ SIZES = {  # fields of ModelConfig, by their names in config.json
     "vocab_size": "vocab_size", "max_position_embeddings": "block_size", "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
     "head_dim": "head_dim", "intermediate_size": "ffn_dim", "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
 }  # fmt: skip
-OPTIONAL = ("num_key_value_heads", "head_dim")  # model.py derives them in the same way
+OPTIONAL = ("num_key_value_heads", "head_dim", "initializer_range")  # model.py derives them in the same way
 # What is known of families whose weights would load, or nearly: it stands in the line that refuses them.
 DIFFERS = {
     "gemma": "scaled embeddings, norms of 1 + weight and GELU", "gemma2": "norms after each sub-layer and soft caps",
@@ -86,7 +87,7 @@ def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = to
         "rope_parameters": {"rope_type": "default"} | (cfg.rope_scaling or {}) | {"rope_theta": cfg.rope_theta},
         "rope_theta": cfg.rope_theta, "rope_scaling": cfg.rope_scaling, "tie_word_embeddings": cfg.tie_embeddings,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
-        "initializer_range": 0.02, "dtype": dtype_name, "torch_dtype": dtype_name,
+        "dtype": dtype_name, "torch_dtype": dtype_name,
     }  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def from_hf_config(path: Path) -> ModelConfig:
     if missing := [key for key in SIZES if key not in hf and key not in OPTIONAL]:
         raise UserError(f"checkpoint: {path} has no {missing[0]!r}")
     for key in SIZES:
-        check_number(hf, key, path, whole=key != "rms_norm_eps")
+        check_number(hf, key, path, whole=key not in ("rms_norm_eps", "initializer_range"))
     window, longest = hf.get("sliding_window", 4096) if kind == "mistral" else None, hf["max_position_embeddings"]
     if window is not None and not (isinstance(window, int) and window >= longest):
         fix = f"to use the first {window} positions, write there max_position_embeddings={window}"

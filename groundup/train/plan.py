@@ -32,15 +32,15 @@ def parameter_table(cfg: ModelConfig) -> dict[str, int]:
     return table | {"total": sum(table.values())}
 
 
-def flops_per_token(cfg: ModelConfig, T: int, head: bool = True) -> float:
+def flops_per_token(cfg: ModelConfig, T: int, head: bool = True, trainable: str = "all") -> float:
     """Return forward and backward FLOPs per token at length T: 6 per matrix parameter, 12 L H D T for attention. head:
-    False for a reward model.
+    False for a reward model. trainable: of 'lora' frozen matrices take 4, for they get no gradient of their own.
 
     As in PaLM (arXiv:2204.02311, appendix B) the causal half is not subtracted, so that figures compare with published
     ones. The embedding lookup multiplies nothing."""
     table = parameter_table(cfg)
     matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd * head
-    return 6 * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
+    return (4 if trainable.strip() == "lora" else 6) * matrices + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
 
 
 def memory_table(
@@ -116,7 +116,8 @@ def describe(
     memory |= other or {}
     memory["margin"] = MARGIN.get(device.type, 0.1) * sum(memory.values())
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
-    seconds = tokens * flops_per_token(cfg, config["block_size"], head) / (peak * world_size) / 0.4
+    flops = flops_per_token(cfg, config["block_size"], head, config["trainable"])
+    seconds = tokens * flops / (peak * world_size) / 0.4
     need, most = sum(memory.values()), memory_limit() if device.type == "cpu" else math.inf
     # The ranks of one machine share it, as torchrun says how many they are.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * need

@@ -206,6 +206,15 @@ def test_generation_stops_at_the_end_of_a_text_and_of_a_turn(tmp_path: Path) -> 
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (end, end, pad)
 
 
+def test_the_sources_initializer_range_stays(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    values = json.loads((path / "config.json").read_bytes())
+    assert values["initializer_range"] == 0.02
+    (path / "config.json").write_text(json.dumps(values | {"initializer_range": 0.041}), encoding="utf-8")
+    checkpoint.write_model(tmp_path / "again", checkpoint.load_model(path), TOKENIZER)
+    assert AutoConfig.from_pretrained(tmp_path / "again").initializer_range == 0.041
+
+
 def test_tokens_that_a_tokenizer_does_not_have_are_null(tmp_path: Path) -> None:
     bare = Tokenizer(TOKENIZER.files)
     bare.pad_id = bare.im_start_id = bare.im_end_id = bare.turn_end_id = -1
