@@ -15,7 +15,7 @@ import serve
 from groundup.errors import UserError
 from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import generate
-from groundup.generate.openai_format import Refused, parse
+from groundup.generate.openai_format import Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
@@ -136,6 +136,14 @@ def test_a_prompt_is_scored_as_lm_eval_asks(client, alone):
     scored = [next(iter(entry.values())) for entry in want.prompt_logprobs[1:]]
     assert found.logprobs.token_logprobs[1 : 1 + len(scored)] == pytest.approx(scored, abs=1e-4)
     assert len(found.logprobs.tokens) == len(found.logprobs.top_logprobs) == len(found.logprobs.text_offset)
+
+
+def test_tokens_of_the_same_text_keep_their_own_logprobs(directory):
+    """Ids without a text, and broken characters, share a key of the object in which OpenAI gives the likeliest."""
+    tokenizer = Tokenizer.load(directory)
+    asked = parse(b'{"prompt": "a", "logprobs": 2}', False, {}, 1)
+    found = Choice(tokenizer, asked, 0).logprobs([{999_998: -9.0, 999_999: -1.0, 999_997: -2.0}])
+    assert found["token_logprobs"] == [-9.0] and found["top_logprobs"] == [{"": -9.0}]
 
 
 def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):

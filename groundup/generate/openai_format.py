@@ -216,13 +216,13 @@ class Choice:
             entries = ([entry(self.tokenizer, *pair) for pair in one.items()] for one in found)
             likeliest = ((list(one.items()), own) for one, own in zip(found, entries, strict=True))
             return {"content": [own[0] | {"top_logprobs": top(pairs, own, k)} for pairs, own in likeliest]}
-        names = [{piece(self.tokenizer, i): at_least(p) for i, p in (one or {}).items()} for one in found]
-        own = [next(iter(one.items()), None) for one in names]
+        pairs = [[(piece(self.tokenizer, i), at_least(p)) for i, p in (one or {}).items()] for one in found]
+        tokens = [one[0][0] if one else "" for one in pairs]  # the chosen token stands first
         return {
-            "tokens": [pair[0] if pair else "" for pair in own],
-            "token_logprobs": [pair[1] if pair else None for pair in own],
-            "top_logprobs": [one or None for one in names],
-            "text_offset": offsets([pair[0] if pair else "" for pair in own]),
+            "tokens": tokens,
+            "token_logprobs": [one[0][1] if one else None for one in pairs],
+            "top_logprobs": [dict(reversed(one)) or None for one in pairs],  # it wins over others of the same text
+            "text_offset": offsets(tokens),
         }
 
 
