@@ -22,6 +22,7 @@ from groundup.align.losses import token_logps
 from groundup.align.policy_gradient import flat_groups
 from groundup.align.rewards import Rewards, Rollout
 from groundup.generate.engine import cache_bytes, generate
+from groundup.generate.kv_cache import row_length
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import in_each
 from groundup.tokens.conversations import columns_for
@@ -80,7 +81,7 @@ def plan(
         "reference": float(frozen_dtype(config, dtype).itemsize * total)
         * (config["reference"] == "model" and config["kl_coef"] > 0),
         "reward models": (2.0 if dtype == torch.bfloat16 else 4.0) * rewards.n_parameters,
-        "cache": float(cache_bytes(cfg, rows_at_a_time(config, world_size), T, dtype)),
+        "cache": float(cache_bytes(cfg, rows_at_a_time(config, world_size), row_length(cfg, T), dtype)),
         "copy to draw with": float(dtype.itemsize * total),
     }  # fmt: skip
     if config["algorithm"] == "ppo":

@@ -31,7 +31,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
-from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows
+from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows, row_length
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
 from groundup.train.device import autocast
 from groundup.train.lora import LoRALinear, plain_linear
@@ -131,7 +131,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Take a request, see `check`. Raise UserError if not even one of its samples fits into the memory."""
-        self.check_memory(1, self.cache.size_of(request.length))
+        self.check_memory(1, row_length(self.model.cfg, request.length))
         self.waiting.extend((request, s) for s in range(request.params.n_samples))
 
     def cancel(self, request: Request) -> None:
@@ -212,8 +212,8 @@ class Engine:
             return
         n = n if known or n >= MIN_SHARED else 0
         length = request.length if self.compile else len(request.ids)
-        size = self.cache.size_of(length)
-        together = sum(s.row is None and self.cache.size_of(len(s.request.ids)) == size for s in self.reading)
+        size = row_length(self.model.cfg, length)
+        together = sum(s.row is None and row_length(self.model.cfg, len(s.request.ids)) == size for s in self.reading)
         sample.row = Row()
         self.cache.fit(sample.row, length, together)
         sample.row.held = ids[:n]
@@ -336,7 +336,7 @@ class Engine:
 
     def bytes_of(self, request: Request) -> int:
         """Return the memory that a sample may need."""
-        return cache_bytes(self.model.cfg, 1, self.cache.size_of(request.length), self.dtype)
+        return cache_bytes(self.model.cfg, 1, row_length(self.model.cfg, request.length), self.dtype)
 
     def spare_bytes(self) -> float:
         """Return the free memory that no sample may need."""

@@ -164,6 +164,11 @@ class KeptText:
         return self.layers[:, :, :n]
 
 
+def row_length(cfg: ModelConfig, length: int) -> int:
+    """Return the positions of the row that a text of `length` tokens is given."""
+    return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), cfg.block_size)
+
+
 class Rows:
     """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step computes no idle rows.
 
@@ -173,16 +178,12 @@ class Rows:
         self.cfg, self.fixed, self.where = cfg, fixed, (device, dtype)
         self.caches: dict[int, KVCache] = {}
 
-    def size_of(self, length: int) -> int:
-        """Return the max_length of the cache for a text of `length` tokens."""
-        return min(max(MIN_LENGTH, 1 << (length - 1).bit_length()), self.cfg.block_size)
-
     def n_bytes(self) -> int:
         return sum(x.nbytes for cache in self.caches.values() for x in cache.layers)
 
     def fit(self, row: Row, length: int, together: int = 1) -> None:
         """Give a text room for `length` tokens; it may move to another cache. together: texts that come at once."""
-        size, old, slot = self.size_of(length), row.cache, row.slot
+        size, old, slot = row_length(self.cfg, length), row.cache, row.slot
         if old is not None and size <= old.max_length:
             return
         if self.fixed:
