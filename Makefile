@@ -53,20 +53,23 @@ demo-chat: demo
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
 		--reward_from=out/demo_reward
 
+SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+
 demo-real: $(VENV)/real
 	$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
 	$(PY) prepare.py --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
-	$(PY) evaluate.py --init_from=out/smollm2 --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+	$(SCORE_REAL) --init_from=out/smollm2
 	$(PY) sft.py config/real_sft.py
+	rm -rf out/real_merged
 	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
-	$(PY) evaluate.py --init_from=out/real_merged --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+	$(SCORE_REAL) --init_from=out/real_merged
 	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \
 		--max_new_tokens=64 --batch_size=32
 	$(PY) prepare.py --input='docs: python-docs; own: data/real_answers.jsonl' --kind=preference --pair_by=dataset \
-		--prompts_from=data/real_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/real_pairs \
-		--tokenizer_dir=out/smollm2
+		--prompts_from=data/real_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/real_pairs
 	$(PY) dpo.py config/real_dpo.py
-	$(PY) evaluate.py --init_from=out/real_dpo --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
+	$(SCORE_REAL) --init_from=out/real_dpo
+	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
@@ -80,6 +83,8 @@ lint: $(VENV)/tests
 clean:
 	rm -rf data/demo data/demo_chat data/demo_pairs data/demo_answers.jsonl data/demo_answers.jsonl.config.json data/debug
 	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo out/debug_rl
+	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json
+	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
 	rm -rf data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

@@ -197,5 +197,6 @@ def write_config(config: Mapping[str, object], path: str, command: str = "") -> 
         odd = type(value) is float and not math.isfinite(value)
         lines.append(f"{key} = float('{value}')" if odd else f"{key} = {value!r}")
     with naming(path):
+        Path(path + ".tmp").unlink(missing_ok=True)  # a link there would be written through
         Path(path + ".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(path + ".tmp", path)

@@ -623,6 +623,42 @@ def test_overwrite_deletes_a_run_and_nothing_else(run, tmp_path, capsys):
     assert "resume = 'auto'" in config and "overwrite = False" in config
 
 
+@pytest.mark.parametrize("files", [["README.md", "config.py"], ["notes.txt"], ["README.md"]])
+def test_a_directory_with_files_of_ones_own_is_left_alone(run, tmp_path, capsys, files):
+    (tmp_path / "out").mkdir()
+    for name in files:
+        (tmp_path / "out" / name).write_text("x = 'mine'", encoding="utf-8")
+    assert f"holds {sorted(files)[0]!r}, which no run made" in refused(run, capsys, "--max_steps=2")
+    assert all((tmp_path / "out" / name).read_text(encoding="utf-8") == "x = 'mine'" for name in files)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(files)
+
+
+def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
+    """Both would save, and each prunes the other's checkpoints."""
+    code = (
+        "import sys, time; from pathlib import Path; from groundup.train import run; "
+        "run.lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    )
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout.readline() == b"locked\n"
+        assert f"process {other.pid} " in refused(run, capsys, "--max_steps=2")
+        for flag in ("--resume=auto", "--overwrite=True --resume=never"):
+            assert "is training in" in refused(run, capsys, "--max_steps=2", *flag.split())
+        other.kill()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    assert run("--max_steps=2") == 0
+
+
+def test_the_settings_are_not_written_through_a_link(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "mine").write_text("mine", encoding="utf-8")
+    (tmp_path / "out" / "config.py.tmp").symlink_to(tmp_path / "mine")
+    assert run("--max_steps=2") == 0
+    assert (tmp_path / "mine").read_text(encoding="utf-8") == "mine"
+
+
 def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     assert run("--max_steps=4", "--learning_rate=0.5") == 0

@@ -8,16 +8,18 @@
 """
 
 import dataclasses
+import fcntl
 import gc
 import math
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import torch
 
@@ -52,11 +54,13 @@ CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
     "compress": ddp.COMPRESS, "base_dtype": ("auto", "float32", "bfloat16"),
 }  # fmt: skip
-# What a run leaves in its directory: overwrite=True deletes nothing else.
+# What a run leaves in its directory: a new one begins, and overwrite=True deletes, where there is nothing else.
 OWN_FILES = re.compile(
-    r"(config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*|\.?latest|\.?best2?|\.?step_\d+)"
-    r"(\.tmp|\.old)?"
+    r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
+    r"|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?"
 )
+
+LOCKS: dict[Path, IO] = {}  # open files that keep run directories for this process
 
 
 def check_config(
@@ -159,9 +163,11 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
     if path is None:
         refuse(config["resume"] == "must", f"resume='must' but {out} has no checkpoint")
+        if used:
+            check_own(out)
         return None
     saved = checkpoint.load_config(path)
-    keys = [field.name for field in dataclasses.fields(cfg) if field.name != "dropout"]
+    keys = [field.name for field in dataclasses.fields(cfg) if field.compare and field.name != "dropout"]
     if differ := [key for key in keys if getattr(saved, key) != getattr(cfg, key)]:
         detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
         raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or init_from")
@@ -171,10 +177,35 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
 def check_overwrite(config: dict, out: Path) -> None:
     """Raise UserError unless overwrite is on and `out` holds nothing but a run, so that all of it may be deleted."""
     refuse(not config["overwrite"], f"resume='never' but {out} is not empty; use another out_dir or overwrite=True")
-    foreign = [path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name)]
-    refuse(foreign, f"{out} holds {''.join(foreign[:1])!r}, which no run made; use another out_dir")
+    check_own(out)
     within = config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve())
     refuse(within, f"init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
+
+
+def check_own(out: Path) -> None:
+    """Raise UserError if `out` holds files that no run made. Every run has a log beside its config.py and README.md."""
+    shared = () if (out / "log.jsonl").exists() else ("README.md", "config.py")
+    foreign = sorted(path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name) or path.name in shared)
+    if foreign == ["config.py"] and (out / "config.py").read_bytes().startswith(b"'Resolved configuration"):
+        return  # of a run that was killed before its first line
+    refuse(foreign, f"{out} holds {''.join(foreign[:1])!r}, which no run made; use another out_dir")
+
+
+def lock(out: Path) -> None:
+    """Keep a directory for this process as long as it lives. Raise UserError, with the owner's number, if another's."""
+    if out.resolve() in LOCKS:
+        return
+    file = open(out / ".lock", "a+", encoding="utf-8")  # stays open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        other = file.read() or "?"
+        raise UserError(f"config: process {other} is training in {out}; use another out_dir") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    LOCKS[out.resolve()] = file
 
 
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
@@ -307,10 +338,14 @@ def load_state(parts: Parts, state: dict) -> None:
 def prepare_out_dir(config: dict, script: str) -> None:
     """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` runs again."""
     out = Path(config["out_dir"])
-    if config["resume"] == "never" and out.exists():
-        shutil.rmtree(out)  # check_overwrite has looked at it
     try:
         out.mkdir(parents=True, exist_ok=True)
+        lock(out)
+        for path in out.iterdir() if config["resume"] == "never" else ():  # check_overwrite has looked at them
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != ".lock":
+                path.unlink()
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
