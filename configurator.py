@@ -111,6 +111,8 @@ def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> 
     want = type(keys[key])
     if want is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
+    if want is str and isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)  # the shell leaves --key=~/x as it is
     if type(value) is not want:
         name = "True or False" if want is bool else want.__name__
         raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")

@@ -283,6 +283,12 @@ def test_resolved_configuration_gives_the_same_values(tmp_path):
 VALUES = st.booleans() | st.integers() | st.floats() | st.text()
 
 
+def test_a_path_in_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert configurator.checked("out_dir", "~/out", {"out_dir": ""}, "command line") == "/home/me/out"
+    assert configurator.checked("prompt", "~ or not", {"prompt": ""}, "command line") == "~ or not"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefgh"), VALUES, min_size=1))
 def test_any_configuration_gives_the_same_values(tmp_path_factory, config):

@@ -31,7 +31,7 @@ from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
 from groundup.train import checkpoint
-from groundup.train.log import RunLog
+from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.run import compile_blocks, describe_resume, warmup_of
 from model import IGNORE, ModelConfig, Transformer
@@ -649,6 +649,20 @@ def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
         other.kill()
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     assert run("--max_steps=2") == 0
+
+
+def test_a_damaged_log_is_reported_and_left(run, tmp_path, capsys):
+    assert run("--max_steps=3", "--save_every=1") == 0
+    path = tmp_path / "out" / "log.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[2] = lines[2].replace(b'"event"', b'"e\xf6ent"')
+    path.write_bytes(b"\n".join(lines) + b'\n{"event": "tr')
+    capsys.readouterr()
+    assert run("--max_steps=5", "--save_every=1") == 0
+    assert "log.jsonl:3: 1 lines cannot be read; they are left as they are" in capsys.readouterr().out
+    after = path.read_bytes().splitlines()
+    assert after[: len(lines)] == lines and len(after) > len(lines)
+    assert max(event["step"] for event in read_events(path)) == 5
 
 
 def test_the_settings_are_not_written_through_a_link(run, tmp_path):

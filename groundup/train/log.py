@@ -1,6 +1,5 @@
 """The log of a run: lines for people, out_dir/log.jsonl for programs."""
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -116,21 +115,34 @@ def check_tensorboard(wanted: bool) -> None:
 
 
 def read_events(path: Path) -> list[dict]:
-    """Return the events of a log.jsonl, without lines that a kill or a full disk cut short."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            events.append(loads(line))
-    return events
+    """Return the events of a log.jsonl, without the lines that cannot be read."""
+    return [event for event in map(event_of, path.read_bytes().split(b"\n")) if event]
+
+
+def event_of(line: bytes) -> dict | None:
+    """Return the event of a line, None if a kill, a full disk or a faulty one has damaged it."""
+    try:
+        event = loads(line)
+    except ValueError:
+        return None
+    right = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
+    return event if right else None
 
 
 def keep_events_until(path: Path, step: int) -> None:
-    """Drop the events of `path` after `step`, and a last line that a kill cut short."""
+    """Drop the events of `path` after `step`, and a last line that a kill cut short. Other lines that cannot be read
+    are reported and stay: a damaged log is no reason to lose a run."""
     if not path.exists():
         return
-    kept = [json.dumps(event) + "\n" for event in read_events(path) if event["step"] <= step]
+    *lines, last = path.read_bytes().split(b"\n")
+    events = [event_of(line) for line in lines]
+    kept = [line for line, event in zip(lines, events, strict=True) if not event or event["step"] <= step]
+    if (event := event_of(last)) and event["step"] <= step:
+        kept.append(last)
+    if bad := [str(number) for number, event in enumerate(events, 1) if not event]:
+        print(f"log: {path}:{', '.join(bad[:5])}: {len(bad)} lines cannot be read; they are left as they are")
     tmp = path.with_suffix(".jsonl.tmp")
-    tmp.write_text("".join(kept), encoding="utf-8")
+    tmp.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(tmp, path)
 
 

@@ -170,7 +170,8 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     keys = [field.name for field in dataclasses.fields(cfg) if field.compare and field.name != "dropout"]
     if differ := [key for key in keys if getattr(saved, key) != getattr(cfg, key)]:
         detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
-        raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or init_from")
+        raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or to "
+                        "begin anew --resume=never --overwrite=True")
     return path
 
 
