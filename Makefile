@@ -65,8 +65,8 @@ demo-real: $(VENV)/real
 	$(SCORE_REAL) --init_from=out/real_merged
 	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \
 		--max_new_tokens=64 --batch_size=32
-	$(PY) prepare.py --input='docs: python-docs; own: data/real_answers.jsonl' --kind=preference --pair_by=dataset \
-		--prompts_from=data/real_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/real_pairs
+	$(PY) prepare.py --input=data/real_answers.jsonl --kind=preference --pair_by=dataset --val_fraction=0.1 \
+		--out_dir=data/real_pairs
 	$(PY) dpo.py config/real_dpo.py
 	$(SCORE_REAL) --init_from=out/real_dpo
 	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0

@@ -195,7 +195,7 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     """Return the model in init_from, which must be what `kind` says."""
     if not kind:
         return Loaded(device, dtype)
-    directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run())
+    directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run(rewards=kind == "reward model"))
     if kind == "reward model":
         model = reward_model.load(directory, device, dtype)
         return Loaded(device, dtype, directory, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)

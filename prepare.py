@@ -47,6 +47,7 @@ from groundup.text.recipe import KEPT, Counts, Input, Recipe, find_inputs, look,
 from groundup.text.selection import cut, select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.bpe import PATTERNS
+from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, write_json, write_manifest
 from tokenizer import SMALLEST, Tokenizer, train
@@ -117,7 +118,7 @@ OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from":
 def existing_tokenizer(directory: str, kind: str, template_settings: str = "") -> Tokenizer | None:
     """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
     lacks a special token that this kind needs."""
-    exists = any(Path(directory, name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    exists = any((files_of(Path(directory)) / name).exists() for name in TOKENIZERS)
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
     tokenizer = Tokenizer.load(directory).with_template_settings(template_settings)

@@ -195,6 +195,8 @@ if __name__ == "__main__":
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
         print(f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
+    if not init_from:
+        print(f"from {directory}, the newest run", file=sys.stderr)
     model = checkpoint.load_model(directory, torch_device, dtype=torch_dtype)
     ranker = None
     if reward_dir:

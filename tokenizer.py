@@ -271,7 +271,7 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "Tokenizer":
         """Return the tokenizer of a Hugging Face directory. Raise UserError: there is none, damaged, not supported."""
-        directory, files = Path(directory), {}
+        directory, files = foreign.files_of(Path(directory)), {}
         for name in (*FILES, "generation_config.json"):
             try:
                 files[name] = read_bytes(directory / name)
@@ -354,16 +354,9 @@ class Tokenizer:
         keep them, so a checkpoint saved with it does, too. Raise UserError: the template reads no such setting."""
         if not written:
             return self
-        settings = {}
-        for part in written.split(","):
-            name, equals, value = (text.strip() for text in part.partition("="))
-            if not equals or name not in self.template.reads:
-                known = ", ".join(sorted(self.template.reads)) or "no settings"
-                raise UserError(f"config: chat_template_kwargs: {part!r}: the chat template reads {known}")
-            settings[name] = {"True": True, "False": False}.get(value, value)
-        config = json.loads(self.files.get("tokenizer_config.json", b"{}")) | {"chat_template_kwargs": settings}
-        files = self.files | {"tokenizer_config.json": foreign.to_json(config)}
-        return Tokenizer(files, self.generation_config)
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        config |= {"chat_template_kwargs": self.template.settings(written)}
+        return Tokenizer(self.files | {"tokenizer_config.json": foreign.to_json(config)}, self.generation_config)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of all that decides the ids; token files and checkpoints store it."""

@@ -131,7 +131,7 @@ def texts(directory: Path, ids: list[int] | str, **changes: object) -> list[str]
 
 def test_without_arguments_continues_nothing_from_the_newest_run(runs):
     ended = run(runs, "--max_new_tokens=20")
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.code, ended.err) == (0, "from out/newer/step_000020, the newest run\n")
     assert ended.out == texts(runs / "out/newer/step_000020", "", max_new_tokens=20)[0] + "\n"
     assert ended.out != texts(runs / "out/older/step_000020", "", max_new_tokens=20)[0] + "\n"
 
@@ -750,7 +750,8 @@ def test_mistakes_are_one_line(runs, arguments, words):
     ended = run(runs, *arguments)
     assert ended.code == 1
     assert ended.out == ""
-    assert ended.err.count("\n") == 1 and all(word in ended.err for word in words), ended.err
+    said = ended.err.removeprefix("from out/newer/step_000020, the newest run\n")
+    assert said.count("\n") == 1 and all(word in said for word in words), said
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ def byte_alphabet() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(others)}
 
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them
 TO_CHAR = byte_alphabet()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
@@ -328,6 +330,12 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
 
 
 # ---- special tokens and the chat template, as tokenizer_config.json and generation_config.json name them -------
+
+
+def files_of(directory: Path) -> Path:
+    """Return where a tokenizer's files are: those of a run are in its newest checkpoint."""
+    run = (directory / "latest").is_dir() and not any((directory / name).exists() for name in TOKENIZERS)
+    return directory / "latest" if run else directory
 
 
 def find_template(files: dict[str, bytes], config: dict) -> str:

@@ -82,6 +82,17 @@ class ChatTemplate:
             spans = [self.answer(text, messages, i, tools, add_generation_prompt) for i in answers]
         return self.cut(text, spans)
 
+    def settings(self, written: str) -> dict[str, bool | str]:
+        """Return settings written as 'enable_thinking=False,...'. Raise UserError for one that the template ignores."""
+        found = {}
+        for part in written.split(","):
+            name, equals, value = (text.strip() for text in part.partition("="))
+            if not equals or name not in self.reads:
+                known = ", ".join(sorted(self.reads)) or "no settings"
+                raise UserError(f"config: chat_template_kwargs: {part!r}: the chat template reads {known}")
+            found[name] = {"True": True, "False": False}.get(value, value)
+        return found
+
     def guarded(self, value: Any) -> Any:
         """Return messages or tools with a guard before every name of a special token in their texts."""
         if isinstance(value, str):

@@ -335,12 +335,13 @@ def resolve(init_from: str | Path) -> Path:
     raise UserError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
 
 
-def newest_run(root: str | Path = "out") -> Path:
-    """Return the run below `root` that saved last. Raise UserError if there is none."""
-    written = list(Path(root).glob("*/step_*/checksums.json"))
+def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
+    """Return the run below `root` that saved last, of models that write text or of reward models. Raise UserError."""
+    configs = [path for path in Path(root).glob("*/step_*/config.json") if path.with_name("checksums.json").exists()]
+    written = [path for path in configs if (b"ForSequenceClassification" in path.read_bytes()) == rewards]
     if not written:
         raise UserError(f"checkpoint: no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
-    return max(written, key=lambda path: path.stat().st_mtime).parent.parent
+    return max(written, key=lambda path: path.with_name("checksums.json").stat().st_mtime).parent.parent
 
 
 def is_adapter(directory: str | Path) -> bool:

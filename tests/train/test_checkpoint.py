@@ -1187,3 +1187,7 @@ def test_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
         then = time.time() - age
         os.utime(path / "checksums.json", (then, then))
     assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "a"
+    path = tmp_path / "out" / "a" / "step_000009" / "config.json"
+    path.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}), encoding="utf-8")
+    assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "c"  # a reward model writes no text
+    assert checkpoint.newest_run(tmp_path / "out", rewards=True) == tmp_path / "out" / "a"
