@@ -651,6 +651,16 @@ def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
 
 
+def test_a_kill_before_latest_is_moved_is_made_good(run, tmp_path):
+    """The step was whole already, so nothing is trained again, and everybody else would go on with the one before."""
+    assert run("--max_steps=4", "--save_every=2") == 0
+    latest = tmp_path / "out" / "latest"
+    latest.unlink()
+    latest.symlink_to("step_000002")
+    assert run("--max_steps=4", "--save_every=2") == 0
+    assert os.readlink(latest) == "step_000004"
+
+
 def test_a_damaged_log_is_reported_and_left(run, tmp_path, capsys):
     assert run("--max_steps=3", "--save_every=1") == 0
     path = tmp_path / "out" / "log.jsonl"

@@ -771,7 +771,7 @@ def test_no_run_yet_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(runs):
-    line = [sys.executable, *command("--n=20", "--ignore_eos=True")]
+    line = [sys.executable, *command("--init_from=out/newer", "--n=20", "--ignore_eos=True")]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(line, cwd=runs, env=environment(runs), **pipe) as process:
         process.stdout.close()

@@ -324,6 +324,8 @@ def start(
         resumed.rank_state.clear()
     if parts.world.is_main:
         prepare_out_dir(config, Path(script).name)
+        if resumed.path and checkpoint.STEP_NAME.fullmatch(resumed.path.name):  # killed before the links were moved
+            checkpoint.tidy(resumed.path.parent, resumed.step, config["keep_last"], config["keep_best"])
     gc.collect()
     gc.freeze()  # nothing made so far becomes garbage: the collector need not walk it again
     return skipped
