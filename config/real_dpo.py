@@ -1,4 +1,4 @@
-"""The end of `make demo-real`, two CPU cores, two minutes: the documentation's own answers are preferred
+"""The end of `make demo-real`, two CPU cores, a minute and a half: the documentation's own answers are preferred
 to the model's.
 
     python dpo.py config/real_dpo.py
