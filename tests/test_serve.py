@@ -13,9 +13,10 @@ from test_sample import save_run
 
 import serve
 from groundup.errors import UserError
+from groundup.files.row_formats import messages_of
 from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import generate
-from groundup.generate.openai_format import Choice, Refused, parse
+from groundup.generate.openai_format import CallReader, Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
@@ -146,6 +147,58 @@ def test_tokens_of_the_same_text_keep_their_own_logprobs(directory):
     assert found["token_logprobs"] == [-9.0] and found["top_logprobs"] == [{"": -9.0}]
 
 
+TOOLS = [{"type": "function", "function": {"name": "wetter", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '{"name": "wetter", "arguments": {"ort": "北京"}}'
+
+
+HERMES, ONE_LINE = f"<tool_call>\n{CALL}\n</tool_call>", f"<tool_call>{CALL}</tool_call>"
+NO_CALLS = [
+    "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", ONE_LINE + " 完", f"see {CALL}", "", "[" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "said", "calls"), [
+    (HERMES, "", 1), (f"好。\n{HERMES}\n{ONE_LINE}", "好。", 2), (f"<tool_call>\n{CALL}", "", 1),
+    (CALL.replace("arguments", "parameters"), "", 1), (f"[{CALL}, {CALL}]", "", 2),
+    *((answer, answer, 0) for answer in NO_CALLS),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+def test_calls_are_found_in_an_answer_however_it_comes(answer, said, calls, size):
+    reader = CallReader()
+    parts = [answer[i : i + size] for i in range(0, len(answer), size)] or [""]
+    found = [reader.push(part, False) for part in parts[:-1]] + [reader.push(parts[-1], True)]
+    assert "".join(text for text, _ in found).rstrip() == said
+    assert not any(called for _, called in found[:-1])
+    functions = [call["function"] for call in found[-1][1]]
+    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [("wetter", {"ort": "北京"})] * calls
+
+
+def test_tools_are_asked_as_in_training_and_calls_come_back(server, client, alone, monkeypatch):
+    """A round: the call, its result, an answer. The tiny model calls nothing: its words are replaced."""
+    kwargs = {"model": "tiny", "tools": TOOLS, "temperature": 0, "max_tokens": 8}
+    texts = iter([])
+    push = Choice.push
+    said = lambda self, token, *rest: push(self, token._replace(text=next(texts, "")), *rest)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(Choice, "push", said)
+        texts = iter(["<tool", "_call>", CALL, "</tool_call>"])
+        choice = client.chat.completions.create(messages=ASKED, **kwargs).choices[0]
+        texts = iter(["<tool", "_call>", CALL, "</tool_call>"])
+        chunks = [c.choices[0] for c in client.chat.completions.create(messages=ASKED, stream=True, **kwargs)]
+    assert choice.finish_reason == chunks[-1].finish_reason == "tool_calls" and choice.message.content is None
+    (call,), (streamed,) = choice.message.tool_calls, chunks[-1].delta.tool_calls
+    assert json.loads(call.function.arguments) == {"ort": "北京"} and streamed.index == 0
+    assert streamed.function.model_dump() == call.function.model_dump()
+    assert not any(c.delta.content for c in chunks)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "晴"}
+    turns = [*ASKED, choice.message.model_dump(exclude_none=True), result]
+    found = client.chat.completions.create(messages=turns, **kwargs)
+    trained = [*ASKED, {"role": "assistant", "content": HERMES}, result]
+    want = alone(messages_of({"tools": TOOLS, "messages": trained})[0], temperature=0, max_new_tokens=8)
+    assert found.usage.prompt_tokens == len(want.prompt_ids)
+    assert found.choices[0].message.content == want.completions[0].text
+
+
 def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
     """And a client that goes away frees its place."""
     texts, found = [[{"role": "user", "content": f"cat {i}"}] for i in range(12)], {}
@@ -177,7 +230,7 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
     ({"n": 17}, (400, "n must", "17")), ({"temperature": True}, (400, "temperature")),
     ({"logit_bias": {"5": 1}}, (400, "logit_bias")), ({"stop": [""]}, (400, "stop")), ({"seed": 1.5}, (400, "seed")),
     ({"messages": []}, (400, "messages")), ({"messages": [{"role": "king", "content": ""}]}, (400, "king")),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "only text")),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "not text")),
     ({"messages": [{"role": "user", "content": "cat " * 2000}]}, (400, "maximum context length is 512")),
     ({"tools": [{"type": "function"}]}, (400, "tools")), ({"surprise": 1}, (400, "Unrecognized", "surprise")),
     ({"response_format": {"type": "json_object"}}, (400, "response_format")), ({"stream": "yes"}, (400, "stream")),

@@ -4,11 +4,16 @@ A field that is not understood is refused, so that no wish of a client is passed
 """
 
 import json
+import re
+import secrets
 from dataclasses import dataclass, fields
 from typing import Any
 
 from groundup.errors import UserError
+from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
+from groundup.files.text_keys import BadRow
+from groundup.files.untrusted import loads
 from groundup.generate.completion import Token, begin_prompt, prompt_ids
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
@@ -19,9 +24,10 @@ SAMPLING = (
 )  # fmt: skip
 WITHOUT_EFFECT = {  # fields that change no answer, with the values that they may have, () = any
     "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (),
-    "parallel_tool_calls": (), "logit_bias": ({},), "tools": ([],), "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (), "logit_bias": ({},),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
 }  # fmt: skip
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 
@@ -49,6 +55,7 @@ class Asked:
     include_usage: bool
     echo: bool
     limited: bool  # whether the body says how many tokens there may be
+    tools: list[dict]  # that a chat's answer may call
 
 
 def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
@@ -62,6 +69,9 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
             raise Refused(400, f"{name}={value!r:.80} is not supported", name)
     model = take(body, "model", str, "")
     prompts = [conversation(body.pop("messages", None))] if chat else texts_or_ids(body.pop("prompt", None))
+    choice, tools = body.pop("tool_choice", "auto"), take(body, "tools", list, []) if chat else []
+    if choice not in ("none", "auto") or not all(is_tool(tool) for tool in tools):
+        raise Refused(400, "tools must be functions with a name, and tool_choice auto or none", "tools")
     stream, echo = take(body, "stream", bool, False), take(body, "echo", bool, False) if not chat else False
     options = take(body, "stream_options", dict, {})
     limits = [take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body]
@@ -94,7 +104,8 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
         raise Refused(400, words, words.split()[0] if words.split()[0] in known else None) from None
     if params.n > MAX_N:
         raise Refused(400, f"n must be at most {MAX_N}, got {params.n}", "n")
-    return Asked(model, prompts, params, chat, stream, take(options, "include_usage", bool, False), echo, bool(limits))
+    usage, tools = take(options, "include_usage", bool, False), tools if choice == "auto" else []
+    return Asked(model, prompts, params, chat, stream, usage, echo, bool(limits), tools)
 
 
 def read_object(raw: bytes) -> dict:
@@ -123,25 +134,24 @@ def take(body: dict, name: str, kind: type, default: Any) -> Any:
 
 
 def conversation(messages: Any) -> list[dict]:
-    """Return the messages with their content as one text."""
+    """Return the messages as every other script reads them: content and calls as one text."""
     if not isinstance(messages, list) or not messages:
         raise Refused(400, f"messages must be a list of messages, got {messages!r:.80}", "messages")
-    found = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, f"message {i} must be an object with a role, got {message!r:.80}", "messages")
-        parts = message.get("content")
-        if isinstance(parts, list):
-            texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
-            if not all(isinstance(text, str) for text in texts):
-                raise Refused(400, f"message {i} has parts that are no text; only text is supported", "messages")
-            parts = "".join(texts)
-        role = {"developer": "system"}.get(message["role"], message["role"])
-        others = {k: v for k, v in message.items() if k not in ("role", "content", "name") and v not in (None, [], {})}
+        others = {k for k, v in message.items() if k not in MESSAGE and v not in (None, [], {})}
         if others:
-            raise Refused(400, f"message {i}: {next(iter(others))!r:.80} is not supported", "messages")
-        found.append({"role": role, "content": parts})
-    return found
+            raise Refused(400, f"message {i}: {min(others)!r:.80} is not supported", "messages")
+    try:
+        return turns_at("messages", {"messages": messages})
+    except BadRow as problem:
+        raise Refused(400, f"messages: {problem}", "messages") from None
+
+
+def is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
@@ -168,10 +178,16 @@ def encode(tokenizer: Tokenizer, asked: Asked, system: str) -> list[list[int]]:
     """Return the ids of each prompt. Raise Refused."""
     try:
         if asked.chat:
-            return [prompt_ids(tokenizer, True, system, messages) for messages in asked.prompts]
+            prompts = (with_tools(messages, system, asked.tools) for messages in asked.prompts)
+            return [prompt_ids(tokenizer, True, system, messages) for messages in prompts]
         return [begin_prompt(tokenizer, one) if isinstance(one, str) else one for one in asked.prompts]
     except UserError as error:
         raise Refused(400, str(error).partition(": ")[2], "messages" if asked.chat else "prompt") from None
+
+
+def with_tools(messages: list[dict], system: str, tools: list[dict]) -> list[dict]:
+    own = messages[0]["role"] == "system"
+    return with_system(messages, {"system": "" if own else system, "tools": tools}) if tools else messages
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -185,25 +201,34 @@ class Choice:
         self.texts: list[str] = []
         self.found: list[dict[int, float] | None] = []  # log-probabilities of the tokens that are shown
         self.finish: str | None = None
+        self.caller = CallReader() if asked.tools else None
+        self.calls: list[dict] = []
 
     def push(self, token: Token, logprobs: dict[int, float], is_stop: bool) -> dict | None:
         """Take a token; return what a stream says of it, None = nothing yet."""
-        self.texts.append(token.text)
-        self.finish = token.finish or None
+        text = token.text
+        if self.caller:
+            text, self.calls = self.caller.push(text, bool(token.finish))
+        self.texts.append(text)
+        self.finish = "tool_calls" if self.calls else token.finish or None
         found = [logprobs] if self.asked.params.logprobs >= 0 and not is_stop else []
         self.found += found
-        if not token.text and not found and not token.finish:
+        if not text and not found and not token.finish:
             return None
         if self.asked.chat:
-            body = {"delta": {"content": token.text} if token.text or found else {}}
+            calls = [{"index": i, **call} for i, call in enumerate(self.calls)]
+            delta = ({"content": text} if text or found else {}) | ({"tool_calls": calls} if calls else {})
+            body = {"delta": delta}
         else:
-            body = {"text": token.text}
+            body = {"text": text}
         return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
 
     def whole(self, prompt: str = "", prompt_logprobs: list[dict[int, float] | None] | None = None) -> dict:
         """Return the finished choice. prompt: that is repeated before it."""
         text = prompt + "".join(self.texts)
         message = {"role": "assistant", "content": text, "refusal": None}
+        if self.calls:
+            message |= {"content": text or None, "tool_calls": self.calls}
         body = {"message": message} if self.asked.chat else {"text": text}
         found = [*(prompt_logprobs or []), *self.found]
         return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
@@ -224,6 +249,58 @@ class Choice:
             "top_logprobs": [dict(reversed(one)) or None for one in pairs],  # it wins over others of the same text
             "text_offset": offsets(tokens),
         }
+
+
+class CallReader:
+    """Divides an answer that comes piece by piece into what is said and what is called. Three forms are calls, as the
+    templates of these models write them: <tool_call>{...}</tool_call> (Qwen, and our own), and a whole answer that is a
+    call (Llama 3) or a list of calls (Mistral). Text is held back as long as it may become a call."""
+
+    OPEN, CALL = "<tool_call>", re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>\s*|\Z)", re.S)
+
+    def __init__(self) -> None:
+        self.held, self.said = "", False
+
+    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
+        """Return (what is said, calls); calls come with the last piece only."""
+        self.held += text
+        if last:
+            return self.end()
+        if not self.said and self.held.lstrip()[:1] in ("", "{", "["):
+            return "", []
+        begun = (k for k in range(1, len(self.OPEN)) if self.held.endswith(self.OPEN[:k]))
+        at = self.held.find(self.OPEN) if self.OPEN in self.held else len(self.held) - max(begun, default=0)
+        text, self.held = self.held[:at], self.held[at:]
+        self.said |= bool(text)
+        return text, []
+
+    def end(self) -> tuple[str, list[dict]]:
+        said, head, called = self.held.partition(self.OPEN)
+        if head:
+            calls = [read_calls(one) for one in self.CALL.findall(head + called)]
+            rest = self.CALL.sub("", head + called)
+        else:
+            calls, said, rest = [] if self.said else [read_calls(self.held)], "", ""
+        if not calls or not all(calls) or rest:
+            return self.held, []
+        return said.rstrip(), [call for one in calls for call in one]
+
+
+def read_calls(text: str) -> list[dict]:
+    """Return the calls in a JSON object or list of them, [] if it is anything else."""
+    try:
+        found = loads(text)
+    except ValueError:
+        return []
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        name = call.get("name") if isinstance(call, dict) else None
+        arguments = call.get("arguments", call.get("parameters")) if isinstance(name, str) else None
+        if not isinstance(arguments, dict):
+            return []
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+    return calls
 
 
 def top(pairs: list[tuple[int, float]], entries: list[dict], k: int) -> list[dict]:
