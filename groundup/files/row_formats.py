@@ -45,7 +45,8 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
 
 
 def messages_of(row: object) -> tuple[list[dict], str]:
-    """Return ([{"role": ..., "content": ...}, ...], "") or ([], what is wrong).
+    """Return ([{"role": ..., "content": ...}, ...], "") or ([], what is wrong). The ids of calls stay beside their
+    text, if a row has them: tool_call_ids of the assistant's turn, tool_call_id of a result.
 
     Roles are system, user, assistant and tool. Empty answers and a last turn that is not the assistant's are kept. What
     is more than text becomes text as in Qwen's models: tool_calls as <tool_call> lines, tools in the system message,
@@ -314,12 +315,22 @@ def read_turn(turn: dict) -> dict:
     calls = turn.get("tool_calls") or turn.get("function_call")
     if name == "function_call":
         content, calls = "", content
+    ids = {"tool_call_id": turn["tool_call_id"]} if role == "tool" and is_id(turn.get("tool_call_id")) else {}
     if calls:
         content = "\n".join(filter(None, [content if content else "", *map(call_text, list_of(calls))]))
+        found = [call.get("id") for call in list_of(calls) if isinstance(call, dict)]
+    else:
+        found = turn.get("tool_call_ids")  # of a row that prepare.py has written
+    if role == "assistant" and isinstance(found, list) and found and all(map(is_id, found)):
+        ids = {"tool_call_ids": found}
     if turn.get("reasoning_content"):
         thought = message(role, turn["reasoning_content"])["content"]
         content = f"<think>\n{thought}\n</think>\n\n{content or ''}"
-    return message(role, content)
+    return message(role, content) | ids
+
+
+def is_id(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def message(role: str, content: object) -> dict:

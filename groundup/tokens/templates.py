@@ -8,6 +8,9 @@ it, in Jinja's sandbox. Two things are added:
 2. What the assistant says is found exactly. Where the template has {% generation %}, that is it. Elsewhere each answer
    is replaced by one character and the conversation rendered again: what stands before and after that character must
    stand before and after the answer, too. A template for which it does not is refused.
+
+Calls of tools come as text in the form of our own models; a template that knows tools reads them in OpenAI's form, with
+ids that Mistral's templates take.
 """
 
 import json
@@ -113,8 +116,14 @@ class ChatTemplate:
         """Return where the answer messages[i] begins and ends in `text`: from what the template opens for the model
         (with a block of thoughts that it does not write itself) through the special token that ends the turn."""
         asked = MARKS.sub("", self.text(messages[:i], tools, True)) if i else ""
-        other = [*messages[:i], {"role": "assistant", "content": BEGIN}, *messages[i + 1 :]]
-        before, found, after = self.text(other, tools, prompt).partition(BEGIN)
+        words = {"role": "assistant", "content": BEGIN}
+        try:
+            other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
+        except UserError:
+            if span := self.call(text, messages, i, tools, prompt):
+                return span
+            raise
+        before, found, after = other.partition(BEGIN)
         begin = len(asked) if asked and text.startswith(asked) else len(before)
         end = len(text) - len(after)
         if not found or not text.endswith(after) or not text.startswith((before, asked or before)) or begin > end:
@@ -124,6 +133,25 @@ class ChatTemplate:
             )
         ending = self.split.match(text, end)
         return begin, ending.end() if ending else end
+
+    def call(
+        self, text: str, messages: list[dict], i: int, tools: list[dict] | None, prompt: bool
+    ) -> tuple[int, int] | None:
+        """Return where the calls of messages[i] begin and end in `text`, None if that cannot be said, for a template
+        that refuses words in their place: Mistral's let words of a user and of the assistant alternate. Words in place
+        of the calls, their results and what follows them up to the user's next turn show where the calls begin and
+        which special token ends a turn."""
+        roles = [message["role"] for message in messages]
+        after = roles.index("user", i) if "user" in roles[i:] else len(roles)
+        words = {"role": "assistant", "content": BEGIN}
+        before, _, rest = self.text([*messages[:i], words, *messages[after:]], tools, prompt).partition(BEGIN)
+        ending = self.split.match(rest)
+        if not messages[i].get("tool_calls") or not ending or not text.startswith(before):
+            return None
+        found = re.compile(f"(?<!{GUARD}){re.escape(ending[0])}").search(text, len(before))
+        alone = self.text(messages[: i + 1], tools, False).rstrip()
+        said = text[len(before) : found.end()] if found else ""
+        return (len(before), found.end()) if said and alone.endswith(said) else None
 
     def cut(self, text: str, spans: list[tuple[int, int]]) -> list[Piece]:
         """Cut `text` at its special tokens, and take the guards out."""
@@ -145,12 +173,14 @@ def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
 
 
 CALL = re.compile(r"(?:\A|\n)<tool_call>\n(.*)\n</tool_call>")
+CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates take no other
 
 
 def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]:
     """Return (messages, tools) as templates that know tools read them: row_formats.py writes tools into the system
     message and calls into the answers, as text. A system message that held only tools is left out, so that the
-    template's own stays. Text that is not exactly so is left as it is."""
+    template's own stays. Text that is not exactly so is left as it is. A call keeps the row's id if Mistral's
+    templates take it, else its id is its number in the conversation; a result has the id of its call."""
     tools, turns = None, list(messages)
     system = turns[0]["content"] if turns and turns[0]["role"] == "system" else ""
     before, head, listed = system.partition(TOOLS_HEAD)
@@ -158,13 +188,24 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
         tools = objects(listed.removesuffix(TOOLS_TAIL).split("\n"))
         said = before.removesuffix("\n\n")
         turns[:1] = turns[:1] if not tools else [{"role": "system", "content": said}] if said else []
+    n_calls, new_ids, waiting = 0, {}, []
     for i, turn in enumerate(turns):
+        if turn["role"] == "tool":
+            own = new_ids.get(turn.get("tool_call_id"), "")
+            called = own if own in waiting else waiting[0] if waiting else f"call{n_calls:05d}"
+            waiting = [one for k, one in enumerate(waiting) if k != waiting.index(called)]
+            turns[i] = {"role": "tool", "content": turn["content"], "tool_call_id": called}
         first = CALL.search(turn["content"]) if turn["role"] == "assistant" else None
         said, written = (turn["content"][: first.start()], turn["content"][first.start() :]) if first else ("", "")
         calls = objects(CALL.findall(written)) if not CALL.sub("", written) else None
         if calls and all({"name", "arguments"} <= call.keys() for call in calls):
-            calls = [{"type": "function", "function": call} for call in calls]
-            turns[i] = {**turn, "content": said, "tool_calls": calls}
+            old = turn.get("tool_call_ids", [])
+            old = old if len(old) == len(calls) else [""] * len(calls)
+            waiting = [one if CALL_ID.fullmatch(one) else f"call{n_calls + k:05d}" for k, one in enumerate(old)]
+            new_ids, n_calls = dict(zip(old, waiting, strict=True)), n_calls + len(calls)
+            about = zip(calls, waiting, strict=True)
+            calls = [{"type": "function", "function": call, "id": called} for call, called in about]
+            turns[i] = {"role": "assistant", "content": said, "tool_calls": calls}
     return turns, tools
 
 
