@@ -213,5 +213,5 @@ if __name__ == "__main__":
             print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
-    if as_json and answers.problems:
+    if as_json and answers.problems == len(answers.lines):  # some that cannot be answered are named, no failure
         raise SystemExit(1)

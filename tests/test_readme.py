@@ -1,0 +1,38 @@
+"""README.md and README.zh.md: every command runs, in the order of the text."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import readme
+
+ROOT = Path(__file__).parent.parent
+READMES = ("README.md", "README.zh.md")
+
+
+@pytest.mark.slow
+def test_every_command_runs_with_small_shapes(tmp_path):
+    """Each in a fork of one process, see readme.py. Both READMEs in one: importing torch takes long."""
+    command = [sys.executable, ROOT / "tests/readme.py", tmp_path, *(ROOT / name for name in READMES)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_command_is_run_or_listed_with_its_reason():
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in READMES]
+    found = [readme.commands(text) for text in texts]
+    assert min(map(len, found)) > 30
+    for command in sum(found, []):
+        assert readme.reason_not_run(command) or (ROOT / readme.arguments(command)[0]).exists(), command
+    for part in readme.NOT_RUN:  # none is left over
+        assert any(part in command for command in sum(found, [])), part
+
+
+def test_a_new_command_is_seen():
+    text = "Text, `python x.py --a=1`.\n```\ndocker run it\npython y.py \\\n  --b='1\n2'  # why\n```\n"
+    text += "```python\nz.py\n```\n```\nstep    3/3 | loss\n```\n"
+    assert readme.commands(text) == ["python x.py --a=1", "docker run it", "python y.py   --b='1\n2'  # why"]
+    assert readme.arguments("python y.py   --b='1\n2'  # why") == ("y.py", ["--b=1\n2"])
+    with pytest.raises(AssertionError, match="neither run nor in NOT_RUN: docker run it"):
+        readme.arguments("docker run it")
