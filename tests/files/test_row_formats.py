@@ -319,7 +319,7 @@ CHATS = {
                 {"role": "tool", "content": "晴"},
             ],
         },
-        [system("助手\n\n" + TOOLS), user("天气？"), assistant(CALL), tool("晴")],
+        [system("助手\n\n" + TOOLS), user("天气？"), assistant(CALL) | {"tool_call_ids": ["1"]}, tool("晴")],
     ),
     "minimind": (
         {
