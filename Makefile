@@ -75,7 +75,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
 
 quick: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile -m 'not dist and not slow'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile -m 'not dist and not slow and not network'
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .
