@@ -40,7 +40,7 @@ from configurator import configure
 from groundup.errors import UserError, naming
 from groundup.files.streams import scrub
 from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
-from groundup.files.untrusted import parse_object, read_bytes
+from groundup.files.untrusted import check_no_owner, parse_object, read_bytes
 from groundup.tokens import bpe, foreign
 from groundup.tokens.bpe import PATTERNS, SIZE_STEP, SMALLEST
 from groundup.tokens.templates import ChatTemplate
@@ -387,9 +387,7 @@ class Tokenizer:
             return self.eot_id
         return self.special_tokens[last[-1]] if last else self.eot_id
 
-    def render(
-        self, messages: Sequence[dict], add_generation_prompt: bool = False
-    ) -> tuple[list[int], list[int]]:
+    def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> tuple[list[int], list[int]]:
         """Return (ids, mask) of a conversation [{"role": ..., "content": ...}, ...]. Raise UserError.
 
         A published checkpoint's conversations are written by its own template (groundup/tokens/templates.py). Ours
@@ -486,6 +484,7 @@ if __name__ == "__main__":
     parts = parts_of(input)
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
+    check_no_owner(out_dir)
     texts = texts_by_weight(parts, text_key, max_mb)
     if extend:
         old = Tokenizer.load(extend)

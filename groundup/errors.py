@@ -11,6 +11,8 @@ import io
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from typing import NoReturn
 
 # C0 without tab and newline, DEL, C1, and the marks that change the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+WATCH_S = 0.5  # between two looks at torchrun's agent
 INTERRUPTED, READER_GONE = 130, 141  # exit status: 128 + SIGINT, 128 + SIGPIPE, as a shell says
 ADVICE = {
     errno.ENOSPC: "make room, then run the same command again",
@@ -50,6 +53,9 @@ def end_in_one_line() -> None:
     imports. From here on no character is too strange for the terminal, and none can drive it."""
     sys.excepthook = one_line_excepthook
     atexit.register(flush_output)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks started by hand may outlive the shell that started them
+        threading.Thread(target=end_with_torchrun, args=(os.getppid(),), daemon=True).start()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else 20 lines of C++ frames for each lost connection
     if isinstance(sys.stdout, io.TextIOWrapper):
         own = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
         sys.stdout.reconfigure(encoding=None if own else "utf-8", errors="replace")  # a terminal in GBK has no emoji
@@ -106,6 +112,18 @@ def naming(path: str | Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def end_with_torchrun(agent: int) -> None:
+    """End this rank soon after torchrun's agent, its parent, was killed: nothing restarts it, and to meet the other
+    ranks it would wait for twice timeout_s. A thread, because the main one may be waiting in C."""
+    while os.getppid() == agent:
+        time.sleep(WATCH_S)
+    try:
+        text = f"ddp: rank {os.environ.get('RANK')}: torchrun (process {agent}) has died; run the same command again"
+        print(text, file=sys.stderr, flush=True)
+    finally:
+        leave(1)
 
 
 def flush_output() -> None:

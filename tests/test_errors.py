@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,30 @@ def test_no_text_drives_the_terminal():
         said = os.read(parent, 1000)
         os.close(child), os.close(parent)
         assert (done.returncode, said) == (0, rb"a\x1b[31m\x1b]0;t\x07" + kept + rb"b\x9b2J\u202e" + b"\tc\r\n")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")
+def test_ranks_end_soon_after_torchrun_was_killed(tmp_path):
+    """While rank 0 waits in C for rank 1, which is late. The ranks hold the pipe: it is at its end when they are."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "from groundup.errors import end_in_one_line\nend_in_one_line()\n"
+        "import os, pathlib, time\nfrom groundup.train import ranks\n"
+        "rank = os.environ['RANK']\npathlib.Path(rank).touch()\n"
+        "time.sleep(100 * int(rank))\nranks.init(timeout_s=50)\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    agent = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    while not all((tmp_path / rank).exists() for rank in "01"):
+        assert agent.poll() is None
+        time.sleep(0.05)
+    agent.kill()
+    killed = time.monotonic()
+    lines = agent.communicate(timeout=120)[1].splitlines()
+    assert time.monotonic() - killed < 10
+    assert sorted(line[:11] for line in lines) == ["ddp: rank 0", "ddp: rank 1"], lines
+    assert f"torchrun (process {agent.pid}) has died" in "".join(lines), lines  # of rank 0 the store may tell it first

@@ -1005,6 +1005,17 @@ def test_command_line_errors_are_one_line(run, tmp_path: Path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("owner", ["config.json", "adapter_config.json", "manifest.json", "log.jsonl"])
+def test_the_tokenizer_of_a_model_or_of_data_is_not_replaced(run, bpe: Tokenizer, tmp_path: Path, owner: str):
+    (tmp_path / "en.txt").write_text(ENGLISH * 3, encoding="utf-8")
+    bpe.save(tmp_path / "used")
+    (tmp_path / "used" / owner).touch()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "used").iterdir()}
+    done = run(f"--input={tmp_path}/en.txt", f"--out_dir={tmp_path}/used", "--vocab_size=512")
+    assert done.returncode == 1 and f"holds {owner}, so it is a" in done.stderr and done.stderr.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "used").iterdir()} == before
+
+
 def test_command_line_says_what_it_does_not_read(run, tmp_path: Path):
     rows = [json.dumps({"text": ENGLISH * 100}), "{broken", json.dumps({"body": "x"})] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(rows), encoding="utf-8")

@@ -19,6 +19,10 @@ from typing import Any
 from groundup.errors import UserError
 
 MOST_BYTES = 2**26  # of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
+OWNERS = {
+    "config.json": "model", "adapter_config.json": "model", "manifest.json": "directory of prepared data",
+    "log.jsonl": "run",
+}  # fmt: skip
 MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
 BYTES_PER_VALUE = 16  # at most so many values for its size: Python needs up to 100 bytes for each
 
@@ -35,6 +39,15 @@ def check_replaceable(path: Path) -> None:
     """Raise UserError if `path` is no file that may be replaced: renaming onto a device removes the device."""
     if path.exists() and not path.is_file():
         raise UserError(f"config: out={str(path)!r} is no regular file and would be replaced; name a file")
+
+
+def check_no_owner(directory: str | Path) -> None:
+    """Raise UserError if a directory belongs to a model, prepared data or a run: another tokenizer would break it."""
+    if found := [name for name in OWNERS if Path(directory, name).exists()]:
+        raise UserError(
+            f"tokenizer: out_dir={str(directory)!r} holds {found[0]}, so it is a {OWNERS[found[0]]}, which another "
+            "tokenizer would break; use another out_dir"
+        )
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
