@@ -30,7 +30,8 @@ from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
-from groundup.train import checkpoint
+from groundup.train import checkpoint, ranks
+from groundup.train import run as frame
 from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.run import compile_blocks, describe_resume, warmup_of
@@ -649,6 +650,33 @@ def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
         other.kill()
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     assert run("--max_steps=2") == 0
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_out_dir_that_is_removed_ends_the_run_and_is_not_made_anew(run, tmp_path, capsys, monkeypatch, moved):
+    def advance(log: RunLog) -> None:
+        log.step += 1
+        if log.step == 3:
+            (tmp_path / "out").rename(tmp_path / "elsewhere") if moved else shutil.rmtree(tmp_path / "out")
+
+    monkeypatch.setattr(RunLog, "advance", advance)
+    assert "was removed or moved while the run was in it" in refused(run, capsys, "--max_steps=6", "--save_every=2")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "elsewhere" / "step_000002" / "checksums.json").exists() == moved
+
+
+def test_what_began_in_out_dir_since_it_was_looked_at_is_left_alone(run, tmp_path, capsys, monkeypatch):
+    """Another run made the directory, and ended, between the two looks of this one."""
+    join = frame.join
+
+    def begin_and_join(*args: object) -> ranks.World:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "log.jsonl").write_text("another's", encoding="utf-8")
+        return join(*args)
+
+    monkeypatch.setattr(frame, "join", begin_and_join)
+    assert "another run has begun in" in refused(run, capsys, "--max_steps=2")
+    assert (tmp_path / "out" / "log.jsonl").read_text(encoding="utf-8") == "another's"
 
 
 def test_a_kill_before_latest_is_moved_is_made_good(run, tmp_path):

@@ -242,6 +242,9 @@ def test_the_base_of_adapters_may_move_and_is_not_tidied_away(run, tmp_path, bas
     path.write_text(path.read_text("utf-8").replace(str(first), str(tmp_path / "moved")), encoding="utf-8")
     found = checkpoint.load_model(checkpoint.resolve(adapted)).state_dict()
     assert all(torch.equal(found[name], want[name]) for name in want)
+    path.write_text(path.read_text("utf-8").replace('"lora_alpha": 32', '"lora_alpha": 33'), encoding="utf-8")
+    with pytest.raises(ValueError, match="adapter_config.json is damaged"):  # other weights, and nothing else would say
+        checkpoint.resolve(path.parent)
 
 
 def test_conversations_that_cannot_be_asked_do_not_end_the_evaluation(run, tmp_path):

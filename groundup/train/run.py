@@ -60,7 +60,7 @@ OWN_FILES = re.compile(
     r"|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?"
 )
 
-LOCKS: dict[Path, IO] = {}  # open files that keep run directories for this process
+LOCKS: dict[Path, tuple[IO, int]] = {}  # run directories that are this process's: open .lock, open directory
 
 
 def check_config(
@@ -155,6 +155,8 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     refuse(bad, f"out_dir={config['out_dir']!r} is not a directory")
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     refuse(not os.access(place, os.W_OK), f"out_dir={config['out_dir']!r}: {place} cannot be written to")
+    if verbose and ((out / ".lock").exists() or (out / "log.jsonl").exists()):  # a run in it would remove what is read
+        lock(out)
     used = out.exists() and any(out.iterdir())
     if config["resume"] == "never":
         if used:
@@ -194,7 +196,7 @@ def check_own(out: Path) -> None:
 
 def lock(out: Path) -> None:
     """Keep a directory for this process as long as it lives. Raise UserError, with the owner's number, if another's."""
-    if out.resolve() in LOCKS:
+    if is_ours(out):
         return
     file = open(out / ".lock", "a+", encoding="utf-8")  # stays open
     try:
@@ -206,7 +208,13 @@ def lock(out: Path) -> None:
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}")
     file.flush()
-    LOCKS[out.resolve()] = file
+    LOCKS[out.resolve()] = file, os.open(out, os.O_RDONLY)
+
+
+def is_ours(out: Path) -> bool:
+    """Return whether `out` is the directory that this process has locked, not one made since in its place."""
+    _, directory = LOCKS.get(out.resolve(), (None, -1))
+    return directory >= 0 and out.exists() and os.path.samestat(os.fstat(directory), os.stat(out))
 
 
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
@@ -343,7 +351,9 @@ def prepare_out_dir(config: dict, script: str) -> None:
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
+        begun = not is_ours(out) and (out / "log.jsonl").exists()  # since find_resume saw none
         lock(out)
+        refuse(begun, f"another run has begun in {out}; run the same command again")
         for path in out.iterdir() if config["resume"] == "never" else ():  # check_overwrite has looked at them
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -364,6 +374,9 @@ def save(
     full disk), the next save reports that, and tries again; older checkpoints stay whole. base, write: as in
     checkpoint.save; other: added to the training state."""
     report_save(parts, log)
+    gone = parts.world.is_main and not is_ours(Path(config["out_dir"]))
+    if ranks.any_rank(gone):  # a save would make half a run in its place
+        raise UserError(f"train: out_dir={config['out_dir']!r} was removed or moved while the run was in it")
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
     opt_state = parts.opt.state_dict(parts.ddp.gather if config["zero1"] else None, keep=parts.world.is_main)
     state |= {"optimizer": opt_state, "scaler": parts.scaler.state_dict()} | dict(other or {})
