@@ -43,8 +43,8 @@ from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir
-from groundup.text.recipe import KEPT, Counts, Input, Recipe, find_inputs, look, parse_score, parse_sources
-from groundup.text.selection import cut, select, split_sources, training_texts, write_rows, write_splits
+from groundup.text.recipe import Counts, Input, Recipe, find_inputs, look, parse_score, parse_sources
+from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.foreign import TOKENIZERS, files_of
@@ -83,7 +83,7 @@ near_rows = 0  # hashes per band; 0 = chosen from `near`
 decontaminate = ""  # evaluation files whose questions must not be trained on: .csv of MMLU, CMMLU, C-Eval; .jsonl
 decontaminate_action = "drop"  # drop the document | cut the matching text out of it
 # what is written
-val_fraction = 0.01  # of the documents; of the characters if there is only one document
+val_fraction = 0.01  # of the documents; of a text source with at most 10, of the characters of each
 test_fraction = 0.0  # the same for the test split
 hold_out = 0.0  # chat: fraction of the first questions set aside in held_out.jsonl, for preferences; sft skips them
 prompts_from = ""  # preference: keep only pairs whose first question is in these conversations: held_out.jsonl
@@ -100,7 +100,7 @@ max_bad_fraction = 1.0  # exit status 1 if more of the records are unreadable, o
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
 
-VERSION = 8  # of the output; a directory of another version is made again
+VERSION = 9  # of the output; a directory of another version is made again
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {
@@ -146,24 +146,21 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     report.write_problems(inputs, of_pairs, counts, units, work)
     chosen = select(units, recipe, work) if units else None
     report.check_kept(counts, chosen)
-    single = None  # the text of the only document; the pieces of a huge one are joined again
-    if recipe.kind == "text" and counts.records - counts.lost.total() == 1:
-        single = "".join(text for unit in units for text in unit.documents(work, unit.fates(work) == KEPT))
     parts = split_sources(chosen, units, recipe)
     report.summarize(info, inputs, counts, chosen, parts, recipe)
     if recipe.kind == "text" and tokenizer is None:
-        texts = [cut(single, recipe)[0]] if single is not None else training_texts(parts, chosen, TOKENIZER_BYTES, work)
-        tokenizer = train(iter(texts), config["vocab_size"], config["backend"], config["pattern"])
+        texts = training_texts(parts, chosen, TOKENIZER_BYTES, recipe, work)
+        tokenizer = train(texts, config["vocab_size"], config["backend"], config["pattern"])
         if config["tokenizer_dir"]:
             tokenizer.save(config["tokenizer_dir"])
             info["tokenizer"] = tokenizer.fingerprint()
         tokenizer.save(out)
-    if tokenizer and single is None:
+    if tokenizer:
         dtype, chat = token_dtype(tokenizer.vocab_size).str, recipe.kind == "chat"
         tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.chat_fingerprint(), work=work, chat=chat)
         run(tokenize, units, workers, "tokenize", work)
     if recipe.kind == "text":
-        written = write_splits(parts, chosen, single, recipe, tokenizer, work)
+        written = write_splits(parts, chosen, recipe, tokenizer, work)
     else:
         written = write_rows(parts, chosen, tokenizer, work)
     for file in inputs:

@@ -28,7 +28,7 @@ from configurator import is_key
 from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
-from groundup.text import pipeline
+from groundup.text import pipeline, selection
 from groundup.tokens.token_files import verify
 from tokenizer import Tokenizer, train
 
@@ -209,9 +209,11 @@ def test_split_is_stable_under_additions_and_no_text_is_in_two(tmp_path, tok):
 
 
 def test_tiny_corpus_gets_the_lowest_document_as_val_and_a_warning(tmp_path, tok, capsys):
-    documents = texts(4)
+    documents = texts(11)
     run(tmp_path / "out", input=write_jsonl(tmp_path / "x.jsonl", documents), tokenizer_dir=tok, val_fraction=1e-9)
-    assert "warning: val takes none of so few documents (1e-09 of them)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "warning: val takes none of so few documents (1e-09 of them); one is moved there, " in said
+    assert " % of the text, and not trained on; " in said and "txt_split=blank or line" in said
     lowest = min(documents, key=lambda t: hashlib.blake2b(t.encode(), key=b"split-v1", digest_size=8).digest()[::-1])
     assert read_back(tmp_path / "out")["val"] == [lowest]
 
@@ -222,7 +224,7 @@ def test_no_val_is_made_where_none_is_wanted(tmp_path, tok):
 
 
 def test_nothing_left_for_train_is_an_error(tmp_path, tok):
-    path = write_jsonl(tmp_path / "x.jsonl", [EN, EN])
+    path = write_jsonl(tmp_path / "x.jsonl", [EN] * 11)
     with pytest.raises(UserError, match="no document is left for train"):
         run(tmp_path / "out", input=path, tokenizer_dir=tok)
     assert not (tmp_path / "out").exists()
@@ -244,6 +246,51 @@ def test_single_document_in_three(tmp_path, tok):
     assert (len(val), len(test)) == (len(EN) * 8, len(EN) * 4)
 
 
+@pytest.mark.parametrize("order", ["input", "hash"])
+def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, order):
+    """Two files of different sizes: by their hashes one of them would be all of val. The longer one is read in pieces,
+    and its ids are those of the whole."""
+    monkeypatch.setattr(pipeline, "HUGE_CHARS", 1000)
+    long, short = "\n\n".join(texts(40)), ZH * 5
+    for name, text in (("long", long), ("short", short)):
+        (tmp_path / f"{name}.txt").write_text(text, "utf-8")
+    run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2, order=order)
+    said = capsys.readouterr().out
+    assert "2 documents are few: each gives its end, 10 % to val and 20 % to test; if a text file" in said
+    found, places = read_back(tmp_path / "out"), {}
+    for text in (long, short):
+        val, test = int(len(text) * (1 - 0.2 - 0.1)), int(len(text) * 0.8)
+        places[text] = text[:val], text[val:test], text[test:]
+    by_hash = sorted([long, short], key=lambda t: hashlib.blake2b(pipeline.pieces_of(t)[0].encode(), key=b"split-v1",
+                     digest_size=8).digest()[::-1])  # fmt: skip
+    for number, split in enumerate(("train", "val", "test")):
+        assert found[split] == [places[text][number] for text in ([long, short] if order == "input" else by_hash)]
+    tokenizer = Tokenizer.load(tok)
+    ids = np.load(tmp_path / "out" / "train_00000.npy")
+    assert ids[1:].tolist()[: len(whole := tokenizer.encode(places[long][0]))] == whole or order == "hash"
+
+
+def test_ids_of_a_text_in_pieces_are_those_of_the_whole_where_each_text_begins_with_a_space(tok):
+    class Spaced:
+        def __init__(self):
+            self.encode_array = lambda text: np.array(Tokenizer.load(tok).encode(" " + text))
+            self.encode = lambda text: self.encode_array(text).tolist()
+
+    pieces = [(0, "One.\n\n", True), (1, "Two", False)]
+    assert selection.ids_of(pieces, None, Spaced()).tolist() == Spaced().encode("One.\n\nTwo")
+
+
+def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
+    for n in (10, 11):
+        path = write_jsonl(tmp_path / f"{n}.jsonl", texts(n))
+        run(tmp_path / str(n), input=path, tokenizer_dir=tok, val_fraction=0.3)
+        found = read_back(tmp_path / str(n))
+        assert len(found["train"]) + len(found["val"]) == {10: 20, 11: 11}[n]
+        assert ("are few" in capsys.readouterr().out) == (n == 10)
+        run(tmp_path / f"{n}lines", input=path, tokenizer_dir=tok, fold="1/3", val_fraction=0.3)
+        assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
+
+
 def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
     learnt = []
 
@@ -259,8 +306,12 @@ def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
     assert learnt == expected
     learnt.clear()
     (tmp_path / "one.txt").write_text(EN * 10, "utf-8")
+    (tmp_path / "two.txt").write_text(ZH * 10, "utf-8")
     run(tmp_path / "out1", input=tmp_path / "one.txt", vocab_size=512, val_fraction=0.3, test_fraction=0.1)
     assert learnt == [(EN * 10)[: len(EN) * 6]]
+    learnt.clear()
+    run(tmp_path / "out2", input=f"{tmp_path}/one.txt,{tmp_path}/two.txt", vocab_size=512, val_fraction=0.5)
+    assert learnt == [EN * 5, ZH * 5]
 
 
 # ---- any number of processes, and what happens when one is lost ------------------------------

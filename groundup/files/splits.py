@@ -6,6 +6,7 @@ import numpy as np
 
 SPLITS = ("train", "val", "test")
 SPLIT_KEY, HOLD_OUT_KEY = b"split-v1", b"hold-out-v1"
+FEW = 10  # documents: of so many a hash may give all or nothing to a split, so each of them is cut
 
 
 def dialogue_text(messages: list[dict]) -> str:
@@ -28,6 +29,12 @@ def split_position(raw: bytes) -> int:
     """Return the position in [0, 2**64) of a document by a hash of its text, or of a pair by that of its prompt: other
     rows do not move it, and copies of a text or prompt are in one split."""
     return int.from_bytes(blake2b(raw, digest_size=8, key=SPLIT_KEY).digest(), "little")
+
+
+def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[int, int]:
+    """Return where val and test begin in a text of so many characters that is cut into train, val and test. With
+    val_fraction=0.1 that is nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :]."""
+    return int(length * (1 - test_fraction - val_fraction)), int(length * (1 - test_fraction))
 
 
 def assign(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.splits import SPLITS, assign
+from groundup.files.splits import FEW, SPLITS, assign, cut_places
 from groundup.files.text_mix import mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import EXACT, KEPT, NEAR, ROW, SCORE, Recipe, Source, Unit, parse_score
@@ -58,6 +58,7 @@ class SourceDocs(NamedTuple):
     units: list[Unit]
     rows: np.ndarray  # (n,) index in Selection.rows, in order
     splits: np.ndarray  # (n,) uint8, index in ROW_SPLITS
+    starts: np.ndarray  # of documents that are cut into the splits: indices in rows, a huge one has several; or empty
 
 
 def select(units: list[Unit], recipe: Recipe, work: Path) -> Selection:
@@ -104,44 +105,79 @@ def drop_near(chosen: Selection, units: list[Unit], recipe: Recipe, work: Path) 
     chosen.partner[copies], chosen.similarity[copies] = candidates[found.partner], found.similarity
 
 
-def cut(text: str, recipe: Recipe) -> tuple[str, str, str]:
-    """Return a single document cut into train, val and test, in this order, by the fractions of its characters.
-
-    With val_fraction=0.1 these are nanoGPT's text[: int(n * 0.9)] and text[int(n * 0.9) :].
-    """
-    if recipe.fold:
-        hint = "use txt_split=blank"
-        raise UserError(f"prepare: fold={recipe.fold} needs several documents, and there is one; {hint}")
-    val_begin = int(len(text) * (1 - recipe.test_fraction - recipe.val_fraction))
-    test_begin = int(len(text) * (1 - recipe.test_fraction))
-    return text[:val_begin], text[val_begin:test_begin], text[test_begin:]
-
-
 def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[SourceDocs]:
     """Return the kept documents of each source with their splits. Pairs of all sources are split together: a prompt
-    may be in several sources, and must not be in two splits. Print a warning if val or held_out was empty."""
+    may be in several sources, and must not be in two splits. Texts of a source with few documents are cut, each into
+    all splits. Print that, and a warning if val or held_out was empty."""
     of_row = np.repeat(np.array([unit.source for unit in units], np.int64), np.diff(chosen.starts))
     kept = np.flatnonzero(chosen.fates == KEPT)
     by_prompt = recipe.kind == "preference"
     splits = np.full(len(chosen.rows), ROW_SPLITS.index("held_out"), np.uint8)
     rows_of = [kept[of_row[kept] == number] for number in range(len(recipe.sources))]
+    starts_of: dict[str, np.ndarray] = {}
+    ends = [("val", recipe.val_fraction), ("test", recipe.test_fraction)]
+    by_file = any(source.txt_split == "file" for source in recipe.sources)
+    hint = "; if a text file holds many documents, txt_split=blank or line tells them apart" if by_file else ""
     names = [source.name for source in recipe.sources]
     for name, rows in [("", kept)] if by_prompt else zip(names, rows_of, strict=True):
         of, held_out = f" of source {name}" if name else "", chosen.rows["held_out"][rows]
         if recipe.hold_out and len(rows) and not held_out.any():
             print(f"prepare: warning: hold_out={recipe.hold_out} takes none of so few conversations{of}")
         rows = rows[~held_out]
-        positions, share = chosen.rows["position"][rows], recipe.fold or recipe.val_fraction
+        positions, n_bytes = chosen.rows["position"][rows], chosen.rows["n_bytes"][rows]
         splits[rows], moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
-        if moved:
-            print(f"prepare: warning: val takes none of so few documents{of} ({share} of them); one is moved there")
+        if recipe.kind == "text" and len(starts := few_documents(rows, chosen, recipe)):
+            starts_of[name], splits[rows] = starts, 0
+            what = f"{len(starts)} documents{of} are few: each" if len(starts) > 1 else f"there is one document{of}: it"
+            parts = [f"{100 * share:g} % to {split}" for split, share in ends if share]
+            print(f"prepare: {what} gives its end, {' and '.join(parts)}{hint}")
+        elif moved:
+            share = n_bytes[splits[rows] == 1].sum() / n_bytes.sum()
+            wanted = recipe.fold or recipe.val_fraction
+            lost = f"one is moved there, {100 * share:.2g} % of the text, and not trained on"
+            lost += hint if recipe.kind == "text" else ""
+            print(f"prepare: warning: val takes none of so few documents{of} ({wanted} of them); {lost}")
     return [
-        SourceDocs(source, [unit for unit in units if unit.source == number], rows_of[number], splits[rows_of[number]])
+        SourceDocs(source, [unit for unit in units if unit.source == number], rows_of[number], splits[rows_of[number]],
+                   starts_of.get(source.name, np.zeros(0, np.int64)))
         for number, source in enumerate(recipe.sources)
-    ]
+    ]  # fmt: skip
 
 
-def training_texts(parts: list[SourceDocs], chosen: Selection, most: int, work: Path) -> Iterator[str]:
+def few_documents(rows: np.ndarray, chosen: Selection, recipe: Recipe) -> np.ndarray:
+    """Return the indices in `rows` at which documents begin that must be cut, for they are few; none if they need not.
+    Of a huge document all pieces are from one record. Raise UserError where one document should give several folds."""
+    records = np.stack([np.searchsorted(chosen.starts, rows, side="right"), chosen.rows["part"][rows]])
+    records = np.vstack([records, chosen.rows["offset"][rows]])
+    starts = np.flatnonzero(np.diff(records, axis=1, prepend=-1).any(0))
+    if recipe.fold and len(starts) == 1:
+        hint = "use txt_split=blank"
+        raise UserError(f"prepare: fold={recipe.fold} needs several documents, and there is one; {hint}")
+    wanted = recipe.val_fraction + recipe.test_fraction > 0 and not recipe.fold
+    return starts if wanted and len(starts) <= FEW else starts[:0]
+
+
+def cut_document(k: int, part: SourceDocs, chosen: Selection, recipe: Recipe, work: Path) -> list[list[tuple]]:
+    """Return, for each split, the pieces of document k of a source that has few: (index in part.rows, text, whether it
+    is all of that row)."""
+    begin, end = [*part.starts.tolist(), len(part.rows)][k : k + 2]
+    taken = np.zeros(len(chosen.rows), bool)
+    taken[part.rows[begin:end]] = True
+    texts = [text for unit in part.units for text in unit.documents(work, chosen.of_unit(unit, taken))]
+    length, at = sum(map(len, texts)), 0
+    places = [0, *cut_places(length, recipe.val_fraction, recipe.test_fraction), length]
+    splits: list[list[tuple]] = [[] for _ in SPLITS]
+    for i, text in enumerate(texts, begin):
+        for number, pieces in enumerate(splits):
+            inside = text[max(places[number] - at, 0) : max(places[number + 1] - at, 0)]
+            pieces += [(i, inside, len(inside) == len(text))] if inside else []
+        at += len(text)
+    return splits
+
+
+def training_texts(
+    parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe, work: Path
+) -> Iterator[str]:
     """Return documents of train to train a tokenizer on: of each source all, or a sample (by hash) of about `most`
     bytes; of several sources by turns, by their weights, `most` bytes in all."""
 
@@ -152,6 +188,11 @@ def training_texts(parts: list[SourceDocs], chosen: Selection, most: int, work: 
             own = own[chosen.rows["key"][own, 1] / 2.0**64 < most / size]
         taken = np.zeros(len(chosen.rows), bool)
         taken[own] = True
+        for k in range(len(part.starts)):
+            of_train = cut_document(k, part, chosen, recipe, work)[0]
+            yield from (text for i, text, _ in of_train if taken[part.rows[i]])
+        if len(part.starts):
+            return
         for unit in part.units:
             yield from unit.documents(work, chosen.of_unit(unit, taken))
 
@@ -183,33 +224,41 @@ class Tokens:
         return self.map(int(self.unit[i]))[begin : begin + length] if length else self.empty
 
 
-def write_splits(parts: list[SourceDocs], chosen: Selection, single: str | None, recipe: Recipe, tokenizer: Tokenizer,
-                 work: Path) -> list[dict]:  # fmt: skip
-    """Write the tokens into the shards of their sources and splits; return the shards for the manifest. `single`, if it
-    is not None, is the only document, which is cut into the splits."""
+def write_splits(
+    parts: list[SourceDocs], chosen: Selection, recipe: Recipe, tokenizer: Tokenizer, work: Path
+) -> list[dict]:
+    """Write the tokens into the shards of their sources and splits; return the shards for the manifest."""
     dtype, shards = token_dtype(tokenizer.vocab_size), []
-    if single is not None:
-        print("prepare: there is only one document; it is cut into the splits")
+    column = {"hash": "position", "score": "score"}.get(recipe.order)
     for part in parts:
-        if single is None:
-            tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
-            assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
-            column = {"hash": "position", "score": "score"}.get(recipe.order)
-            by_length = tokens.length if recipe.order == "length" else part.rows
-            keys = chosen.rows[column][part.rows] if column else by_length
-            order = np.argsort(keys, kind="stable")
-            documents = (((tokens.ids(i), int(n_bytes[i])) for i in order[part.splits[order] == number].tolist())
-                         for number in range(len(SPLITS)))  # fmt: skip
+        tokens, n_bytes = Tokens(part, dtype, work), chosen.rows["n_bytes"][part.rows]
+        assert len(tokens.length) == len(part.rows), f"{len(tokens.length)=} {len(part.rows)=}"
+        by_length = tokens.length if recipe.order == "length" else part.rows
+        keys = chosen.rows[column][part.rows] if column else by_length
+        writers = [
+            ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens,
+                        part.source.name) for split in SPLITS
+        ]  # fmt: skip
+        if len(part.starts):
+            for k in np.argsort(keys[part.starts], kind="stable").tolist():
+                of_splits = cut_document(k, part, chosen, recipe, work)
+                for writer, pieces in zip(writers, of_splits, strict=True):
+                    if pieces:
+                        writer.add(ids_of(pieces, tokens, tokenizer), sum(len(text.encode()) for _, text, _ in pieces))
         else:
-            texts = cut(single, recipe) if len(part.rows) else ("", "", "")
-            documents = ([(tokenizer.encode_array(text), len(text.encode()))] if text else [] for text in texts)
-        for split, own in zip(SPLITS, documents, strict=True):
-            writer = ShardWriter(work / "out", split, tokenizer.vocab_size, tokenizer.eot_id, recipe.shard_tokens,
-                                 part.source.name)  # fmt: skip
-            for ids, n in own:
-                writer.add(ids, n)
+            for i in np.argsort(keys, kind="stable").tolist():
+                writers[part.splits[i]].add(tokens.ids(i), int(n_bytes[i]))
+        for writer in writers:
             shards += writer.close()
     return shards
+
+
+def ids_of(pieces: list[tuple], tokens: Tokens, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the ids of the pieces of a document (see cut_document). Those that were not cut have theirs already,
+    unless this tokenizer begins each text with a space."""
+    if tokenizer.encode("\n\nb") != tokenizer.encode("\n\n") + tokenizer.encode("b"):
+        return tokenizer.encode_array("".join(text for _, text, _ in pieces))
+    return np.concatenate([tokens.ids(i) if whole else tokenizer.encode_array(text) for i, text, whole in pieces])
 
 
 def write_rows(parts: list[SourceDocs], chosen: Selection, tokenizer: Tokenizer | None, work: Path) -> dict:

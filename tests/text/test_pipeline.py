@@ -188,7 +188,7 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
     articles = [{"title": f"标题{i}", "content": t, "uniqueKey": "x"} for i, t in enumerate(pieces(20))]
     write_rows(tmp_path / "wudao.json", articles)
     write_rows(tmp_path / "qa.jsonl", [{"ask": t[:90], "answer": t[90:], "n": 1} for t in pieces(60)[20:]])
-    lines = "第一行，有几个字，够不够长呢？我想够了。\n二\n第三行也有几个字，比第二行长多了吧？\n"
+    lines = "二\n" + "".join(f"第{i}行也有几个字，比第一行长多了吧？\n" for i in range(11))
     (tmp_path / "lines.txt").write_text(lines, "utf-8")
     spec = (f"wiki: {tmp_path}/wudao.json, weight=0.5, text_key=content; qa: {tmp_path}/qa.jsonl, weight=0.3, "
             f'text_key=ask+answer; zh: {tmp_path}/lines.txt, txt_split=line, weight=0.2, min_chars=5')
@@ -197,13 +197,13 @@ def test_sources_have_settings_and_files_of_their_own(tmp_path, tok):
             for s in ("wiki", "qa", "zh")}  # fmt: skip
     assert sorted(both["wiki"]) == sorted(pieces(20))
     assert sorted(both["qa"]) == sorted(t[:90] + "\n" + t[90:] for t in pieces(60)[20:])
-    assert len(both["zh"]) == 2
+    assert len(both["zh"]) == 11
     sources = manifest_of(tmp_path / "out")["sources"]
     assert {name: entry["weight"] for name, entry in sources.items()} == {"wiki": 0.5, "qa": 0.3, "zh": 0.2}
     assert (tmp_path / "out" / "qa" / "train_00000.npy").exists()
     assert prepare.main(KEYS | {"verify": str(tmp_path / "out")}) == 0
     assert run(tmp_path / "out", input=spec.replace("min_chars=5", "min_chars=1"), tokenizer_dir=tok, near=0.0) == 0
-    assert len(texts_of(tmp_path / "out", "train", "zh") + texts_of(tmp_path / "out", "val", "zh")) == 3
+    assert len(texts_of(tmp_path / "out", "train", "zh") + texts_of(tmp_path / "out", "val", "zh")) == 12
 
 
 @pytest.mark.parametrize(
@@ -794,11 +794,12 @@ def test_a_tokenizer_is_trained_on_every_source(tmp_path, capsys):
     assert capsys.readouterr().out.count(", 30 texts, 0 of them cut") == 2
 
 
-def test_the_only_document_of_a_source_is_learnt(tmp_path, tok):
+def test_the_only_document_of_a_source_gives_its_end(tmp_path, tok):
     many = write_rows(tmp_path / "x.jsonl", [{"text": t} for t in pieces(30)])
     (tmp_path / "book.txt").write_text(pieces(31)[30], "utf-8")
     run(tmp_path / "out", input=f"web: {many}; book: {tmp_path}/book.txt", tokenizer_dir=tok, val_fraction=0.5)
-    assert texts_of(tmp_path / "out", "train", "book") == [pieces(31)[30]]
+    train, val = (texts_of(tmp_path / "out", split, "book") for split in ("train", "val"))
+    assert train[0] + val[0] == pieces(31)[30] and abs(len(train[0]) - len(val[0])) < 2
 
 
 def test_conversations_are_cleaned_like_texts(tmp_path):
