@@ -34,6 +34,7 @@ from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
 from groundup.train.device import peak_flops, seed_everything
+from groundup.train.fsdp import in_step
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
@@ -97,7 +98,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(len(batches), 2 + len(METRICS), dtype=torch.float64)  # pairs, loss, metrics
     for source, of_source in enumerate(batches.values()):
-        for batch in of_source:
+        for batch in in_step(model, of_source):
             batch = batch.to(device)
             logps, n_tokens = pair_logps(model, batch, device, dtype)
             losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)

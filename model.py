@@ -88,21 +88,21 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         if cfg.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
-        scale = rope_scale(cfg)
-        self.register_buffer("cos", angles.cos() * scale, persistent=False)  # (block_size, D/2)
-        self.register_buffer("sin", angles.sin() * scale, persistent=False)
+        for name, table in zip(("cos", "sin"), rope_tables(cfg), strict=True):
+            self.register_buffer(name, table, persistent=False)  # (block_size, D/2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: N(0, init_std), divided by sqrt(2 n_layer) for matrices that add to the residual."""
-        std = self.cfg.init_std
         for name, p in self.named_parameters():
-            if p.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=std / math.sqrt(2 * self.cfg.n_layer) if residual else std)
-            elif name.endswith(".bias"):
-                nn.init.zeros_(p)
+            self.init_parameter(name, p)
+
+    def init_parameter(self, name: str, p: Tensor) -> None:
+        """GPT-2's initialisation: N(0, init_std), divided by sqrt(2 n_layer) for matrices that add to the residual."""
+        if p.ndim == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(p, std=self.cfg.init_std / (math.sqrt(2 * self.cfg.n_layer) if residual else 1))
+        elif name.endswith(".bias"):
+            nn.init.zeros_(p)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: Any = None,
@@ -286,6 +286,12 @@ def rope_frequencies(cfg: ModelConfig) -> Tensor:
         turns = s["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
         keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
     return inv_freq * (keep + (1 - keep) / s["factor"])
+
+
+def rope_tables(cfg: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin) of the angles of all positions, (block_size, D/2) float32."""
+    angles = torch.outer(torch.arange(cfg.block_size, dtype=torch.float32), rope_frequencies(cfg))
+    return angles.cos() * rope_scale(cfg), angles.sin() * rope_scale(cfg)
 
 
 def rope_scale(cfg: ModelConfig) -> float:

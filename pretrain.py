@@ -34,6 +34,7 @@ from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
 from groundup.train.base import adapters_of, check_trainable, count_known_ids, frozen_base, load_start, new_model
 from groundup.train.device import autocast, peak_flops, seed_everything
+from groundup.train.fsdp import in_step
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
@@ -142,7 +143,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)  # nats, tokens, bytes
     for source, of_source in enumerate(batches.values()):
-        for x, y in of_source:
+        for x, y in in_step(model, of_source):
             counts = [y.numel(), token_bytes[y].sum().item()]
             missing = (0, 0, 0, batch_size - len(x))  # fill the last batch up: another shape would be compiled again
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)

@@ -78,7 +78,7 @@ DEBUG_DATA = "data/debug/reward.jsonl"  # made by the script, to try it without 
 
 def check_config(config: dict, world_size: int) -> int:
     """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config, {"center": 0, "margin_scale": 0})
+    run.check_config(config, {"center": 0, "margin_scale": 0}, choices={"parallel": ("ddp",)})
     return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
 
 

@@ -109,7 +109,7 @@ def check_config(config: dict, world_size: int) -> int:
     least |= dict.fromkeys(("filter_groups", "draw_batch_size", "kl_coef", "clip_high", "value_clip"), 0)
     least |= dict.fromkeys(("value_learning_rate", "eval_prompts", "eval_answers"), 0)
     choices = {"algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES}
-    choices |= {"reference": ("model", "adapter_off"), "unfinished": ("penalty", "mask")}
+    choices |= {"reference": ("model", "adapter_off"), "unfinished": ("penalty", "mask"), "parallel": ("ddp",)}
     run.check_config(config, least | {"group_size": 1 if ppo else 2}, ("clip_low", "gamma", "lam"), choices)
     for key in ("kl_coef", "unfinished_reward"):
         run.refuse(not math.isfinite(config[key]), f"{key} must be a finite number, got {config[key]}")

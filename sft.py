@@ -35,6 +35,7 @@ from groundup.train import plan as memory_plan
 from groundup.train import ranks, run
 from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
 from groundup.train.device import autocast, peak_flops, seed_everything
+from groundup.train.fsdp import in_step
 from groundup.train.log import RunLog
 from groundup.train.lora import set_trainable
 from groundup.train.optim import learning_rate_at
@@ -99,7 +100,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)  # nats, labels, right ones, bytes
     for source, of_source in enumerate(batches.values()):
-        for batch in of_source:
+        for batch in in_step(model, of_source):
             n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
             batch = batch.to(device).even(batch_size)
             hidden = label_states(model, batch, device, dtype)

@@ -109,7 +109,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert [e[key] for e in events(a, "train")] == [e[key] for e in events(b, "train")], key
     for key in ("step", "val_loss", "val_bpb"):
         assert [e[key] for e in events(a, "eval")] == [e[key] for e in events(b, "eval")], key
-    weights, others = (load_file(out / "latest" / "model.safetensors") for out in (a, b))
+    weights, others = (checkpoint.load_model(out / "latest").state_dict() for out in (a, b))
     assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
     mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
     assert mine[0]["scaler"] == theirs[0]["scaler"]

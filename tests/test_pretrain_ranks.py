@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import test_pretrain as tp
 import torch
+from transformers import AutoModelForCausalLM
 
 from groundup.tokens.batches import Batches
 from groundup.tokens.packing import pack
@@ -44,20 +45,26 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "recompute": ["--activation_checkpointing=True"],
     "compiled": ["--compile=True"],
     "long": ["--max_steps=40", "--save_every=5"],
+    "fsdp": ["--parallel=fsdp", "--optimizer=adamw", "--bucket_mb=0"],
+    "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
+    "brain": ["--dtype=bfloat16", "--dropout=0"],
     "packed": ["--dtype=float32", "--dropout=0", "--pack=True", "--total_batch_tokens=256"],
 }
 CASES = [
     "2 half forward", "2 half zero1", "2 half powersgd", "2 half bf16 adamw", "2 float backward",
     "2 float backward zero1 fp16", "2 float zero1 forward recompute", "2 spread powersgd",
-    "4 float backward adamw", "4 spread", "4 spread zero1",
+    "4 float backward adamw", "4 spread", "4 spread zero1", "2 float fsdp", "4 spread clipped fsdp", "2 spread adamw",
 ]  # fmt: skip
 STRAIGHT_ONLY = [
     "2 half", "2 half zero1 forward", "2 half powersgd forward", "2 half fp16", "2 float", "2 float zero1",
     "2 float backward zero1", "4 float adamw", "4 float zero1 adamw", "2 float zero1 forward long", "2 packed",
+    "2 float adamw", "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp",
 ]  # fmt: skip
 MOVES = [  # new run, and the interrupted one that it continues
     "2 spread zero1 from 4 spread zero1", "1 spread zero1 from 4 spread zero1", "2 spread zero1 from 4 spread",
     "4 spread powersgd from 2 spread powersgd", "1 spread powersgd from 2 spread powersgd",
+    "2 spread clipped fsdp from 4 spread clipped fsdp", "1 spread clipped adamw from 4 spread clipped fsdp",
+    "4 spread fsdp from 2 spread adamw",
 ]  # fmt: skip
 SAME = {  # to the bit
     "2 half forward": "2 half",
@@ -174,6 +181,26 @@ def test_the_moment_of_the_update_changes_no_bit(runs, name):
 def test_zero1_trains_like_replicated_state(runs, name, plain):
     straight = runs / "straight"
     assert tp.losses(straight / name) == pytest.approx(tp.losses(straight / plain), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plain", "rel"), [
+    ("4 spread clipped fsdp", "4 spread clipped adamw", 1e-6), ("2 float fsdp", "2 float adamw", 1e-6),
+    ("2 brain fsdp", "2 brain adamw", 2e-3),
+])  # fmt: skip
+def test_fsdp_trains_like_ddp(runs, name, plain, rel):
+    """A checkpoint is what transformers reads: files that no rank held together, and an index."""
+    straight = runs / "straight"
+    for key, within in (("loss", rel), ("grad_norm", 10 * rel)):
+        found, expected = ([event[key] for event in tp.events(straight / run, "train")] for run in (name, plain))
+        assert found == pytest.approx(expected, rel=within), key
+    ours, theirs = (checkpoint.load_model(straight / run / "latest").state_dict() for run in (name, plain))
+    for key, weight in theirs.items():
+        assert (ours[key] - weight).norm() < 50 * rel * weight.norm(), key
+    latest = straight / name / "latest"
+    assert len(list(latest.glob("model-*.safetensors"))) > 9 and not (latest / "model.safetensors").exists()
+    hf, idx = AutoModelForCausalLM.from_pretrained(latest), torch.arange(32)[None]
+    assert torch.allclose(hf(idx).logits, checkpoint.load_model(latest)(idx), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -326,6 +353,10 @@ REFUSED = [  # flags, and words that the line must have
     (["--compress=topk"], "compress none fp16 bf16 powersgd 'topk'"),
     (["--overlap_step=sideways"], "overlap_step off forward backward 'sideways'"),
     (["--compress_rank=0"], "compress_rank 1 0"),
+    (["--parallel=fsdp"], "fsdp muon adamw"),
+    (["--parallel=fsdp", "--optimizer=adamw", "--dtype=float16"], "fsdp GradScaler float16 bfloat16"),
+    (["--parallel=fsdp", "--optimizer=adamw", "--zero1=True"], "fsdp zero1"),
+    (["--parallel=fsdp", "--optimizer=adamw", "--sample_prompts=The"], "fsdp --sample_prompts='' sample.py"),
 ]
 
 

@@ -23,6 +23,7 @@ from groundup.errors import UserError
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks
 from groundup.train.device import autocast
+from groundup.train.fsdp import in_step
 from groundup.train.lora import adapters_off
 from groundup.train.run import refuse
 from model import (
@@ -212,7 +213,7 @@ def compute_reference(
 ) -> Tensor:
     """Return the table of `open_reference`, on the CPU, for all pairs; each rank computes a part of them."""
     table, began = torch.zeros(corpus.n_pairs, 2), time.perf_counter()
-    for batch in corpus.all_batches(batch_size, world.rank, world.world_size):
+    for batch in in_step(model, corpus.all_batches(batch_size, world.rank, world.world_size)):
         table[batch.number] = reference_logps(model, batch.to(device), device, dtype).T.cpu()
     ranks.all_reduce_sum(table)
     if world.is_main:

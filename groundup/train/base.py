@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from groundup.errors import UserError
-from groundup.train import checkpoint
+from groundup.train import checkpoint, fsdp
+from groundup.train.device import choose_device
 from groundup.train.lora import LoRAConfig, choose, resize_vocab, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
@@ -89,7 +91,10 @@ def frozen_dtype(config: dict, dtype: torch.dtype) -> torch.dtype:
 
 def new_model(kind: type[Transformer], cfg: ModelConfig, config: dict, dtype: torch.dtype) -> Transformer:
     """Return kind(cfg) for what the settings train: beside adapters frozen matrices are held in base_dtype. Weights
-    that are saved whole stay as exact as they were."""
+    that are saved whole stay as exact as they were. With parallel='fsdp' each rank holds its rows alone."""
+    if config.get("parallel") == "fsdp":
+        device = choose_device(config["device"], int(os.environ["LOCAL_RANK"]))
+        return fsdp.build(kind, cfg, device, dtype, new=not config["init_from"])
     whole, with_adapters = choose(list(weight_shapes(cfg)), config["trainable"], adapters_of(config))
     held = frozen_dtype(config, dtype) if with_adapters else torch.float32
     return checkpoint.build(kind, cfg, held, {*whole, "score.weight"})
@@ -112,7 +117,8 @@ def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokeni
         return checkpoint.load_weights(model, source)
     start = checkpoint.load_model(source, block_size=model.cfg.block_size, dtype=checkpoint.held_dtype(model))
     resize_vocab(start, model.cfg.vocab_size, n_known, old_parts(source, n_known, tokenizer))
-    model.load_state_dict(start.state_dict())
+    for name, p in model.named_parameters():
+        fsdp.put(p, start.get_parameter(name))
 
 
 def frozen_base(resume_from: Path | None, source: Path | None) -> str:

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from groundup.errors import UserError
 from groundup.files.untrusted import check_regular, check_zip, is_name, read_json
-from groundup.train import huggingface, lora, ranks
+from groundup.train import fsdp, huggingface, lora, ranks
 from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -52,6 +52,7 @@ def save(
     out_dir: str | Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, rank_state: dict,
     world: ranks.World, *, val_loss: float | None, keep_last: int, keep_best: int, base: str | Path = "",
     write: Callable[[Path, Transformer, Tokenizer], None] | None = None, group: ProcessGroup | None = None,
+    write_shards: Callable[[Path], None] | None = None,
 ) -> Path:  # fmt: skip
     """Write out_dir/step_NNNNNN, point the links at it, remove what is not kept; return its path.
 
@@ -60,6 +61,7 @@ def save(
     `val_loss` are kept; None and NaN do not compete, of equals the earlier is better. If one rank fails (disk full),
     all raise UserError and earlier checkpoints are intact. base: directory of the frozen weights of a model with
     adapters. write: replaces write_model for another kind of model. group: process group of the ranks.
+    write_shards: writes the parts of weights and state that a rank holds, on all ranks.
     """
     if keep_last < 0 or not 0 <= keep_best <= len(BEST):
         raise UserError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
@@ -76,6 +78,9 @@ def save(
             (write or partial(write_model, base=base))(temp, model, tokenizer)
             write_state(temp / "train_state.pt", state)
             write_score(temp / "score.json", step, val_loss)
+    if write_shards is not None:
+        with part():
+            write_shards(temp)
     with part():
         if world.is_main:
             commit(temp, final)
@@ -172,8 +177,9 @@ def write_score(path: Path, step: int, val_loss: float | None) -> None:
 
 def commit(temp: Path, final: Path) -> None:
     """Put the contents on the disk, then give them their name. A step that exists is renamed until then."""
-    files = sorted(temp.iterdir())
-    write_json(temp / "checksums.json", {path.name: checksum(path) for path in files if path.name != "score.json"})
+    files = sorted(temp.rglob("*"))
+    summed = [path for path in files if path.is_file() and path.name != "score.json"]
+    write_json(temp / "checksums.json", {path.relative_to(temp).as_posix(): checksum(path) for path in summed})
     for path in (*files, temp / "checksums.json", temp):
         sync(path)
     old = final.with_name(f".{final.name}.old")
@@ -289,7 +295,7 @@ def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> P
 def check_bytes(step_dir: Path) -> None:
     """Raise UserError unless every file of a checkpoint is as it was written."""
     for name, want in read_json(step_dir / "checksums.json").items():
-        if not is_name(name):
+        if not all(map(is_name, name.split("/"))):
             raise UserError(f"checkpoint: {step_dir / 'checksums.json'} is damaged: it names {name!r:.80}")
         path = step_dir / name
         try:
@@ -378,10 +384,14 @@ def model_name(directory: Path) -> str:
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
-def load_train_state(step_dir: str | Path, rank: int) -> tuple[dict, dict]:
-    """Return (state, rank_state) as saved; rank_state is {} for a rank that did not exist then. Runs no code."""
+def load_train_state(step_dir: str | Path, rank: int, whole: bool = True) -> tuple[dict, dict]:
+    """Return (state, rank_state) as saved; rank_state is {} for a rank that did not exist then. Runs no code.
+    whole: also read an optimizer's state that fsdp.py has written in shards."""
     path = Path(step_dir) / rank_file(rank)
-    return read_state(Path(step_dir) / "train_state.pt"), read_state(path) if path.exists() else {}
+    state = read_state(Path(step_dir) / "train_state.pt")
+    if whole and "" in state.get("optimizer", ()):
+        state["optimizer"] = fsdp.read_optimizer(Path(step_dir), state["optimizer"][""]["step"])
+    return state, read_state(path) if path.exists() else {}
 
 
 def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[dict]:
@@ -476,6 +486,8 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
 @torch.no_grad()
 def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
     """Copy stored weights into `model`, except for adapters and the parameters in `leave`. Raise UserError."""
+    if hasattr(model, "reshard"):  # of fsdp.py: else these could be copies that were gathered
+        model.reshard()
     params = {name: p for name, p in model.named_parameters() if ".lora_" not in name and name not in leave}
     with ExitStack() as files:
         tensors = huggingface.open_weights(Path(directory), files)
@@ -484,7 +496,7 @@ def copy_weights(model: Transformer, directory: str | Path, leave: Collection[st
         tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
         huggingface.check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
         for name, p in params.items():
-            p.copy_(tensors[name][:])
+            fsdp.put(p, tensors[name])
 
 
 def weights_key(directory: Path) -> str:

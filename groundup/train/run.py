@@ -28,7 +28,7 @@ from configurator import write_config
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
-from groundup.train import checkpoint, powersgd, ranks, run_card
+from groundup.train import checkpoint, fsdp, powersgd, ranks, run_card
 from groundup.train.device import (
     choose_device,
     choose_dtype,
@@ -52,7 +52,7 @@ AT_LEAST |= {"compress_start_step": -1, "max_steps": 0, "total_batch_pairs": 0}
 SHARES = ("warmup_fraction", "decay_fraction", "beta1", "beta2", "momentum", "val_fraction")
 CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
-    "compress": ddp.COMPRESS, "base_dtype": ("auto", "float32", "bfloat16"),
+    "compress": ddp.COMPRESS, "base_dtype": ("auto", "float32", "bfloat16"), "parallel": ("ddp", "fsdp"),
 }  # fmt: skip
 # What a run leaves in its directory: a new one begins, and overwrite=True deletes, where there is nothing else.
 OWN_FILES = re.compile(
@@ -121,6 +121,8 @@ def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
     fp16 = dtype == torch.float16
     reason = ddp.conflict(config["compress"], config["overlap_step"], config["zero1"], config["grad_clip"], fp16)
     refuse(reason, reason)
+    reason = fsdp.conflict(config, dtype) if config["parallel"] == "fsdp" else ""
+    refuse(reason, reason)
     return device, dtype
 
 
@@ -140,7 +142,7 @@ def find_checkpoint(config: dict, cfg: ModelConfig, order: dict) -> Resume:
     path = find_resume(config, cfg, verbose=rank == 0)
     if path is None:
         return Resume(None, 0, {}, {})
-    state, rank_state = checkpoint.load_train_state(path, rank)
+    state, rank_state = checkpoint.load_train_state(path, rank, whole=config["parallel"] == "ddp")
     check_data_order(state["order"], state["config"], order, path, state["step"])
     check_same_parts(path, state["config"], config)
     if rank == 0:
@@ -274,7 +276,7 @@ class Parts(NamedTuple):
     opt: Optimizer
     scaler: torch.amp.GradScaler
     hook: object  # of powersgd.make_hook
-    ddp: ddp.DDP
+    ddp: ddp.DDP | fsdp.FSDP
     world: ranks.World
     device: torch.device
     writer: Writer | None = None  # None: saved as a part of another's state (critic.py)
@@ -293,13 +295,17 @@ def set_up(
     hook = powersgd.make_hook(
         config["compress"], config["compress_rank"], first, config["compress_embedding"], config["seed"], scaler
     )
+    writer = Writer(config["async_save"], config["timeout_s"]) if saves else None
+    if config["parallel"] == "fsdp":
+        sharded = fsdp.FSDP(model)
+        opt = fsdp.AdamW(sharded.params, (config["beta1"], config["beta2"]), config["weight_decay"])
+        return Parts(model, opt, scaler, hook, sharded, world, device, writer)
     whole = partial(stays_whole, config["optimizer"])
     replicas = ddp.DDP(model, config["bucket_mb"], hook, config["overlap_step"], config["zero1"], keep_whole=whole)
     opt = Optimizer(
         replicas.buckets, config["optimizer"], (config["beta1"], config["beta2"]), weight_decay=config["weight_decay"],
         momentum=config["momentum"], muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
     )  # fmt: skip
-    writer = Writer(config["async_save"], config["timeout_s"]) if saves else None
     return Parts(model, opt, scaler, hook, replicas, world, device, writer)
 
 
@@ -323,6 +329,8 @@ def start(
     skipped = torch.tensor(resumed.state.get("skipped", [0.0, 0.0]), device=parts.device)
     if resumed.path:
         load_state(parts, resumed.state)
+        if config["parallel"] == "fsdp":
+            fsdp.load_optimizer(parts.opt, resumed.path)
         if resumed.rank_state:  # absent for a rank that the saved run did not have
             set_rng_state(resumed.rank_state["rng"], parts.device)
         if config["compress"] == "powersgd":
@@ -384,10 +392,19 @@ def save(
     if config["compress"] == "powersgd":
         rank_state["powersgd"] = parts.hook.state_dict()
     model, state = (parts.model, state) if parts.world.is_main else (None, {})  # which rank 0 alone writes
-    model, state, rank_state = parts.writer.copy(model, state, rank_state)
+    mine = {}
+    if config["parallel"] == "fsdp":
+        model, mine = None, fsdp.shards(parts.ddp, parts.opt)
+
+        def write(directory: Path, _: None, tokenizer: Tokenizer) -> None:
+            checkpoint.write_settings(directory, parts.model.cfg, tokenizer)
+
+    model, state, rank_state, mine = parts.writer.copy(model, state, rank_state, mine)
+    write_shards = partial(fsdp.write, parallel=parts.ddp, mine=mine, group=parts.writer.group) if mine else None
     parts.writer.start(partial(
         checkpoint.save, config["out_dir"], step, model, tokenizer, state, rank_state, parts.world, val_loss=None,
         keep_last=config["keep_last"], keep_best=config["keep_best"], base=base, write=write, group=parts.writer.group,
+        write_shards=write_shards,
     ))  # fmt: skip
     if not parts.writer.behind:
         report_save(parts, log)

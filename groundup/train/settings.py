@@ -39,6 +39,7 @@ device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
 compile = True  # torch.compile, block by block
 activation_checkpointing = False  # recompute blocks in backward: less memory, a third more compute
+parallel = "ddp"  # ddp | fsdp: each rank keeps a part of the weights, gradients and state (pretrain, sft, dpo)
 bucket_mb = 0.0  # size of the gradient buckets; 0 = from the model's size
 compress = "none"  # gradients on the wire: none | fp16 | bf16 | powersgd (low rank, with error feedback)
 compress_rank = 4  # powersgd: rank of the approximation
