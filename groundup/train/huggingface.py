@@ -18,6 +18,7 @@ from torch import Tensor
 
 from groundup.errors import UserError, listed
 from groundup.files.untrusted import check_regular, is_name, read_json
+from groundup.train import computation
 from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def write_json(path: Path, value: dict) -> None:
 def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> dict:
     """Return config.json; rotary settings and dtype stand under the names of transformers 5 and of transformers 4."""
     kind, dtype_name = cfg.model_type, str(dtype).removeprefix("torch.")
-    config = special_ids(tokenizer) | {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+    config = special_ids(tokenizer) | computation.record(kind) | {"architectures": [ARCHITECTURES[kind]]}
     config |= {"sliding_window": None} if kind == "mistral" else {}  # absent means 4096 to transformers
     config |= {key: getattr(cfg, field) for key, field in SIZES.items()}
     return config | {
@@ -101,7 +102,7 @@ def from_hf_config(path: Path) -> ModelConfig:
     """Return the architecture in a config.json (transformers 4 or 5). Raise UserError for a model whose weights would
     load but mean something else."""
     hf = read_json(path)
-    kind = str(hf.get("model_type"))
+    kind = str(hf.get("model_type")).removeprefix(computation.CHANGED)
     if kind not in ARCHITECTURES:
         why = f" ({DIFFERS[kind]})" if kind in DIFFERS else ""
         raise UserError(f"checkpoint: {path}: model_type={kind!r}{why}; supported are {', '.join(ARCHITECTURES)}")
@@ -125,6 +126,9 @@ def from_hf_config(path: Path) -> ModelConfig:
         **sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
         model_type=kind, tie_embeddings=tied,
     )  # fmt: skip
+    if not computation.is_as_saved(hf):
+        why = "this model.py does not compute what these weights were trained for"
+        computation.say(f"checkpoint: warning: {path.parent}: {why}")
     if cfg.n_layer > MOST_LAYERS:
         raise UserError(f"checkpoint: {path}: num_hidden_layers={cfg.n_layer}, at most {MOST_LAYERS} are supported")
     if longest * cfg.head_dim > MOST_ANGLES:

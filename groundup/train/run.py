@@ -28,7 +28,7 @@ from configurator import write_config
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
-from groundup.train import checkpoint, fsdp, powersgd, ranks, run_card
+from groundup.train import checkpoint, computation, fsdp, powersgd, ranks, run_card
 from groundup.train.device import (
     choose_device,
     choose_dtype,
@@ -170,6 +170,7 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
         if used:
             check_own(out)
         return None
+    computation.check_resume(path, checkpoint.ADAPTED_CONFIG if checkpoint.is_adapter(path) else "config.json")
     saved = checkpoint.load_config(path)
     keys = [field.name for field in dataclasses.fields(cfg) if field.compare and field.name != "dropout"]
     if differ := [key for key in keys if getattr(saved, key) != getattr(cfg, key)]:
@@ -227,7 +228,8 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
     if gone := [f"{key}={value!r}" for key, value in sorted(gone.items())]:
         text += f"; no longer a setting, ignored: {', '.join(gone)}"
     if step >= config["max_steps"]:
-        text += f"; max_steps={config['max_steps']} is reached, raise it to go on"
+        text += f"; max_steps={config['max_steps']} is reached: raise it to go on, or begin anew with "
+        text += "--resume=never --overwrite=True"
     return text
 
 

@@ -1,0 +1,125 @@
+"""computation.py: the recorded numbers are transformers', edits of model.py change them, and rounding does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+import model
+from groundup.errors import UserError
+from groundup.train import checkpoint, computation, run
+from model import ModelConfig, Transformer
+from tokenizer import train
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+silu = F.silu
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    computation.logits_of.cache_clear()
+    computation.say.cache_clear()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_recorded_numbers_are_transformers(kind):
+    cfg = CONFIGS[kind](
+        vocab_size=32, max_position_embeddings=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, head_dim=16, intermediate_size=64, rope_theta=10000.0, rms_norm_eps=0.1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = AutoModelForCausalLM.from_config(cfg).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(computation.fixed_values(name.removeprefix("model."), p.shape))
+        found = theirs(torch.arange(12).view(1, 12)).logits[0, -1, ::4]
+    torch.testing.assert_close(found, torch.tensor(computation.PLAIN[kind]), atol=1e-4, rtol=0)
+    assert computation.is_plain(kind)
+
+
+def other_rope(cfg: ModelConfig) -> torch.Tensor:
+    return 500_000.0 ** -(torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim)
+
+
+def eps_outside(self: model.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+
+
+def with_bias(self: model.MLP, cfg: ModelConfig, make=model.MLP.__init__) -> None:
+    make(self, cfg)
+    self.down_proj = torch.nn.Linear(cfg.ffn_dim, cfg.n_embd)
+
+
+def parallel(self: model.Block, x: torch.Tensor, *where: object) -> torch.Tensor:
+    return x + self.self_attn(self.input_layernorm(x), *where) + self.mlp(self.post_attention_layernorm(x))
+
+
+EDITS = {
+    "gelu": (F, "silu", F.gelu),
+    "rope": (model, "rope_frequencies", other_rope),
+    "eps": (model.RMSNorm, "forward", eps_outside),
+    "bias": (model.MLP, "__init__", with_bias),
+    "parallel": (model.Block, "forward", parallel),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_model_is_another_and_stays_the_same(monkeypatch, edit):
+    assert computation.is_plain("llama") and computation.is_plain("mistral")
+    computation.logits_of.cache_clear()
+    monkeypatch.setattr(*EDITS[edit])
+    assert not computation.is_plain("llama")
+    saved = json.loads(json.dumps(computation.record("llama")))
+    assert computation.is_as_saved(saved) and not computation.is_as_saved({"model_type": "llama"})
+    monkeypatch.undo()
+    computation.logits_of.cache_clear()
+    assert not computation.is_as_saved(saved) and computation.is_as_saved({"model_type": "llama"})
+
+
+def test_rounding_threads_and_random_generators_change_nothing():
+    state = torch.get_rng_state()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert computation.is_plain("qwen3")
+        computation.logits_of.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert all(map(computation.is_plain, CONFIGS))
+    torch.set_num_threads(before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch, capsys):
+    """Nor does a run go on with another model.py; other loads say it, each in one line."""
+    tokenizer = train(["a b c"], 384)
+    cfg = ModelConfig(tokenizer.vocab_size, block_size=16, n_layer=1, n_head=2, n_embd=16)
+    plain, changed = (tmp_path / name / "step_000001" for name in ("plain", "changed"))
+    config = {"resume": "auto", "init_from": ""}
+    for directory in (plain, changed):
+        if directory == changed:
+            monkeypatch.setattr(F, "silu", F.gelu)
+            computation.logits_of.cache_clear()
+            checkpoint.check_saves(cfg, tokenizer)
+            said = "checkpoint: this model.py is no llama as transformers has it; it alone opens what is saved\n"
+            assert capsys.readouterr().err == said
+            with pytest.raises(UserError, match="else; put .* anew with --resume=never --overwrite=True"):
+                run.find_resume(config | {"out_dir": str(plain.parent)}, cfg, verbose=False)
+        directory.mkdir(parents=True)
+        checkpoint.write_model(directory, Transformer(cfg), tokenizer)
+        (directory / "checksums.json").write_text("{}", encoding="utf-8")
+        assert run.find_resume(config | {"out_dir": str(directory.parent)}, cfg, verbose=False) == directory
+    assert capsys.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(plain)
+    with pytest.raises(ValueError, match="changed_llama"):
+        AutoModelForCausalLM.from_pretrained(changed)
+    monkeypatch.setattr(F, "silu", silu)
+    computation.logits_of.cache_clear()
+    capsys.readouterr()  # bars of transformers
+    for _ in range(2):
+        assert checkpoint.load_config(changed) == cfg
+    said = f"checkpoint: warning: {changed}: this model.py does not compute what these weights were trained for\n"
+    assert capsys.readouterr().err == said
