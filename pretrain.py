@@ -163,8 +163,7 @@ def sample_texts(model: Transformer, tokenizer: Tokenizer, prompts: str, seed: i
     ids = [begin_prompt(tokenizer, prompt) for prompt in prompts.split("|") if prompt]
     how = {"max_new_tokens": 64, "temperature": 0.8, "top_p": 0.95, "eos_ids": tokenizer.stop_ids}
     how["banned_ids"] = never_sampled(tokenizer, model.cfg.vocab_size)
-    each = [SamplingParams(**how, seed=seed + i) for i in range(len(ids))]
-    results = generate(model, None, ids, each) if ids else []
+    results = generate(model, None, ids, SamplingParams(**how, seed=seed)) if ids else []
     return [tokenizer.decode(result.prompt_ids + result.completions[0].ids) for result in results]
 
 

@@ -37,7 +37,7 @@ from groundup.train.base import adapters_of, frozen_base, load_start, new_model,
 from groundup.train.device import autocast, peak_flops, seed_everything
 from groundup.train.fsdp import in_step
 from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable
+from groundup.train.lora import lora_config_of, set_trainable
 from groundup.train.optim import learning_rate_at
 from groundup.train.plan import flops_per_token
 from groundup.train.settings import *  # noqa: F403
@@ -122,7 +122,8 @@ def answer(
     """Return the greedy answer to each prompt, and whether it ends by itself."""
     banned = never_sampled(tokenizer, model.cfg.vocab_size)
     params = SamplingParams(max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids, banned_ids=banned)
-    results = generate(model, tokenizer, prompts, params, batch_size=16) if prompts else []
+    copies = lora_config_of(model) is None  # beside adapters a frozen base is most of the memory
+    results = generate(model, tokenizer, prompts, params, batch_size=16, copies=copies) if prompts else []
     return [(result.completions[0].text, result.completions[0].finish_reason == "stop") for result in results]
 
 

@@ -36,6 +36,7 @@ from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.run import compile_blocks, describe_resume, warmup_of
 from model import IGNORE, ModelConfig, Transformer
+from pretrain import sample_texts
 from tokenizer import Tokenizer
 from tokenizer import extended as extend_tokenizer
 
@@ -119,6 +120,14 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 # ---- it trains ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_text_does_not_depend_on_the_prompts_beside_it(data_dir):
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.load(data_dir)
+    net = Transformer(ModelConfig(tokenizer.vocab_size, 128, n_layer=1, n_head=2, n_embd=32))
+    both = sample_texts(net, tokenizer, "The |def ", seed=1)
+    assert both == [sample_texts(net, tokenizer, prompt, seed=1)[0] for prompt in ("The ", "def ")]
 
 
 @pytest.mark.slow

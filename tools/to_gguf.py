@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -95,19 +94,18 @@ def add_weights(writer: object, source: Path, config: dict, kind: object) -> int
     from gguf.quants import quantize
 
     n = 0
-    with ExitStack() as files:
-        tensors = huggingface.open_weights(source, files)
-        if config.get("tie_word_embeddings"):
-            huggingface.drop_tied_head(tensors, source)
-        for name, tensor in tensors.items():
-            array = tensor[:].float().numpy()
-            if config["model_type"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
-                array = interleaved(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
-            n += array.size
-            if array.ndim == 1:
-                writer.add_tensor(gguf_name(name), array)
-            else:
-                writer.add_tensor(gguf_name(name), quantize(array, kind), raw_dtype=kind)
+    tensors = huggingface.open_weights(source)
+    if config.get("tie_word_embeddings"):
+        huggingface.drop_tied_head(tensors, source)
+    for name, tensor in tensors.items():
+        array = tensor[:].float().numpy()
+        if config["model_type"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            array = interleaved(array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+        n += array.size
+        if array.ndim == 1:
+            writer.add_tensor(gguf_name(name), array)
+        else:
+            writer.add_tensor(gguf_name(name), quantize(array, kind), raw_dtype=kind)
     return n
 
 

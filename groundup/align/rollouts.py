@@ -3,9 +3,9 @@
 Tokens are sampled from exactly the distribution that is trained: softmax of logits / temperature over all ids, with no
 top-k, top-p or forbidden ids. The token that ends an answer, <|im_end|> or the end of text, was sampled like the
 others, so it is learned like the others. An answer depends only on the weights, its prompt and (seed, step, attempt,
-number of the prompt in the step, sample): not on the ranks, nor, but for near ties in bfloat16 and float16, on the rest
-of the batch. Only its ids are the same in any batch: sums are rounded otherwise, and log-probabilities differ by some
-5e-6 in float32, 0.03 in bfloat16 (SmolLM2-135M), also between drawing and training.
+number of the prompt in the step, sample): not on the ranks, nor, but for near ties, on the rest of the batch. How many
+rows there are changes the rounding: log-probabilities differ by some 5e-6 in float32, 0.03 in bfloat16 (SmolLM2-135M),
+between batches and between drawing and training; ids next to never in float32, now and then in bfloat16.
 """
 
 import math

@@ -6,10 +6,11 @@
     Engine.add, .step, .cancel: requests that come and go while others generate
 
 Each step draws a token of each text that generates; a text that ends makes room for the next (continuous batching).
-Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's
-ids and the sample's number: independent of other prompts, samples and seeds, and the same ids in any batch (in float32;
-in bfloat16 and float16 the number of rows changes the rounding, and near ties may fall otherwise). torch's global
-generators are not touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
+Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's ids and the sample's
+number: independent of other prompts, samples and seeds. What is drawn is the same in any batch but for near ties, since
+the number of rows changes the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so
+another id is next to never drawn in float32, now and then in bfloat16 and float16. torch's global generators are not
+touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
 """
 
 import copy
@@ -46,9 +47,10 @@ MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading t
 
 def generate(
     model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
-    batch_size: int = 0, compile: bool = False,
+    batch_size: int = 0, compile: bool = False, copies: bool = True,
 ) -> list[Result]:  # fmt: skip
     """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
+    copies=False: use the matrices as they are, without faster copies of them, in half the memory.
 
     tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows; this takes 10 to 60 s and
     pays off from some thousand tokens. (Several rows in float32 on a CPU are faster eager, and stay so.)
@@ -59,7 +61,7 @@ def generate(
     requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
     n_samples = sum(request.params.n_samples for request in requests)
     rows, steps = min(batch_size or n_samples, n_samples), max(request.limit for request in requests)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, steps))
+    results = dict(run_all(model, tokenizer, requests, rows, compile, steps if copies else 0))
     return [results[i] for i in range(len(requests))]
 
 
@@ -101,14 +103,14 @@ class Engine:
         self, model: Transformer, tokenizer: Tokenizer | None, rows: int, compile: bool = False,
         steps: int = PACKED_STEPS,
     ) -> None:  # fmt: skip
-        """rows: the most texts at a time; steps: about how many steps there will be."""
+        """rows: the most texts at a time; steps: about how many steps there will be, 0: make no copies of matrices."""
         self.device = model.embed_tokens.weight.device
-        self.dtype = compute_dtype(model.embed_tokens.weight)
+        self.dtype = compute_dtype(model.layers[0].self_attn.q_proj.weight)
         # For several rows in float32 packed matrices take half the time of inductor's call of the library.
         can_pack = PackedLinear.works(self.device, self.dtype)
         self.compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
         packed = can_pack and not self.compile and steps >= PACKED_STEPS
-        self.model, self.tokenizer = for_inference(model, self.dtype, packed, rows), tokenizer
+        self.model, self.tokenizer = for_inference(model, self.dtype, packed, rows, merged=steps > 0), tokenizer
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
@@ -407,12 +409,14 @@ def compiled_step(device_type: str) -> Callable:
     return torch.compile(decode_step, dynamic=False)
 
 
-def for_inference(model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0) -> Transformer:
+def for_inference(
+    model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0, merged: bool = True
+) -> Transformer:
     """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors that need no change
     are shared with `model`.
 
     Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    Adapters are merged into copies of their matrices. packed: on a CPU, pack the matrices if memory suffices; for one
+    merged: add adapters to copies of their matrices. packed: on a CPU, pack the matrices if memory suffices; for one
     row in float32 only those of a shape that is then multiplied faster, which depends on the CPU."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
@@ -427,7 +431,7 @@ def for_inference(model: Transformer, dtype: torch.dtype, packed: bool, rows: in
         if isinstance(parent, LoRALinear):
             continue  # replaced already: a parent comes before its children
         for name, child in parent.named_children():
-            if isinstance(child, LoRALinear):
+            if isinstance(child, LoRALinear) and merged:
                 child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False), child.bias)
                 setattr(parent, name, child)
             if rows == 1 and type(child) is nn.Linear and child.weight.dtype == dtype == torch.float32:

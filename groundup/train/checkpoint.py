@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -422,9 +422,8 @@ def load_config(directory: str | Path) -> ModelConfig:
         return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
     cfg, base = huggingface.from_hf_config(path), base_of(directory) if is_adapter(directory) else Path(directory)
     if any(base.glob("*.safetensors*")):  # a plan needs no weights
-        with ExitStack() as files:
-            own = huggingface.open_adapter(directory, files) if is_adapter(directory) else {}
-            huggingface.check_sizes(cfg, huggingface.open_weights(base, files) | own, directory)
+        own = huggingface.open_adapter(directory) if is_adapter(directory) else {}
+        huggingface.check_sizes(cfg, huggingface.open_weights(base) | own, directory)
     return cfg
 
 
@@ -489,14 +488,13 @@ def copy_weights(model: Transformer, directory: str | Path, leave: Collection[st
     if hasattr(model, "reshard"):  # of fsdp.py: else these could be copies that were gathered
         model.reshard()
     params = {name: p for name, p in model.named_parameters() if ".lora_" not in name and name not in leave}
-    with ExitStack() as files:
-        tensors = huggingface.open_weights(Path(directory), files)
-        if model.cfg.tie_embeddings:
-            huggingface.drop_tied_head(tensors, directory)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
-        huggingface.check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
-        for name, p in params.items():
-            fsdp.put(p, tensors[name])
+    tensors = huggingface.open_weights(Path(directory))
+    if model.cfg.tie_embeddings:
+        huggingface.drop_tied_head(tensors, directory)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
+    huggingface.check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
+    for name, p in params.items():
+        fsdp.put(p, tensors[name])
 
 
 def weights_key(directory: Path) -> str:

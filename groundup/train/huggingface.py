@@ -6,7 +6,6 @@ would load but compute something else is refused in one line.
 
 import json
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,8 +183,27 @@ def save_weights(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Non
     path.chmod(mode)
 
 
-def open_weights(directory: Path, files: ExitStack) -> dict[str, Any]:
-    """Return {our name: slice of an open safetensors file}, from one file or from the shards that an index names."""
+class Stored:
+    """A tensor in a safetensors file, read by `stored[:]`. The file is mapped only while that result is alive: pages of
+    a mapped file stay in the process's memory, beside the copy, until it is closed."""
+
+    def __init__(self, path: Path, name: str, shape: list[int], dtype: str) -> None:
+        self.path, self.name, self.shape, self.dtype = path, name, tuple(shape), dtype
+
+    def __getitem__(self, place: Any) -> Tensor:
+        with open_safetensors(self.path) as file:
+            return file.get_slice(self.name)[place]
+
+
+def tensors_of(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file by its names. Raise UserError."""
+    with open_safetensors(path) as file:
+        found = {name: file.get_slice(name) for name in file.keys()}
+        return {name: Stored(path, name, one.get_shape(), one.get_dtype()) for name, one in found.items()}
+
+
+def open_weights(directory: Path) -> dict[str, Stored]:
+    """Return the weights by our names, from one file or from the shards that an index names."""
     paths, index = [directory / "model.safetensors"], directory / "model.safetensors.index.json"
     if index.exists() and not paths[0].exists():
         shards = read_json(index).get("weight_map")
@@ -194,8 +212,7 @@ def open_weights(directory: Path, files: ExitStack) -> dict[str, Any]:
         paths = [directory / shard for shard in sorted(set(shards.values()))]
     tensors = {}
     for path in paths:
-        shard = files.enter_context(open_safetensors(path))
-        tensors |= {name.removeprefix("model."): shard.get_slice(name) for name in shard.keys()}
+        tensors |= {name.removeprefix("model."): tensor for name, tensor in tensors_of(path).items()}
     # Conversions of the first Llamas carry this constant, which follows from the configuration.
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
@@ -215,7 +232,7 @@ def open_safetensors(path: Path) -> Any:
         raise UserError(f"checkpoint: cannot read {path}: {why}") from None
 
 
-def drop_tied_head(tensors: dict[str, Any], directory: str | Path, trained_as_one: bool = True) -> None:
+def drop_tied_head(tensors: dict[str, Stored], directory: str | Path, trained_as_one: bool = True) -> None:
     """Remove the head that some files of tied models hold beside the embedding. Raise UserError if it differs, or if an
     adapter has only one of them, not `trained_as_one` with the other."""
     head, embedding = tensors.pop("lm_head.weight", None), tensors.get("embed_tokens.weight")
@@ -227,7 +244,7 @@ def drop_tied_head(tensors: dict[str, Any], directory: str | Path, trained_as_on
         raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight was trained apart from them")
 
 
-def check_sizes(cfg: ModelConfig, tensors: dict[str, Any], directory: str | Path) -> None:
+def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: str | Path) -> None:
     """Raise UserError unless `tensors`, as in check_fit, have the layers and the sizes of `cfg`: compared before a
     model is built, which a damaged config.json could make as large as it likes."""
     found = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
@@ -237,12 +254,12 @@ def check_sizes(cfg: ModelConfig, tensors: dict[str, Any], directory: str | Path
     check_fit(shapes, {name: tensors[name] for name in shapes if name in tensors}, directory)
 
 
-def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], directory: str | Path) -> None:
+def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Stored], directory: str | Path) -> None:
     """Raise UserError unless `tensors`, slices of a file in `directory`, are one for each name and shape."""
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is unknown" for name in tensors if name not in shapes]
     for name in (name for name in shapes if name in tensors):
-        shape, want, dtype = tuple(tensors[name].get_shape()), shapes[name], tensors[name].get_dtype()
+        shape, want, dtype = tensors[name].shape, shapes[name], tensors[name].dtype
         if shape != want:
             problems.append(f"{name} has shape {shape} and not {want}")
         elif dtype not in DTYPES:
@@ -298,14 +315,12 @@ def read_peft_config(directory: str | Path) -> dict:
 
 def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     """Return {our name: shape} of an adapter's tensors."""
-    with ExitStack() as files:
-        return {name: tuple(tensor.get_shape()) for name, tensor in open_adapter(directory, files).items()}
+    return {name: tensor.shape for name, tensor in open_adapter(directory).items()}
 
 
-def open_adapter(directory: str | Path, files: ExitStack) -> dict[str, Any]:
-    """Return {our name: slice of the open file} of an adapter's tensors."""
-    file = files.enter_context(open_safetensors(Path(directory) / ADAPTER_WEIGHTS))
-    return {our_name(key): file.get_slice(key) for key in file.keys()}
+def open_adapter(directory: str | Path) -> dict[str, Stored]:
+    """Return an adapter's tensors by our names."""
+    return {our_name(key): tensor for key, tensor in tensors_of(Path(directory) / ADAPTER_WEIGHTS).items()}
 
 
 def our_name(key: str) -> str:
@@ -319,22 +334,21 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
     Adapters are added if the model has none; otherwise they must be of the same kind. Raise UserError, with nothing
     copied, for what is not supported or does not fit."""
     config, present = read_peft_config(directory), lora_config_of(model)
-    with ExitStack() as files:
-        tensors = open_adapter(directory, files)
-        # The weights tell which modules have one: peft's target_modules may also be an expression.
-        modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
-        try:
-            cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
-        except (KeyError, TypeError, UserError) as error:
-            raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
-        if present is not None and replace(present, dropout=cfg.dropout) != cfg:
-            raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
-        if model.cfg.tie_embeddings:
-            drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
-        shapes = weight_shapes(model.cfg, cfg).items()
-        check_fit({name: shape for name, shape in shapes if ".lora_" in name or name in tensors}, tensors, directory)
-        if present is None:
-            add_lora(model, cfg)
-        params = dict(model.named_parameters())
-        for name, tensor in tensors.items():
-            params[name].copy_(tensor[:])
+    tensors = open_adapter(directory)
+    # The weights tell which modules have one: peft's target_modules may also be an expression.
+    modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
+    try:
+        cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
+    if present is not None and replace(present, dropout=cfg.dropout) != cfg:
+        raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
+    if model.cfg.tie_embeddings:
+        drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
+    shapes = weight_shapes(model.cfg, cfg).items()
+    check_fit({name: shape for name, shape in shapes if ".lora_" in name or name in tensors}, tensors, directory)
+    if present is None:
+        add_lora(model, cfg)
+    params = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        params[name].copy_(tensor[:])

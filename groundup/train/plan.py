@@ -16,6 +16,7 @@ from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
 # Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
 # it was largest where blocks are recomputed: a third at 23M parameters.
 MARGIN = {"cpu": 0.3, "cuda": 0.1}
+PROCESS = 300 * 2**20  # Python with torch, in the memory of the machine
 
 
 def parameter_table(cfg: ModelConfig) -> dict[str, int]:
@@ -111,10 +112,17 @@ def describe(
         memory["compression error"] = 4 * min(matrices, trained["trainable"])
     if config["async_save"] and device.type == "cpu":  # a GPU's copy lies in RAM
         memory["copy to save"] = 4 * trained["trainable"] + memory["optimizer"] + memory.get("compression error", 0)
+    generates = config.get("sample_prompts") or config.get("eval_answers")
+    if device.type == "cpu" and generates and not trained["adapters"]:
+        # Evaluations generate with packed matrices (generate/engine.py), when no activations are held.
+        packed = 4 * (parameter_table(cfg)["attention"] + parameter_table(cfg)["mlp"] + cfg.vocab_size * cfg.n_embd)
+        more = packed - memory["activations"] - memory["head"]
+        memory |= {"copy to answer with": more} if more > 0 else {}
     if config["zero1"]:  # rank 0 saves the whole state, but holds its part
         memory["optimizer"] /= world_size
     memory |= other or {}
     memory["margin"] = MARGIN.get(device.type, 0.1) * sum(memory.values())
+    memory |= {"interpreter": PROCESS} if device.type == "cpu" else {}
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     flops = flops_per_token(cfg, config["block_size"], head, config["trainable"])
     seconds = tokens * flops / (peak * world_size) / 0.4

@@ -40,7 +40,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import ddp
 from groundup.errors import UserError
-from groundup.train import checkpoint, lora, ranks
+from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.lora import LoRAConfig
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, train
@@ -306,6 +306,22 @@ def test_what_was_opened_is_saved_as_the_same_family(tmp_path: Path, kind: str) 
     again = AutoModelForCausalLM.from_pretrained(path)
     assert type(again) is type(theirs) and again.config.model_type == theirs.config.model_type
     torch.testing.assert_close(logits_of(again), logits_of(theirs), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists mapped files through /proc")
+def test_no_weights_file_stays_mapped(tmp_path: Path) -> None:
+    """Its pages would count as this process's memory, beside the copies of the weights."""
+
+    def is_mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+    hf_llama().save_pretrained(tmp_path)
+    stored = huggingface.open_weights(tmp_path)["embed_tokens.weight"]
+    assert not is_mapped()
+    value = stored[:]
+    assert is_mapped() and value.shape == stored.shape
+    del value
+    assert not is_mapped()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import ddp
 from groundup.errors import UserError
-from groundup.generate.engine import generate
+from groundup.generate.engine import for_inference, generate
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.base import adapters_of, load_start, new_model
@@ -163,6 +163,23 @@ def test_generation_with_adapters_is_that_of_the_merged_model(dtype: torch.dtype
         merged = generate(model, None, prompts, params)
     assert [r.completions[0].ids for r in ours] == [r.completions[0].ids for r in merged]
     assert [r.completions[0].ids for r in ours] != [r.completions[0].ids for r in without]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_without_copies_shares_all_weights_of_training(dtype: torch.dtype) -> None:
+    """Frozen matrices in `dtype`, as base_dtype holds them; the embedding is float32, as one that is trained."""
+    model = tiny()
+    for name, p in model.named_parameters():
+        p.data = p.data.to(dtype) if p.ndim == 2 and name != "embed_tokens.weight" else p.data
+    lora.add_lora(model, LoRAConfig(rank=4))
+    shake(model, 1, "lora")
+    view = for_inference(model, dtype, packed=False, merged=False)
+    held = {p.data_ptr() for p in model.parameters()}
+    assert {p.data_ptr() for p in view.parameters()} == held and lora.lora_config_of(view) is not None
+    params, prompts = SamplingParams(max_new_tokens=30, temperature=0.0), [[1, 2, 3], [4, 5, 6, 7]]
+    found = [generate(model, None, prompts, params, copies=copies) for copies in (False, True)]
+    ids, merged = ([r.completions[0].ids for r in results] for results in found)
+    assert ids == merged if dtype == torch.float32 else all(map(len, ids))  # W + B A loses digits in bfloat16
 
 
 @pytest.mark.slow

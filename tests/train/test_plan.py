@@ -151,7 +151,7 @@ def plan_bytes(output: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--activation_checkpointing=True"]])
 def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
-    """And not far below, with a vocabulary of 32,768. Python with its libraries, up to 0.4 GiB, is not in it."""
+    """And not far below, with a vocabulary of 32,768."""
     flags = ["--n_layer=6", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=32768", "--block_size=256"]
     flags += ["--batch_size=8", "--max_steps=2", "--log_every=1", "--eval_steps=1", f"--data_dir={data_dir}", *how]
     flags += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", f"--out_dir={tmp_path / 'out'}"]
@@ -162,7 +162,7 @@ def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     peak, planned = tp.events(tmp_path / "out", "train")[-1]["memory_gib"] * 2**30, plan_bytes(done.stdout)
-    assert 0.8 * planned < peak < planned + 0.4 * 2**30
+    assert 0.7 * planned < peak < planned
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,15 @@ def test_a_plan_that_does_not_fit_warns(monkeypatch, limit, warned):
     config = defaults_of(ROOT / "pretrain.py") | {"device": "cpu", "compile": False}
     text = plan.describe(ModelConfig(512, 64), config, "", 1, 1, torch.device("cpu"), torch.float32, 1e12)
     assert ("warning     needs" in text) == warned
+
+
+@pytest.mark.parametrize("trainable, copied", [("all", True), ("lora", False)])
+def test_answers_of_an_evaluation_are_planned_where_they_take_more_than_a_step(trainable, copied):
+    """Packed matrices beside all weights; adapters generate with the matrices of training."""
+    config = defaults_of(ROOT / "sft.py") | {"device": "cpu", "compile": False, "trainable": trainable, "batch_size": 1}
+    cfg = ModelConfig(512, 16, n_layer=8, n_head=8, n_embd=512)
+    text = plan.describe(cfg, config | {"block_size": 16}, "", 1, 1, torch.device("cpu"), torch.float32, 1e12)
+    assert ("copy to answer with" in text) == copied
 
 
 # ---- on a GPU (has not run) ------------------------------------------------------------------------------------------
