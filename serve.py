@@ -66,6 +66,7 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 BODY_SECONDS = 20  # for a client to send its body
+KEEP_SECONDS = 30  # of an idle connection: clients that drop it after 5, as httpx does, never use it as it closes
 HERE = ("127.0.0.1", "localhost", "::1", "[::1]")
 TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # buckets of the time to the first token
 
@@ -472,5 +473,5 @@ if __name__ == "__main__":
     print(f"serving {', '.join(models)} at http://{host}:{port}/v1", file=sys.stderr)
     uvicorn.run(
         Server(models, config).app(), host=host, port=port, log_level="warning", server_header=False,
-        timeout_graceful_shutdown=drain_seconds, limit_concurrency=4 * max_queue,
+        timeout_graceful_shutdown=drain_seconds, limit_concurrency=4 * max_queue, timeout_keep_alive=KEEP_SECONDS,
     )  # fmt: skip
