@@ -291,7 +291,7 @@ def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 
 
-def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
+def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch, capsys):
     learnt = []
 
     def spy(given, vocab_size, backend, pattern):
@@ -312,6 +312,11 @@ def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch):
     learnt.clear()
     run(tmp_path / "out2", input=f"{tmp_path}/one.txt,{tmp_path}/two.txt", vocab_size=512, val_fraction=0.5)
     assert learnt == [EN * 5, ZH * 5]
+    capsys.readouterr()
+    for weights, label in ((("", ""), "by its size"), ((", weight=1", ", weight=2"), "weight 1")):
+        spec = f"a: {tmp_path}/one.txt{weights[0]}; b: {tmp_path}/two.txt{weights[1]}"
+        run(tmp_path / label, input=spec, vocab_size=512)
+        assert f"tokenizer: source a, {label}: 0.00 MB" in capsys.readouterr().out
 
 
 # ---- any number of processes, and what happens when one is lost ------------------------------

@@ -36,3 +36,14 @@ def test_a_new_command_is_seen():
     assert readme.arguments("python y.py   --b='1\n2'  # why") == ("y.py", ["--b=1\n2"])
     with pytest.raises(AssertionError, match="neither run nor in NOT_RUN: docker run it"):
         readme.arguments("docker run it")
+
+
+def test_make_refuses_an_older_python_by_name(tmp_path):
+    code = "import sys; code = sys.argv[2]; sys.version_info, sys.version = (3, 10, 2), '3.10.2 x'; exec(code)"
+    (tmp_path / "old").write_text(f"#!{sys.executable}\n{code}\n", encoding="utf-8")
+    (tmp_path / "old").chmod(0o755)
+    for name in ("Makefile", "requirements.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    done = subprocess.run(["make", "demo", "PYTHON=./old"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / ".venv").exists()
+    assert " is Python 3.10.2; 3.11 or newer is needed, for example: make PYTHON=python3.12" in done.stderr

@@ -957,10 +957,10 @@ def test_command_line_mixes_and_reports_each_source(run, tmp_path: Path):
     mixture = f"--input={tmp_path}/en.jsonl=0.7, {tmp_path}/zh.txt=.3"
     done = run(mixture, f"--out_dir={tmp_path}/tok", "--vocab_size=512", "--pattern=zh")
     assert done.returncode == 0, done.stderr
-    texts = list(mix_texts([([ENGLISH] * 300, 0.7), ([CHINESE * 30], 0.3)], 10**9))
+    texts = list(mix_texts([("en", [ENGLISH] * 300, 0.7), ("zh", [CHINESE * 30], 0.3)], 10**9))
     tok = Tokenizer.load(tmp_path / "tok")
     assert tok.fingerprint() == train(texts, 512, pattern="zh").fingerprint()
-    assert "source 1, weight 0.7: 0.10 MB" in done.stdout and "en.jsonl:301: bad_json" in done.stdout
+    assert "en.jsonl, weight 0.7: 0.10 MB" in done.stdout and "en.jsonl:301: bad_json" in done.stdout
     for name, text in (("en.jsonl", ENGLISH), ("zh.txt", CHINESE * 30)):
         said = done.stdout.split(f"{tmp_path}/{name}: ")[-1].split("\n")[0]
         assert f" {len(text.encode()) / len(tok.encode(text)):.2f} bytes per token" in said

@@ -60,7 +60,9 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
     streams = [read_texts(part, text_key, report) for part in parts]
     try:
         if all(part.weight for part in parts):
-            yield from mix_texts([*zip(streams, [part.weight for part in parts], strict=True)], max_mb * 1_000_000)
+            weighted = zip(parts, streams, strict=True)
+            sources = [(f"{part.name}, weight {part.weight:g}", texts, part.weight) for part, texts in weighted]
+            yield from mix_texts(sources, max_mb * 1_000_000)
             return
         for text in itertools.chain(*streams):
             if n_bytes >= max_mb * 1_000_000:
@@ -75,17 +77,18 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
             print(f"tokenizer: {report.problems.total()} documents could not be read")
 
 
-def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Iterator[str]:
-    """Yield texts of all sources by turns, so that the bytes of each follow its weight (above 0), until max_bytes.
+def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -> Iterator[str]:
+    """Yield texts of all sources (label, texts, weight above 0) by turns, so that the bytes of each follow its weight,
+    until max_bytes.
 
     The next text is of the source that is furthest behind its weight; one that ends leaves the others at their weights.
-    Of each text the first MAX_DOC_CHARS are taken. Print what every source gave. Deterministic.
+    Of each text the first MAX_DOC_CHARS are taken. Print what every source gave, by its label. Deterministic.
     """
-    iterators = [iter(texts) for texts, _ in sources]
+    iterators = [iter(texts) for _, texts, _ in sources]
     n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
     going = list(range(len(sources)))
     while going and sum(n_bytes) < max_bytes:
-        k = min(going, key=lambda k: n_bytes[k] / sources[k][1])
+        k = min(going, key=lambda k: n_bytes[k] / sources[k][2])
         text = next(iterators[k], None)
         if text is None:
             going.remove(k)
@@ -95,7 +98,7 @@ def mix_texts(sources: list[tuple[Iterable[str], float]], max_bytes: int) -> Ite
         text = scrub(text[:MAX_DOC_CHARS])
         n_bytes[k] += len(text.encode())
         yield text
-    for k, (_, weight) in enumerate(sources):
+    for k, (label, _, _) in enumerate(sources):
         fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
-        print(f"tokenizer: source {k + 1}, weight {weight:g}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
+        print(f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
               f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}")  # fmt: skip

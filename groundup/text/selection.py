@@ -198,8 +198,12 @@ def training_texts(
 
     if len(parts) == 1:
         return of_source(parts[0])
-    weights = [part.source.weight or float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
-    return mix_texts([(of_source(part), weight) for part, weight in zip(parts, weights, strict=True) if weight], most)
+    sources = []
+    for part in parts:
+        size, weight = float(chosen.rows["n_bytes"][part.rows].sum()), part.source.weight
+        label = f"source {part.source.name}, " + (f"weight {weight:g}" if weight else "by its size")
+        sources += [(label, of_source(part), weight or size)] if weight or size else []
+    return mix_texts(sources, most)
 
 
 # ---- the files of each split, in the final order ----------------------------------------------
