@@ -1,5 +1,7 @@
 """README.md and README.zh.md: every command runs, in the order of the text."""
 
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import readme
 
 ROOT = Path(__file__).parent.parent
 READMES = ("README.md", "README.zh.md")
+FIGURE = r"\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+"
 
 
 @pytest.mark.slow
@@ -47,3 +50,27 @@ def test_make_refuses_an_older_python_by_name(tmp_path):
     done = subprocess.run(["make", "demo", "PYTHON=./old"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     assert " is Python 3.10.2; 3.11 or newer is needed, for example: make PYTHON=python3.12" in done.stderr
+
+
+def test_figures_of_the_chinese_readme_stand_in_english_too():
+    """Decimals and numbers with separators: in README.md, docs or config."""
+    others = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("config/*.py")]
+    known = set(re.findall(FIGURE, "".join(path.read_text(encoding="utf-8") for path in others)))
+    for line in (ROOT / "README.zh.md").read_text(encoding="utf-8").splitlines():
+        assert not [figure for figure in re.findall(FIGURE, line) if figure not in known], line
+
+
+def test_a_paragraph_of_the_chinese_readme_is_one_line():
+    """A line break would be shown as a space between two characters."""
+    text = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for one, other in itertools.pairwise(text.splitlines()):
+        assert not one or not other or one.startswith(("|", "-", "#")) and other.startswith(("|", "-")), (one, other)
+
+
+def test_both_readmes_have_the_same_rows():
+    """Of the stages, the common errors and the folders: as many in each."""
+    rows = [[len(re.findall(r"^\|", part, re.MULTILINE)) for part in re.split(r"^## ", text, flags=re.MULTILINE)
+             if part.startswith(("The road", "全流程", "Common errors", "常见错误", "Reading order", "从哪里读起"))]
+            for text in ((ROOT / name).read_text(encoding="utf-8") for name in READMES)]  # fmt: skip
+    assert sorted(rows[0]) == sorted(rows[1]) and len(rows[0]) == 3
