@@ -22,6 +22,7 @@ from typing import NoReturn
 
 # C0 without tab and newline, DEL, C1, and the marks that change the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+UNINTERRUPTED = threading.Lock()  # held by a thread that completes a checkpoint: waits for the disk, not for ranks
 WATCH_S = 0.5  # between two looks at torchrun's agent
 INTERRUPTED, READER_GONE = 130, 141  # exit status: 128 + SIGINT, 128 + SIGPIPE, as a shell says
 ADVICE = {
@@ -35,6 +36,10 @@ ADVICE = {
 class UserError(ValueError):
     """Raise for what the user can fix: bad settings, bad input, a damaged file. Scripts print it as one line, without
     a traceback, so the message says what is wrong, where, with which value, and what to do."""
+
+
+class LostRank(UserError):
+    """Raise where another rank has died or is stuck: a thread may wait long for it, so the process ends without it."""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
@@ -73,7 +78,10 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     if not line:
         vars(sys.stderr).pop("write", None)  # Python's traceback may have colours
         return sys.__excepthook__(kind, error, tb)
-    print(printable(" ".join(line.splitlines())), file=sys.stderr)
+    print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
+    if issubclass(kind, LostRank):
+        flush_output()
+        leave(1)
     if issubclass(kind, KeyboardInterrupt):
         raise SystemExit(INTERRUPTED)
 
@@ -142,5 +150,6 @@ def flush_output() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit at once: what is left in the buffer of standard output can never be written."""
-    os._exit(status)
+    """Exit at once: without what is left in the buffer of standard output, and without waiting for other threads."""
+    with UNINTERRUPTED:
+        os._exit(status)

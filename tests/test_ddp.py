@@ -790,9 +790,38 @@ def test_lost_rank(how: str, seconds: float, tmp_path: Path) -> None:
     assert "lost" in reports[1], reports
     when, text = reports[0]["error"]
     assert when - reports[1]["lost"][0] < seconds, (when - reports[1]["lost"][0], text)
-    assert "UserError: ddp: rank 0: step 4: all_reduce of bucket" in text, text
+    assert "LostRank: ddp: rank 0: step 4: all_reduce of bucket" in text, text
     assert "(first: " in text and "another rank has died or is stuck" in text
     assert how != "killed" or "; steps finished: rank 0 3, rank 1 3 (" in text, text
+
+
+def wait_unaware(world: ranks.World, report: Callable[[str, str], None], device: str) -> None:
+    """The last rank dies; the others are where no error of a collective reaches them: on a GPU inside .item()."""
+    if device == "cpu":
+        ranks.watch_neighbour(world)  # init() does it for a GPU
+    flag = torch.ones((), device=device)
+    ranks.all_reduce_sum(flag)
+    report("met", str(flag.item()))
+    if world.rank == world.world_size - 1:
+        report("lost", "")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if device == "cpu":
+        time.sleep(30)
+    ranks.all_reduce_sum(flag).item()
+
+
+def watch_and_leave(world: ranks.World, report: Callable[[str, str], None]) -> None:
+    ranks.watch_neighbour(world)
+    report("watched", str(ranks.any_rank(world.rank == 2)))
+
+
+@pytest.mark.dist
+def test_a_rank_that_waits_elsewhere_ends_soon_after_another_died(tmp_path: Path, capfd) -> None:
+    begin = time.monotonic()
+    reports, exit_codes = start_ranks(functools.partial(wait_unaware, device="cpu"), 3, tmp_path)
+    assert time.monotonic() - begin < 25 and exit_codes == [1, 1, -signal.SIGKILL], (reports, exit_codes)
+    reports, exit_codes = start_ranks(watch_and_leave, 3, tmp_path)
+    assert exit_codes == [0, 0, 0] and all("watched" in report and "end" in report for report in reports), reports
 
 
 # ---- layout -------------------------------------------------------------------------------------------------------
@@ -976,6 +1005,13 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_nccl(scenario: Callable, tmp_path: Path) -> None:
     reports, exit_codes = start_ranks(scenario, 1, tmp_path, device_type="cuda")
     assert scenario.__name__ in reports[0] and exit_codes == [0], reports
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_survivor_inside_item_ends_with_a_line_and_not_by_the_watchdog(tmp_path: Path) -> None:
+    reports, exit_codes = start_ranks(functools.partial(wait_unaware, device="cuda"), 2, tmp_path, device_type="cuda")
+    assert exit_codes == [1, -signal.SIGKILL], reports
 
 
 @pytest.mark.gpu

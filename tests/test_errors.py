@@ -132,6 +132,26 @@ def test_no_text_drives_the_terminal():
         assert (done.returncode, said) == (0, rb"a\x1b[31m\x1b]0;t\x07" + kept + rb"b\x9b2J\u202e" + b"\tc\r\n")
 
 
+def test_a_lost_rank_ends_the_process_but_not_a_checkpoint_that_is_being_completed(tmp_path):
+    """A thread that waits for the lost rank would keep it alive."""
+    code = """if True:
+        import pathlib, sys, threading, time
+        def complete():
+            with errors.UNINTERRUPTED:
+                time.sleep(0.5)
+                pathlib.Path(sys.argv[1]).touch()
+        for target in (complete, lambda: time.sleep(60)):
+            threading.Thread(target=target).start()
+        time.sleep(0.1)
+        print("said before")
+        raise errors.LostRank("ddp: rank 0: another rank has died")
+    """
+    command = [sys.executable, "-c", BEGIN + code, str(tmp_path / "done"), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "said before\n")
+    assert done.stderr == "ddp: rank 0: another rank has died\n" and (tmp_path / "done").exists()
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")

@@ -256,7 +256,7 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
     parallel.step(opt, lr=1e-3, clip=1.0)
     parallel.flush()
     names, world = tokenizer.train(["Three letters, and a few more: abc."], 384), ranks.init()
-    run, plain, writer = folder / "run", folder / "plain.pt", Writer(behind=True, timeout_s=60)
+    run, plain, writer = folder / "run", folder / "plain.pt", Writer(behind=True)
 
     def states() -> tuple[dict, dict]:
         return {"step": 1, "optimizer": opt.state_dict()}, {"rng": rng_state(torch.device("cpu"))}

@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
-from groundup.errors import UserError
+from groundup.errors import UNINTERRUPTED, UserError
 from groundup.files.untrusted import check_regular, check_zip, is_name, read_json
 from groundup.train import fsdp, huggingface, lora, ranks
 from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
@@ -83,7 +83,8 @@ def save(
             write_shards(temp)
     with part():
         if world.is_main:
-            commit(temp, final)
+            with UNINTERRUPTED:
+                commit(temp, final)
     with agreed(f"{final} is saved, but the links and the older checkpoints are not in order", world, temp, group):
         if world.is_main:
             tidy(final.parent, step, keep_last, keep_best)
@@ -403,7 +404,7 @@ def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[d
 def read_state(path: Path) -> dict:
     try:
         check_zip(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # in memory once for all ranks
     except OSError as error:
         raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
     except Exception:  # of many kinds; and torch's text recommends weights_only=False, which would run the code

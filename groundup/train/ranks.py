@@ -5,6 +5,7 @@ one line that says which operation failed and how many steps each rank has finis
 """
 
 import os
+import sys
 import threading
 import time
 import uuid
@@ -26,7 +27,10 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from groundup.errors import UserError
+from groundup.errors import LostRank, UserError, leave
+
+FOREVER_S = 1e8  # three years
+WATCHES: list[tuple[threading.Thread, dist.ProcessGroup]] = []  # of watch_neighbour
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,32 @@ def init(device_type: str = "cpu", timeout_s: float = 300) -> World:
             backend, store=meeting_place(world, timeout_s), rank=world.rank, world_size=world.world_size,
             timeout=timedelta(seconds=timeout_s), device_id=device,
         )  # fmt: skip
+    if device_type == "cuda":
+        watch_neighbour(world)
     return world
+
+
+def watch_neighbour(world: World) -> None:
+    """End this process with a line soon after another rank died, wherever the main thread waits. All ranks call it.
+
+    Under NCCL that is often .item(), which waits for the GPU until the watchdog aborts the process with SIGABRT after
+    timeout_s. So a thread waits over gloo for a word that the rank before this one sends in close(); gloo notices at
+    once that the sender has died. This rank's end tells the next one, and so on.
+    """
+    if world.world_size == 1:
+        return
+    before, group = (world.rank - 1) % world.world_size, new_group(FOREVER_S)
+
+    def watch() -> None:
+        try:
+            dist.recv(torch.zeros(1), src=before, group=group)
+        except RuntimeError:
+            text = f"ddp: rank {world.rank}: rank {before} has died, look for its error{finished_steps()}"
+            print(text, file=sys.stderr, flush=True)
+            leave(1)
+
+    WATCHES.append((threading.Thread(target=watch, daemon=True), group))
+    WATCHES[-1][0].start()
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
@@ -104,6 +133,11 @@ def close() -> None:
     """Leave the process group once all ranks have called this. Do not call it after an error: others may not come."""
     if dist.is_initialized():
         barrier()
+        while WATCHES:
+            thread, group = WATCHES.pop()
+            dist.send(torch.zeros(1), dst=(dist.get_rank() + 1) % world_size(), group=group)
+            thread.join()
+            barrier()  # nobody leaves while a neighbour still listens
         dist.destroy_process_group()
 
 
@@ -207,7 +241,7 @@ def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
     except RuntimeError as error:
         rank = dist.get_rank() if rank is None else rank
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]  # gloo adds advice
-        raise UserError(
+        raise LostRank(
             f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
             f"{finished_steps()} ({reason})"
         ) from error

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from groundup.train import ranks
 
+SAVE_TIMEOUT_S = 6 * 3600  # so long ranks wait for the slowest disk; they notice at once that one has died
 NICENESS = 10  # of the thread: a tenth of a core that training could use as well, all of one that it leaves idle
 
 
@@ -30,10 +31,10 @@ class Writer:
     threads would mix in one. The memory of the first copy is used again for the next.
     """
 
-    def __init__(self, behind: bool, timeout_s: float) -> None:
+    def __init__(self, behind: bool) -> None:
         self.behind = behind
         self.saved = True  # False if the last save that has ended raised
-        self.group = ranks.new_group(timeout_s) if behind else None
+        self.group = ranks.new_group(SAVE_TIMEOUT_S)
         # Python waits for its thread before it exits, after an exception too.
         self._pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first if behind else None)
         self._pending: futures.Future[Path] | None = None

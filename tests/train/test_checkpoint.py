@@ -1077,7 +1077,7 @@ def test_an_out_dir_that_cannot_be_written(tmp_path: Path) -> None:
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 
-def in_ranks(world_size: int, action: Callable[[ranks.World], object]) -> list[int]:
+def in_ranks(world_size: int, action: Callable[[ranks.World], object], timeout_s: float = 20) -> list[int]:
     """Run `action` in `world_size` processes that share a gloo group; -> their exit statuses, as of `wait`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -1086,9 +1086,20 @@ def in_ranks(world_size: int, action: Callable[[ranks.World], object]) -> list[i
     def join_and_act(rank: int) -> None:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size}
         os.environ.update({key: str(value) for key, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()})
-        action(ranks.init(timeout_s=20))
+        action(ranks.init(timeout_s=timeout_s))
 
     return [wait(child) for child in [start(lambda rank=rank: join_and_act(rank)) for rank in range(world_size)]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks for the mapping in /proc")
+def test_the_state_is_mapped_not_held(tmp_path: Path) -> None:
+    """Every rank reads the whole state, and keeps its share: as copies, eight ranks would hold it eight times."""
+    path = save(tmp_path, 1)
+    state, _ = checkpoint.load_train_state(path, 0)
+    assert str(path / "train_state.pt") in Path("/proc/self/maps").read_text("utf-8")
+    assert state["moments"].tolist() == [1.0] * 3
+    shutil.rmtree(path)
+    assert state["moments"].add_(1).tolist() == [2.0] * 3  # a change is this process's own
 
 
 @pytest.mark.dist

@@ -97,7 +97,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_the_bytes_are_those_of_a_save_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Three times with the same memory, while training changes all that is saved before anything is written."""
     base = tc.save(tmp_path / "base", 1, tc.tiny()) if case == "lora" else None
-    training, writer = Training(case, base), Writer(True, 60)
+    training, writer = Training(case, base), Writer(True)
     for i in range(3):
         expected = content(training.save(tmp_path / f"waits{i}", training.model, *training.states()))
         with monkeypatch.context() as patch:
@@ -154,7 +154,7 @@ def test_memory_is_allocated_once_and_for_what_is_trained_alone(tmp_path: Path) 
 
 
 def test_not_behind_nothing_is_copied() -> None:
-    training, writer = Training(), Writer(False, 60)
+    training, writer = Training(), Writer(False)
     state = training.states()[0]
     model, same = writer.copy(training.model, state)
     assert model is training.model and same is state
@@ -182,7 +182,7 @@ def test_a_compiled_model_is_copied_without_its_code() -> None:
 def test_from_a_gpu_while_it_goes_on() -> None:
     """The stream is busy when the copy is asked for and changes the weights right after it."""
     model = nn.Linear(2000, 2000).cuda()
-    expected, writer = model.weight.detach().cpu(), Writer(True, 60)
+    expected, writer = model.weight.detach().cpu(), Writer(True)
     for _ in range(2):
         with torch.no_grad():
             torch.cuda._sleep(200_000_000)
@@ -207,7 +207,7 @@ def test_adapters_of_a_reward_model_on_a_gpu_are_written(tmp_path: Path, device:
     for name, p in model.named_parameters():
         if ".lora_B." in name:
             nn.init.normal_(p)
-    writer, found = Writer(True, 60), []
+    writer, found = Writer(True), []
     (tmp_path / "cpu").mkdir()
     (tmp_path / "gpu").mkdir()
     reward_model.write_model(tmp_path / "cpu", model, tc.TOKENIZER)
@@ -232,7 +232,7 @@ def test_adapters_of_a_reward_model_on_a_gpu_are_written(tmp_path: Path, device:
 
 
 def test_a_save_that_fails_is_told_by_the_next_wait(tmp_path: Path) -> None:
-    training, writer = Training(), Writer(True, 60)
+    training, writer = Training(), Writer(True)
     training.start(writer, tmp_path)
     assert writer.wait() is not None and writer.saved
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -254,7 +254,7 @@ def test_after_a_failed_save_nothing_holds_the_group(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, broken, fail)
-    training, writer, group = Training(), Writer(True, 60), Group()
+    training, writer, group = Training(), Writer(True), Group()
     writer.group, alive = group, weakref.ref(group)
     model, state, rank_state = writer.copy(training.model, *training.states())
     writer.start(partial(
@@ -493,7 +493,7 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
             time.sleep(0.2 * world.rank)
             return original(path, state)
 
-        checkpoint.write_state, writer, n = write_state, Writer(True, 20), 0
+        checkpoint.write_state, writer, n = write_state, Writer(True), 0
         for step in (1, 2, 3):
             save_in_ranks(writer, world, tmp_path, step)
             for _ in range(100):
@@ -520,7 +520,7 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
     tc.save(tmp_path, 2)
 
     def action(world: ranks.World) -> None:
-        writer = Writer(True, 20)
+        writer = Writer(True)
         if world.rank == failing:
             checkpoint.rank_file = lambda rank: "/dev/full"
         save_in_ranks(writer, world, tmp_path, 3)
@@ -537,12 +537,36 @@ def test_all_ranks_hear_of_one_that_cannot_write(tmp_path: Path, failing: int) -
 
 
 @pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slow: int) -> None:
+    """Behind training, and while training waits: 84 GB at 200 MB/s take longer than the default timeout_s."""
+    original = checkpoint.write_state
+
+    def action(world: ranks.World) -> None:
+        def write_state(path: Path, state: dict) -> None:
+            time.sleep(3 * (path.name == checkpoint.rank_file(slow)))
+            original(path, state)
+
+        checkpoint.write_state = write_state
+        for step, behind in enumerate((True, False), 1):
+            writer = Writer(behind)
+            save_in_ranks(writer, world, tmp_path, step)
+            assert writer.wait().name == f"step_{step:06d}"
+            writer.close()
+        ranks.close()
+
+    assert tc.in_ranks(2, action, timeout_s=1.5) == [0, 0]
+    assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000002"
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: int) -> None:
     tc.save(tmp_path, 2)
 
     def action(world: ranks.World) -> None:
-        writer = Writer(True, 20)
+        writer = Writer(True)
         if world.rank == dying:
             checkpoint.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
         save_in_ranks(writer, world, tmp_path, 3)
