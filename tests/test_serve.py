@@ -21,7 +21,8 @@ from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 
-KEYS = "max_queue max_body_kb max_seconds system api_key insecure host".split() + list(serve.DEFAULTS)
+KEYS = "max_queue max_body_kb max_seconds system api_key insecure host cors_origins preferences".split()
+KEYS += serve.DEFAULTS
 ASKED = [{"role": "user", "content": "从前有 a cat"}]
 
 
@@ -30,14 +31,16 @@ def library(name: str):
 
 
 @contextlib.contextmanager
-def serving(directory, **changes):
-    """A server in this process; yields its address and the Server."""
+def serving(directory, *others, **changes):
+    """A server in this process; yields its address and the Server. The models are tiny, other1, other2..."""
     uvicorn = library("uvicorn")
     library("starlette")
     config = {key: getattr(serve, key) for key in KEYS} | changes
-    model = serve.Model("tiny", directory, torch.device("cpu"), torch.float32, 4)
-    model.start()
-    app = serve.Server({"tiny": model}, config)
+    found = {"tiny": directory} | {f"other{i}": other for i, other in enumerate(others, 1)}
+    models = {name: serve.Model(name, path, torch.device("cpu"), torch.float32, 4) for name, path in found.items()}
+    for model in models.values():
+        model.start()
+    app = serve.Server(models, config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app.app(), log_level="error", timeout_graceful_shutdown=2))

@@ -2,5 +2,5 @@
 
 In: a model, prompts as token ids, sampling parameters. Out: ids, texts, log-probabilities. Read completion (prompts,
 requests, results), sampling (logits to tokens, beams), kv_cache and engine (texts that generate together), then answers
-(files of prompts), chat (the terminal) and openai_format (bodies and answers of serve.py).
+(files of prompts), chat (the terminal), and of serve.py openai_format (bodies and answers), page, metrics.
 """
