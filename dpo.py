@@ -5,7 +5,8 @@ python dpo.py config/dpo.py --init_from=out/sft --data=pairs.jsonl              
 torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sft --data='a.jsonl=0.5,b=0.5'
 
 It compares the log-probability of an answer, its <|im_end|> included, with what it was at the beginning: the reference,
-computed once, into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step.
+computed once, into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step. loss='kto'
+learns from single answers with a label, good or bad (tokens/labelled.py): there, a pair below is an answer.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
@@ -17,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from configurator import configure
 from groundup.align import losses as preference
-from groundup.align.losses import METRICS, REFERENCE_FREE, losses_and_metrics, pair_logps
+from groundup.align.losses import REFERENCE_FREE, kl_estimate, losses_and_metrics, named, pair_logps
 from groundup.demo import debug_data
 from groundup.tokens.batches import Batches
+from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
@@ -51,10 +53,11 @@ val_data = ""  # likewise, for validation; "" = the directory's own, or val_frac
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of the pairs, by their prompts; for data that have no validation of their own
 # loss
-loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo (see pair_losses)
+loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo (see pair_losses) | kto
 beta = 0.1  # how much a log-ratio counts; sigmoid_norm and simpo, whose are means per token, want 2
 label_smoothing = 0.0  # cdpo, robust: the share of pairs that are thought to be the wrong way round, below 0.5
 gamma = 0.5  # simpo: the margin by which the chosen answer should win
+desirable_weight = 1.0  # kto: how much a good answer counts, against 1 for a bad one
 nll_weight = 0.0  # adds this times the chosen answer's loss per token, which keeps it likely; 0.1 to 1 is usual
 reference = "precomputed"  # precomputed | adapter_off (trainable='lora': computed in each step)
 lora_dropout = 0.0  # on the input of the adapters
@@ -81,7 +84,7 @@ DEBUG_DATA = "data/debug/dpo.jsonl"  # made by the script, to try it without any
 def check_config(config: dict, world_size: int) -> int:
     """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
     choices = {"loss": preference.LOSSES, "reference": ("precomputed", "adapter_off")}
-    run.check_config(config, {"gamma": 0, "nll_weight": 0}, choices=choices)
+    run.check_config(config, {"gamma": 0, "desirable_weight": 0, "nll_weight": 0}, choices=choices)
     preference.check_losses(config)
     other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"
     run.refuse(other, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
@@ -93,26 +96,38 @@ def evaluate(
     model: Transformer, batches: Mapping[str, Iterable[PairBatch]], shares: list[float], config: Mapping,
     reference_of: Callable[[PairBatch], Tensor], device: torch.device, dtype: torch.dtype,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the mean loss and METRICS over validation pairs, which the ranks divide. With several sources: loss and
+    """Return the mean loss and metrics over validation pairs, which the ranks divide. With several sources: loss and
     accuracy of each, and all of them for a mixture with these shares."""
     model.eval()
-    sums = torch.zeros(len(batches), 2 + len(METRICS), dtype=torch.float64)  # pairs, loss, metrics
+    found = []
     for source, of_source in enumerate(batches.values()):
         for batch in in_step(model, of_source):
             batch = batch.to(device)
             logps, n_tokens = pair_logps(model, batch, device, dtype)
-            losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
-            found = torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1)
-            sums[source] += found.double().cpu()
+            found.append((source, batch.margin, logps, reference_of(batch), n_tokens))
+    kl = kl_estimate(((logps[1], past[1]) for _, _, logps, past, _ in found), device)
+    names = preference.metric_names(config)
+    sums = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)  # pairs, loss, metrics
+    for source, labels, *measured in found:
+        losses, metrics = loss_of(measured, labels, kl, config)
+        sums[source] += torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1).double().cpu()
     ranks.all_reduce_sum(sums)
     model.train()
     means = sums[:, 1:] / sums[:, :1].clamp(min=1)
     mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * means).sum(0).tolist()
-    scores = dict(zip(("val_loss", *METRICS), mixed, strict=True))
+    scores = {"val_loss": mixed[0]} | named(mixed[1:], config)
     if len(batches) > 1:
         for name, of_source in zip(batches, means.tolist(), strict=True):
             scores |= {f"val_loss/{name}": of_source[0], f"accuracy/{name}": of_source[4]}
     return scores
+
+
+def loss_of(measured: Sequence[Tensor], labels: Tensor, kl: Tensor | None, config: Mapping) -> tuple[Tensor, Tensor]:
+    """Return the loss and the metrics of each pair. measured: log-probabilities, those of the reference, lengths, all
+    (2, B), or (1, B) of labelled answers. kl: kto only."""
+    if config["loss"] != "kto":
+        return losses_and_metrics(*measured, config)
+    return preference.kto_losses_and_metrics(*(of_sides[0] for of_sides in measured), labels, kl, config)
 
 
 if __name__ == "__main__":
@@ -127,7 +142,8 @@ if __name__ == "__main__":
         debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     flops = flops_per_token(cfg, block_size, trainable=trainable)
-    corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
+    is_kto = loss == "kto"
+    corpus = (LabelCorpus if is_kto else PairCorpus)(data, tokenizer, block_size, seed, val_data, val_fraction)
     run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / pairs_per_step)
@@ -138,8 +154,9 @@ if __name__ == "__main__":
         order["reference_weights"] = checkpoint.weights_key(source)
     if rank == 0:
         passes, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
+        warnings += corpus.balance(desirable_weight) if is_kto else []
         batch, rows = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {passes}", 2 * pairs_per_step * max_steps
-        size = cfg, config | {"batch_size": 2 * batch_size}, batch, rows * block_size, world_size
+        size = cfg, config | {"batch_size": (2 - is_kto) * batch_size}, batch, rows * block_size, world_size
         text = memory_plan.describe(*size, torch_device, torch_dtype, peak, note="below ")
         print("\n".join([*corpus.report(), text, *warnings]), flush=True)
     if plan_only:
@@ -170,10 +187,9 @@ if __name__ == "__main__":
     if must_compute and world.is_main:
         preference.save_reference(reference_path, table, about)
     table = None if table is None else table.to(torch_device)
-    batches = Batches(
-        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
-        load=corpus.load, valid=corpus.valid,
-    )  # fmt: skip
+    place = block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step
+    batches = Batches(corpus.train, mixture, *place, load=corpus.load, valid=corpus.valid)
+    others = Batches(corpus.train, mixture, *place, load=corpus.load_others, valid=corpus.valid) if is_kto else None
     val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
@@ -186,6 +202,15 @@ if __name__ == "__main__":
         if kind == "precomputed":
             return table[batch.number].T
         return preference.reference_logps(model, batch, torch_device, torch_dtype)
+
+    def kl_now() -> Tensor:
+        """KTO's estimate for this step, from the answers to other prompts in all its micro-batches."""
+        with torch.no_grad():
+            found = []
+            for batch in (others.next() for _ in range(accum_steps)):
+                logps, _ = pair_logps(model, batch, torch_device, torch_dtype)
+                found.append((logps[0], reference_of(batch)[-1]))  # of both answers, or of the one in the batch
+        return kl_estimate(found, torch_device)
 
     def evaluate_now(step: int) -> None:
         """Log all scores and rank the checkpoint of this step by its validation loss."""
@@ -205,13 +230,15 @@ if __name__ == "__main__":
     for step in range(resumed.step + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
         n_pairs = batches.valid_tokens(step - 1)  # over all micro-steps and ranks
-        sums = torch.zeros(1 + len(METRICS), device=torch_device)  # of the loss and the metrics of this step's pairs
+        n_metrics = len(preference.metric_names(config))
+        sums = torch.zeros(1 + n_metrics, device=torch_device)  # of the loss and the metrics of this step's pairs
+        kl = kl_now() if is_kto else None
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
             batch = batches.next()
             logps, n_tokens = pair_logps(model, batch, torch_device, torch_dtype)
-            losses, metrics = losses_and_metrics(logps, reference_of(batch), n_tokens, config)
+            losses, metrics = loss_of((logps, reference_of(batch), n_tokens), batch.margin, kl, config)
             loss_of_micro = losses.sum() * (world_size / n_pairs)  # ddp averages over ranks
             scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call
             sums += torch.cat((losses.detach()[None], metrics)).sum(1) / n_pairs
@@ -227,7 +254,7 @@ if __name__ == "__main__":
             mean_loss, *means = ranks.all_reduce_sum(sums.clone()).tolist()  # waits for the device, so that
             seconds = time.perf_counter() - mark_time  # this clock is true
             tokens_per_s = ranks.all_reduce_sum(n_tokens_seen).item() / seconds
-            metrics = dict(zip(METRICS, means, strict=True))
+            metrics = named(means, config)
             shown = {"accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"]}
             values = {"loss": mean_loss, "epoch": float(mixture.epochs(step * pairs_per_step).max())} | shown | metrics
             values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
@@ -249,4 +276,6 @@ if __name__ == "__main__":
         if stopping:
             break
 
+    if others:
+        others.close()
     run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches)

@@ -24,9 +24,20 @@ from safetensors.torch import load_file
 from test_rl import forget
 
 from groundup.align import losses as align_losses
-from groundup.align.losses import LOSSES, REFERENCE_FREE, losses_and_metrics, pair_logps, pair_losses, reference_logps
+from groundup.align.losses import (
+    LOSSES,
+    REFERENCE_FREE,
+    kl_estimate,
+    kto_losses_and_metrics,
+    losses_and_metrics,
+    named,
+    pair_logps,
+    pair_losses,
+    reference_logps,
+)
 from groundup.demo import debug_data
 from groundup.errors import UserError
+from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
 from groundup.train import checkpoint
 from groundup.train.lora import LoRAConfig, set_trainable
@@ -37,7 +48,7 @@ ROOT = Path(__file__).parent.parent
 FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=2", "--block_size=128"]
 FLAGS += ["--batch_size=4", "--learning_rate=1e-2", "--peak_tflops=1", "--val_fraction=0.2"]
 CPU = torch.device("cpu"), torch.float32
-SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "nll_weight": 0.0}
+SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "desirable_weight": 1.0, "nll_weight": 0.0}
 OF_SUMS = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")  # that trl computes from logits
 
 
@@ -190,7 +201,7 @@ GOLDEN = [  # D = 1.5; means per token of the log-ratios 0.25 and -0.25, of the 
 ]
 
 
-@pytest.mark.parametrize("loss, others, value", GOLDEN, ids=LOSSES)
+@pytest.mark.parametrize("loss, others, value", GOLDEN, ids=LOSSES[:-1])
 def test_losses_have_their_golden_values(loss, others, value):
     reference = torch.zeros_like(REFERENCE) if loss in REFERENCE_FREE else REFERENCE
     found = pair_losses(LOGPS.double(), reference, N_TOKENS, settings(loss, **others))
@@ -210,7 +221,7 @@ def test_gradients_of_dpo_are_the_closed_form():
 
 def test_losses_are_finite_for_certain_and_for_empty_answers():
     logps = torch.tensor([[0.0, -1.0], [-2.0, 0.0]], requires_grad=True)
-    for loss in LOSSES:
+    for loss in LOSSES[:-1]:
         losses, metrics = losses_and_metrics(logps, torch.zeros(2, 2), torch.tensor([[3.0, 2], [0, 1]]), settings(loss))
         logps.grad = None
         losses.sum().backward()
@@ -254,6 +265,99 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     logged = stub._metrics["train" if hf.training else "eval"]
     assert metrics.mean(1)[:4].tolist() == pytest.approx([logged[name][0] for name in names], rel=1e-4)
+
+
+def rows_file(path: Path, rows: list[dict]) -> str:
+    return str(debug_data.write_rows(rows, path))
+
+
+def labelled(i: int) -> dict:
+    """A row of KTO: a good answer, or every third time a bad one."""
+    right, good = pair(i), i % 3 > 0
+    answer = {"role": "assistant", "content": right["chosen" if good else "rejected"]}
+    return {"prompt": right["prompt"], "completion": [answer], "label": good}
+
+
+def test_kto_is_trls(base, tmp_path):
+    """Loss, gradients and metrics of a batch whose estimate of the divergence is above 0."""
+    from transformers import LlamaForCausalLM
+    from trl import KTOTrainer
+
+    path = rows_file(tmp_path / "rows.jsonl", [labelled(i) for i in (1, 3, 4, 6, 8)])
+    corpus = LabelCorpus(path, Tokenizer.load(base / "model"), 128, seed=1, val_fraction=0.0)
+    numbers = np.zeros(5, int), np.arange(5) * 129
+    own, other = corpus.load(*numbers), corpus.load_others(*numbers)
+    assert own.margin.tolist() == [1, -1, 1, -1, 1] and len(own.x) == len(other.x) == 5
+    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
+    torch.manual_seed(3)
+    found = [pair_logps(model, batch, *CPU) for batch in (own, other)]
+    reference = [logps[0].detach() + torch.randn(5) - 1 for logps, _ in found]
+    theirs_in = {"label": own.margin > 0, "ref_logps": reference[0], "ref_KL_logps": reference[1]}
+    for prefix, batch in (("", own), ("KL_", other)):
+        rows = torch.arange(batch.x.shape[1])
+        mask = torch.zeros_like(batch.x).view(-1).scatter(0, batch.index + 1, 1).view_as(batch.x)
+        theirs_in |= {f"{prefix}input_ids": batch.x, f"{prefix}completion_mask": mask}
+        theirs_in[f"{prefix}attention_mask"] = (rows < batch.lengths[:, None]).long()
+    accelerator = SimpleNamespace(device=CPU[0], gather_for_metrics=lambda x: x, gather=lambda x: x)
+    stub = SimpleNamespace(
+        model=hf, accelerator=accelerator, aux_loss_enabled=False, precompute_ref_logps=True, calculate_KL=True,
+        loss_type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=1.0, use_liger_kernel=False,
+        _total_train_tokens=0, _metrics=defaultdict(lambda: defaultdict(list)), args=SimpleNamespace(),
+    )  # fmt: skip
+    stub._compute_kl_logps = lambda *given: KTOTrainer._compute_kl_logps(stub, *given)
+    theirs = KTOTrainer._compute_loss(stub, hf, theirs_in, return_outputs=False)
+    theirs.backward()
+    config = settings("kto", beta=0.3, desirable_weight=1.5)
+    kl = kl_estimate([(found[1][0][0].detach(), reference[1])], CPU[0])
+    assert kl > 0
+    (logps,), (n_tokens,) = found[0]
+    losses, metrics = kto_losses_and_metrics(logps, reference[0], n_tokens, own.margin, kl, config)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(theirs.item(), rel=1e-6)
+    for name, p in hf.named_parameters():
+        mine = dict(model.named_parameters())[name.removeprefix("model.")].grad
+        torch.testing.assert_close(mine, p.grad, atol=2e-5, rtol=1e-3)
+    logged = {name: np.mean(values) for name, values in stub._metrics["train" if hf.training else "eval"].items()}
+    mine = named(metrics.mean(1).tolist(), config)
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"):
+        assert mine[name] == pytest.approx(logged[name], rel=1e-5), name
+
+
+def test_labels_are_read_in_every_form_and_a_pair_is_two_answers(base, tmp_path, capsys):
+    said = [{"role": "user", "content": "水是什么？"}, {"role": "assistant", "content": "H2O"}]
+    rows = [
+        labelled(3), {"messages": said, "label": "False"}, {"conversations": said, "kto_tag": True}, pair(5),
+        {"instruction": "a", "output": "b", "label": True}, {"messages": said[:1], "label": True}, {"messages": said},
+    ]  # fmt: skip
+    corpus = LabelCorpus(rows_file(tmp_path / "rows.jsonl", rows), Tokenizer.load(base / "model"), 128, 1, "", 0.0)
+    assert corpus.train[0].margin.tolist() == [-1, -1, 1, 1, -1, 1]
+    report = "\n".join(corpus.report())
+    assert "1 left out: answer missing" in report and "1 left out: not understood" in report
+    for i in range(6):
+        prompt, answer, other = corpus.train[0].ids(i)
+        assert len(answer) and len(other) and all(
+            not np.array_equal(prompt, corpus.train[0].ids(j)[0])
+            for j in range(6) if np.array_equal(corpus.train[0].ids(j)[1], other)
+        )
+    assert corpus.balance(1.0)[0].endswith("3 good answers, 3 bad ones, for training") and not corpus.balance(1.0)[1:]
+    assert "from 1.00 to 1.33" in corpus.balance(2.0)[1]
+    with pytest.raises(UserError, match="--loss=kto"):
+        PairCorpus(rows_file(tmp_path / "labels.jsonl", [labelled(1)]), corpus.tokenizer, 128, 1)
+    with pytest.raises(UserError, match="two prompts"):
+        LabelCorpus(rows_file(tmp_path / "one.jsonl", [pair(1)]), corpus.tokenizer, 128, 1, "", 0.0)
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
+def test_any_micro_batches_of_kto_give_the_same_steps(run, tmp_path, reference):
+    data = rows_file(tmp_path / "kto.jsonl", [labelled(i) for i in range(40)])
+    common = [f"--data={data}", "--loss=kto", "--total_batch_pairs=8", "--max_steps=4", f"--reference={reference}"]
+    common += ["--trainable=lora"] * (reference == "adapter_off")
+    for batch_size in (8, 2):
+        assert run(*common, f"--batch_size={batch_size}", f"--out_dir={tmp_path / str(batch_size)}") == 0
+    for key in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "lengths/rejected", "kl"):
+        one, other = (means_of(tmp_path / str(size), "train", key) for size in (8, 2))
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-5), key
+    assert max(means_of(tmp_path / "8", "train", "kl")) > 0
 
 
 def swapped(found: tuple[torch.Tensor, torch.Tensor], reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -473,6 +577,7 @@ RANK_CASES = {
     "lora off forward": ["--trainable=lora", "--reference=adapter_off", "--overlap_step=forward"],
     "backward": ["--overlap_step=backward", "--grad_clip=0"],
     "orpo": ["--loss=orpo"],
+    "kto": ["--loss=kto"],
 }
 
 

@@ -9,7 +9,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,10 +37,11 @@ from model import (
     softmax_cross_entropy,
 )
 
-LOSSES = ("sigmoid", "cdpo", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo")
+LOSSES = ("sigmoid", "cdpo", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo", "kto")
 REFERENCE_FREE = ("simpo", "orpo")
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
 METRICS += ("logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen", "kl/rejected")
+KTO_METRICS = (*METRICS, "kl", "share/chosen")  # chosen and rejected are good and bad answers
 
 
 def check_losses(config: Mapping) -> None:
@@ -50,6 +51,9 @@ def check_losses(config: Mapping) -> None:
     refuse(not 0 <= wrong < 0.5, f"label_smoothing must be from 0 to below 0.5, got {wrong}")
     other = wrong and config["loss"] not in ("cdpo", "robust")
     refuse(other, f"label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
+    kto = config["loss"] == "kto"
+    refuse(kto and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
+    refuse(not kto and config["desirable_weight"] != 1, "desirable_weight is for loss='kto'")
 
 
 def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -108,15 +112,15 @@ def chunks(n_tokens: int, vocab_size: int) -> list[slice]:
 
 def pair_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the sums of log-probabilities of the chosen and the rejected answers, (2, B) float32 with gradient, and
-    their numbers of tokens. An answer's <|im_end|> counts."""
-    B, T = len(batch.x) // 2, batch.x.shape[1]
+    their numbers of tokens; (1, B) of a batch of one side. An answer's <|im_end|> counts."""
+    B, T = len(batch.number), batch.x.shape[1]
     place = batch.row * T + batch.index % T  # all different, so that scatter_add sums in a fixed order
     n = -len(batch.index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
     index, place, targets = F.pad(batch.index, (0, n)), F.pad(place, (0, n)), F.pad(batch.targets, (0, n), value=IGNORE)
     with autocast(device, dtype):
         hidden = model(batch.x, index=index)
         logps = token_logps(hidden, model.lm_head.weight, targets)
-    zeros, valid = logps.new_zeros(2 * B * T), (targets != IGNORE).float()
+    zeros, valid = logps.new_zeros(batch.x.numel()), (targets != IGNORE).float()
     return tuple(zeros.scatter_add(0, place, part).view(-1, B, T).sum(2) for part in (logps, valid))
 
 
@@ -178,6 +182,49 @@ def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, confi
     chosen, rejected = config["beta"] * (means if config["loss"] in REFERENCE_FREE else ratios)
     parts = [chosen, rejected, chosen - rejected, (chosen > rejected).float(), *logps, *n_tokens]
     return losses, torch.stack([*parts, *(torch.zeros_like(means) if config["loss"] in REFERENCE_FREE else means)])
+
+
+def kto_losses_and_metrics(
+    logps: Tensor, reference: Tensor, n_tokens: Tensor, labels: Tensor, kl: Tensor, config: Mapping
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return KTO's loss (arXiv:2402.01306) of each answer (B,) and its KTO_METRICS (12, B) float32, detached, 0 in
+    those of the other label; `named` divides their means. labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`. The
+    others (B,): of the answers alone."""
+    ratios, good = logps - reference, (labels > 0).float()
+    gains = torch.sigmoid(config["beta"] * labels * (ratios - kl))
+    losses = (1 - gains) * (good * config["desirable_weight"] + 1 - good)
+    logps, ratios = logps.detach(), ratios.detach()
+    right = (labels * (ratios - kl) > 0).float()
+    values = config["beta"] * ratios, logps, n_tokens, ratios / n_tokens.clamp(min=1)
+    (reward, logps, lengths, means) = (torch.stack((one * good, one * (1 - good))) for one in values)
+    parts = [*reward, torch.zeros_like(good), right, *logps, *lengths, *means, kl.expand_as(good), good]
+    return losses, torch.stack(parts)
+
+
+@torch.no_grad()
+def kl_estimate(found: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return KTO's estimate of the divergence from the reference in nats, at least 0: the mean log-ratio of answers to
+    other prompts over the batches of all ranks. found: log-probabilities (B,) by the model and by the reference."""
+    sums = torch.zeros(2, device=device)
+    for logps, reference in found:
+        sums += torch.stack(((logps - reference).sum(), torch.ones_like(logps).sum()))
+    total, n = ranks.all_reduce_sum(sums)
+    return (total / n.clamp(min=1)).clamp(min=0)
+
+
+def metric_names(config: Mapping) -> tuple[str, ...]:
+    return KTO_METRICS if config["loss"] == "kto" else METRICS
+
+
+def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
+    """Return the means of metrics by name; KTO's of good and bad answers are means over these."""
+    found = dict(zip(metric_names(config), means, strict=True))
+    if config["loss"] == "kto":
+        for side, share in (("chosen", found["share/chosen"]), ("rejected", 1 - found["share/chosen"])):
+            for name in METRICS:
+                found[name] /= max(share, 1e-9) if name.endswith(side) else 1
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found
 
 
 def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corpus: PairCorpus, dtype: str) -> dict:

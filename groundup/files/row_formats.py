@@ -78,7 +78,7 @@ def chat_problem(messages: list[dict], row: object = None) -> str:
     The assistant may speak first. A last turn that is not the assistant's is no problem: see `trim_chat`.
     """
     if isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations", "completion")):
-        if any(row.get(key) is False or row.get(key) in ("false", "False") for key in KTO_LABELS):
+        if label_of(row) is False:
             return "bad answer"
     roles = [message["role"] for message in messages]
     if any(role not in FOLLOWERS for role in roles):
@@ -106,6 +106,12 @@ CHAT_PROBLEMS = (
     "bad answer", "unknown role", "system message not first", "answer missing", "empty answer",
     "two user turns in a row", "two assistant turns in a row", "tool turn out of place",
 )  # fmt: skip
+
+
+def label_of(row: object) -> bool | None:
+    """Return whether a row of KTO says that its last answer is a good one, None if it does not say."""
+    found = [row[key] for key in KTO_LABELS if key in row] if isinstance(row, dict) else []
+    return {"true": True, "false": False}.get(str(found[0]).lower()) if found else None
 
 
 def trim_chat(messages: list[dict]) -> list[dict]:
@@ -162,6 +168,8 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
     if kind == "preference" and "completions" in row:
         hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
+    if kind == "preference" and label_of(row) is not None:
+        hint = "; this is an answer with a label: dpo.py --loss=kto learns from it"
     if kind != "text" and not hint:
         hint = "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
     raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")

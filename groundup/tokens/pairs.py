@@ -123,7 +123,7 @@ class Pairs:
 
 class PairBatch(NamedTuple):
     """B pairs: B rows with the chosen answers, then B rows with the rejected ones in the same order, padded on the
-    right to T, and the n positions whose next token belongs to an answer."""
+    right to T, and the n positions whose next token belongs to an answer. Of one side only: B rows instead of 2B."""
 
     x: torch.Tensor  # (2B, T) int64, up to and including the <|im_end|> of the answer
     index: torch.Tensor  # (n,) int64: positions in the flat x, ascending
@@ -137,12 +137,14 @@ class PairBatch(NamedTuple):
         return in_each(self, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def load_pairs(splits: Sequence[Pairs], sources: np.ndarray, rows: np.ndarray) -> PairBatch:
+def load_pairs(
+    splits: Sequence[Pairs], sources: np.ndarray, rows: np.ndarray, side_numbers: tuple[int, ...] = (1, 2)
+) -> PairBatch:
     """Return the batch whose pair i is the rows[i]-th of splits[sources[i]]. T is the longest row's length, rounded up
-    by `columns_for`."""
+    by `columns_for`. side_numbers: 1 = the chosen, 2 = the rejected answers."""
     places = [(splits[source], row) for source, row in zip(sources.tolist(), rows.tolist(), strict=True)]
     found = [pairs.ids(row) for pairs, row in places]
-    sides = [(ids[0], ids[side]) for side in (1, 2) for ids in found]  # the chosen first
+    sides = [(ids[0], ids[side]) for side in side_numbers for ids in found]  # the chosen first
     n_columns = max(int(pairs.columns[row]) for pairs, row in places)
     x = np.full((len(sides), n_columns), splits[0].pad_id, np.int64)
     learned, lengths = np.zeros(x.shape, bool), np.empty(len(sides), np.int64)
