@@ -8,7 +8,6 @@ import pickle
 import re
 import struct
 import sys
-import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from test_checkpoint import save
 from groundup.align import reward_model
 from groundup.errors import UserError
 from groundup.files import readers, streams
+from groundup.tokens import templates
 from groundup.train import checkpoint
 from groundup.train.log import RunLog
 from tokenizer import Tokenizer, train
@@ -72,7 +72,7 @@ def refusal(action: Callable[[], object]) -> str:
     bounded = os.access("/proc/self/clear_refs", os.W_OK)
     if bounded:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
-    before, begin, line = memory(), time.perf_counter(), ""
+    before, begin, line = memory(), sum(os.times()[:4]), ""  # of a CPU: the machine may be busy
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ def refusal(action: Callable[[], object]) -> str:
     except UserError as error:
         line = str(error)
         assert line and "\n" not in line, line
-    assert time.perf_counter() - begin < 5
+    assert sum(os.times()[:4]) - begin < 5
     assert not bounded or memory("VmHWM") - before < 500e6
     return line
 
@@ -264,6 +264,18 @@ def test_a_forged_file_is_one_line(forged, monkeypatch, name, content, words):
     line = refusal(lambda: opened(forged))
     assert words in line and (line or not words), line
     assert not os.path.exists("executed")
+
+
+def test_a_template_that_explodes_later_is_stopped(forged, monkeypatch):
+    """It behaves when it is tried on two messages. After the first conversation it is given up."""
+    monkeypatch.setattr(templates, "RENDER_S", 0.3)
+    loop = "{% if messages|length > 2 %}" + "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{% endif %}"
+    path = forged / "tokenizer_config.json"
+    path.write_bytes(template(loop)(path.read_bytes()))
+    tokenizer = Tokenizer.load(forged)
+    tokenizer.render(CONVERSATION)
+    for _ in range(100):
+        assert "takes more than 0.3 s" in refusal(lambda: tokenizer.render([*CONVERSATION, CONVERSATION[0]]))
 
 
 def test_a_compressed_state_is_refused(forged):

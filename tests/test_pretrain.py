@@ -810,6 +810,49 @@ def test_a_full_disk_costs_the_save_and_not_the_run(run, tmp_path, monkeypatch, 
 # ---- start from other weights, plan ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def small_disk(tmp_path) -> Path:
+    """A disk of a megabyte, with room for 60 files."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=60", "none", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the runs of this process keep their locks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ["0 bytes", "16384 bytes", "0 files", "4 files", "read-only", "one checkpoint"])
+def test_what_a_full_disk_stops_goes_on_when_there_is_room(run, tmp_path, small_disk, capsys, room):
+    """At the start, at a save, after one; in bytes and in files."""
+    flags = ["--max_steps=4", "--save_every=2", "--eval_steps=1", "--keep_best=0"]
+    assert run(*flags, f"--out_dir={tmp_path / 'straight'}") == 0
+    n = sum(-(-path.stat().st_size // 4096) * 4096 for path in (tmp_path / "straight" / "latest").iterdir())
+    disk, kind = os.statvfs(small_disk), room.partition(" ")[2]
+    left = int(1.4 * n) if room == "one checkpoint" else int(room.split()[0]) if kind in ("bytes", "files") else 0
+    if kind == "files":
+        for i in range(disk.f_favail - left):
+            (small_disk / f"filler{i}").touch()
+    elif room == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    else:
+        (small_disk / "filler").write_bytes(bytes(disk.f_bavail * disk.f_bsize - left))
+    out = f"--out_dir={small_disk / 'out'}"
+    capsys.readouterr()
+    try:
+        said = str(run(*flags, out)) + capsys.readouterr().out
+        assert said.startswith("1") and "No space left on device" in said, said
+    except (UserError, OSError) as error:
+        assert re.search("No space left|Read-only|cannot be written", str(error))
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    for path in small_disk.glob("filler*"):
+        path.unlink()
+    assert (room == "one checkpoint") == (small_disk / "out" / "step_000002").exists()
+    assert run(*flags, out) == 0
+    assert_same_run(tmp_path / "straight", small_disk / "out")
+
+
 def test_init_from_takes_architecture_and_weights(run, tmp_path, capsys):
     assert run("--max_steps=3") == 0
     flags = [f"--init_from={tmp_path / 'out'}", "--max_steps=1"]

@@ -10,9 +10,10 @@ import os
 import signal
 import stat
 import sys
+import threading
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,25 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
     if ended in (-signal.SIGKILL, -signal.SIGXCPU):
         return f"it takes more than {seconds} s"
     return f"it fails, or needs more than {megabytes} MB" if ended else ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after so many seconds; in the main thread alone, for only that gets signals."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def limit(seconds: int, megabytes: int) -> None:

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from groundup.errors import UserError
 from groundup.files.row_formats import TOOLS_HEAD, TOOLS_TAIL
-from groundup.files.untrusted import loads, why_unusable
+from groundup.files.untrusted import loads, time_limit, why_unusable
 
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters: in no text that is meant to be read
+RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}  # by whoever renders, not settings
 MARKS = re.compile(f"[{BEGIN}{END}]")
@@ -59,7 +60,7 @@ class ChatTemplate:
         own = {name.name for name in names if name.ctx != "load"} | GIVEN | environment().globals.keys()
         self.reads = {name.name for name in names if name.name not in own and not name.name.endswith("_token")}
         self.errors = jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError
-        self.errors += RecursionError, MemoryError
+        self.errors, self.too_slow = (*self.errors, RecursionError, MemoryError), ""
         names = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
         self.names = re.compile(f"(?=(?:{names}))" if names else "(?!)")
         self.split = re.compile(f"((?<!{GUARD})(?:{names}))" if names else "((?!))")
@@ -105,8 +106,16 @@ class ChatTemplate:
         return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
 
     def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool) -> str:
+        if self.too_slow:  # for one conversation; others would take as long
+            raise UserError(self.too_slow)
         try:
-            return self.template.render(messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables)
+            with time_limit(RENDER_S):
+                return self.template.render(
+                    messages=messages, tools=tools, add_generation_prompt=prompt, **self.variables
+                )
+        except TimeoutError as error:
+            self.too_slow = f"tokenizer: the chat template cannot be used: {error}"
+            raise UserError(self.too_slow) from None
         except self.errors as error:
             raise UserError(f"tokenizer: the chat template refuses this conversation: {error}") from None
 
