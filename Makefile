@@ -1,3 +1,4 @@
+# make install     .venv with the pinned requirements, which the others make when it is missing
 # make demo        raw text -> tokenizer -> token files -> a small trained model -> samples -> a model that answers; no
 #                  download, two CPU cores
 # make demo-chat   and on: its answers to new questions -> preference pairs -> reward model -> a preference-tuned model
@@ -14,7 +15,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo demo-chat demo-real serve test quick lint clean
+.PHONY: install demo demo-chat demo-real serve test quick lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -37,6 +38,8 @@ $(VENV)/real: $(VENV)/core requirements-real.txt
 $(VENV)/serve: $(VENV)/core requirements-serve.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-serve.txt
 	touch $@
+
+install: $(VENV)/core
 
 demo: $(VENV)/core
 	$(PY) prepare.py --input='en: python-docs, weight=0.97; zh: groundup/demo/zh_sample.txt, txt_split=blank, weight=0.03' \

@@ -34,6 +34,7 @@ NOT_RUN = {  # what is in a command: why it is not run
     " ...": "leaves the rest to the reader",
     "=...": "the same",
     "for f in": "renames files, runs nothing of ours",
+    "make install": "an installation",
     "make demo": "minutes; what it runs stands in the Makefile, and .ci does not run it either",
     "make serve": "serves until it is stopped; tests/test_browser.py looks at its page",
     "make test": "runs this",
@@ -156,6 +157,7 @@ def make_data() -> None:
         if path == "baike/a.json":
             rows = [{"title": row["text"][:8], "summary": row["text"], "sections": []} for row in rows]
         write_rows(path, rows)
+    Path("corpus/zh.txt").write_text("\n\n".join(chinese), encoding="gb18030")
     for path in ("zh/a.txt", "code/a.py"):
         Path(path).parent.mkdir()
         Path(path).write_text("\n\n".join(chinese if path == "zh/a.txt" else english), encoding="utf-8")

@@ -140,7 +140,9 @@ class RowCorpus(Corpus):
         lines = []
         for split, parts in (("training", self.train), ("validation", self.all_val)):
             for data in parts:
-                lines.append(f"{data.name}: {data.n_rows:,} rows for {split}, {data.n_used.sum():,} tokens")
+                packed = f"{len(data.members):,} conversations in " if getattr(data, "pack", False) else ""
+                rows = f"{packed}{data.n_rows:,} rows for {split}"
+                lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
                 lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
         for name, rows in [*zip(self.names, self.found, strict=True), *self.val_found.items()]:
             lines += rows.reader.report(name)
