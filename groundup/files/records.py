@@ -399,7 +399,7 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
         file = open_parquet(path)
         groups = range(file.metadata.num_row_groups)
         row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
-        wanted = columns and [name for name in dict.fromkeys(columns) if name in file.schema_arrow.names]
+        wanted = [name for name in file.schema_arrow.names if name in (columns or ())] or None  # None = all
         for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
             yield from batch_records(batch, row)
             row += batch.num_rows
@@ -414,8 +414,7 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
 def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
     """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8 is a problem of its own."""
     try:
-        values = batch.to_pylist() if batch.num_columns else [{}] * batch.num_rows
-        yield from (Record(value, row + k + 1, row + k) for k, value in enumerate(values))
+        yield from (Record(value, row + k + 1, row + k) for k, value in enumerate(batch.to_pylist()))
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
             yield Record(None, row + 1, row, problem="bad_encoding", detail=str(error))

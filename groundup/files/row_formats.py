@@ -517,3 +517,6 @@ PAIRS = (
 )
 
 FORMATS = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
+# What documents are made of, and what shows that rows are of another kind; a table's other columns need not be read.
+COLUMNS = {key for known in FORMATS.values() for one in known for key in one.keys.split(",")}
+COLUMNS |= {"desc", "summary", "rhythmic", *OTHER_NAMES}

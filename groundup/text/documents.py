@@ -62,7 +62,8 @@ class Judge:
         self.evals = Evals.load(work / "evals.npz") if recipe.decontaminate else None
         self.tokenizer = Tokenizer.load(work / "out") if recipe.template else None
         self.questions = self.read_questions() if recipe.prompts_from else None
-        columns = text_keys.columns_of(source.text_key) if recipe.kind == "text" else None
+        columns = text_keys.columns_of(source.text_key) or sorted(row_formats.COLUMNS)
+        columns = columns if recipe.kind == "text" else None
         self.columns = columns and columns + [one.key for one in self.ranges]  # to read of parquet files; None = all
 
     def read_questions(self) -> set[str]:

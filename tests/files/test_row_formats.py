@@ -196,6 +196,33 @@ def test_malformed_text_keys(text_key: str) -> None:
     assert isinstance(error.value, UserError) and "text_key" in str(error.value) and "\n" not in str(error.value)
 
 
+class Spy(dict):
+    """A row that remembers which of its keys were asked for."""
+
+    def __init__(self, row: dict) -> None:
+        super().__init__(row)
+        self.asked = set()
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def test_documents_are_made_of_columns_that_are_read(monkeypatch) -> None:
+    """Of a parquet file without text_key only these are read."""
+    monkeypatch.setattr(row_formats, "rename", lambda row: row)  # it copies
+    for row, text in DOCUMENTS.values():
+        if isinstance(row, str):
+            continue
+        spy = Spy(row)
+        assert document_of(spy) == (text, "")
+        assert spy.asked and spy.asked <= row_formats.COLUMNS
+
+
 def test_columns() -> None:
     assert columns_of("") is None
     assert columns_of("text") == ["text"]
