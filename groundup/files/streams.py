@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, BinaryIO, NamedTuple
@@ -192,13 +193,20 @@ def encoding_of(head: bytes) -> Encoding:
         and len(KANA.findall(text)) <= 0.1 * len(wide)
     ):
         # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
-        # pairs; in traditional Chinese, which has many, rare characters close by are a weaker sign.
-        simplified = len(chinese("low").findall(text)) <= 0.01 * len(wide)
-        return Encoding("gb18030", chinese("low" if simplified else "rare"))
+        # pairs. Traditional Chinese has many, so that after the loss a byte soon stands alone as an ASCII letter: a
+        # sign of it where the text has few of its own. Else rare characters close by are a weaker sign.
+        if len(chinese("low").findall(text)) <= 0.01 * len(wide):
+            return Encoding("gb18030", chinese("low"))
+        alone = Counter(re.findall(ALONE.format("@-~"), text))
+        own = [letter for letter, n in alone.items() if n > max(1, 0.0001 * len(wide))]
+        few = alone.total() - sum(map(alone.get, own)) <= max(1, 0.0003 * len(wide))
+        letters = re.escape("".join(set(map(chr, range(0x40, 0x7F))) - set(own)))
+        return Encoding("gb18030", re.compile(ALONE.format(letters)) if few else chinese("rare"))
     return Encoding(hint=f"; {likely_encoding(head)}; convert the file: iconv -f ENCODING -t UTF-8")
 
 
 NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
+ALONE = "(?<![\0-\x7f])[{0}](?![@-~])|(?<![@-~])[{0}](?![\0-\x7f])"  # one of 40 to 7E, beside a wide character
 
 
 @cache

@@ -146,6 +146,21 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
         assert "convert the file: iconv -f" in report.places[0][3]
 
 
+def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path) -> None:
+    """Half its characters end in the byte of an ASCII letter. Letters that the text has of its own are no fault."""
+    base = SAMPLES["big5"] + "維他命C很重要，維他命C也好吃。"
+    lines = [f"{base[k:]}{base[:k]}" for k in range(len(base))] * 20
+    raws = [line.encode("gb18030") for line in lines]
+    damaged = range(0, len(raws), 200)
+    for k, i in enumerate(damaged):
+        raws[i] = raws[i][: 11 * k] + raws[i][11 * k + 1 :]
+    (tmp_path / "a.txt").write_bytes(b"\n".join(raws))
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line", report=report)]
+    assert kept == [line for i, line in enumerate(lines) if i not in damaged]
+    assert report.problems == {"bad_encoding": len(damaged)}
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_the_encoding_is_one_for_the_file(tmp_path: Path, name: str) -> None:
     texts = [f"{i} {SAMPLES['gb18030']}" for i in range(20)]
