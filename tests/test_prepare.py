@@ -317,6 +317,10 @@ def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch, capsys):
         spec = f"a: {tmp_path}/one.txt{weights[0]}; b: {tmp_path}/two.txt{weights[1]}"
         run(tmp_path / label, input=spec, vocab_size=512)
         assert f"tokenizer: source a, {label}: 0.00 MB" in capsys.readouterr().out
+    monkeypatch.setattr(selection, "MAX_DOC_CHARS", 100)  # of a mixture; a long file is given in so many pieces
+    learnt.clear()
+    run(tmp_path / "out3", input=f"a: {tmp_path}/one.txt; b: {tmp_path}/two.txt", vocab_size=512, val_fraction=0.5)
+    assert max(map(len, learnt)) == 100 and sorted("".join(learnt)) == sorted(EN * 5 + ZH * 5)
 
 
 # ---- any number of processes, and what happens when one is lost ------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.files.splits import FEW, SPLITS, assign, cut_places
-from groundup.files.text_mix import mix_texts
+from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import EXACT, KEPT, NEAR, ROW, SCORE, Recipe, Source, Unit, parse_score
 from groundup.tokens.chat_files import ConversationWriter
@@ -189,8 +189,9 @@ def training_texts(
         taken = np.zeros(len(chosen.rows), bool)
         taken[own] = True
         for k in range(len(part.starts)):
-            of_train = cut_document(k, part, chosen, recipe, work)[0]
-            yield from (text for i, text, _ in of_train if taken[part.rows[i]])
+            for i, text, _ in cut_document(k, part, chosen, recipe, work)[0]:
+                size = MAX_DOC_CHARS if len(parts) > 1 else len(text)  # a mixture takes no more of each text
+                yield from (text[at : at + size] for at in range(0, taken[part.rows[i]] * len(text), size))
         if len(part.starts):
             return
         for unit in part.units:
