@@ -30,7 +30,7 @@ PLAIN = {  # as transformers' models compute them
 @functools.cache
 def logits_of(kind: str) -> tuple[float, ...]:
     """Return eight logits of a small model of this kind. The state of random generators stays as it was."""
-    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
         cfg = ModelConfig(
             vocab_size=32, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, ffn_dim=64,
             rope_theta=10000.0, norm_eps=0.1, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tie_embeddings=False,

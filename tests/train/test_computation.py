@@ -86,6 +86,8 @@ def test_rounding_threads_and_random_generators_change_nothing():
         with torch.autocast("cpu", dtype):
             assert computation.is_plain("qwen3")
         computation.logits_of.cache_clear()
+    with torch.device("meta"):
+        assert computation.is_plain("llama")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     assert all(map(computation.is_plain, CONFIGS))
