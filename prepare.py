@@ -157,7 +157,9 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
         tokenizer.save(out)
     if tokenizer:
         dtype, chat = token_dtype(tokenizer.vocab_size).str, recipe.kind == "chat"
-        tokenize = partial(tokenize_unit, dtype=dtype, fingerprint=tokenizer.chat_fingerprint(), work=work, chat=chat)
+        threads = max(1, workers // max(1, len(units)))  # one text is one unit
+        settings = {"fingerprint": tokenizer.chat_fingerprint(), "work": work, "chat": chat, "threads": threads}
+        tokenize = partial(tokenize_unit, dtype=dtype, **settings)
         run(tokenize, units, workers, "tokenize", work)
     if recipe.kind == "text":
         written = write_splits(parts, chosen, recipe, tokenizer, work)

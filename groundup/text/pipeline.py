@@ -12,9 +12,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from functools import lru_cache
@@ -231,8 +231,12 @@ def inspect_unit(unit: Unit, recipe: Recipe, version: int, work: Path, limit: in
 load_tokenizer = lru_cache(maxsize=1)(lambda directory, fingerprint: Tokenizer.load(directory))
 
 
-def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False) -> None:
-    """Write the ids of the documents of a unit that work/fates.npy keeps, unless an earlier run finished the unit."""
+def tokenize_unit(
+    unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bool = False, threads: int = 1
+) -> None:  # fmt: skip
+    """Write the ids of the documents of a unit that work/fates.npy keeps, unless an earlier run finished the unit.
+    threads: that encode documents, where there are fewer units than processes; the tokenizer lets go of Python's
+    lock."""
     done, fates = unit.file(work, "tokenized"), unit.fates(work)
     tokenizer = load_tokenizer(work / "out", fingerprint)
     inspected = read_json(unit.file(work, "json"))["key"]
@@ -241,14 +245,31 @@ def tokenize_unit(unit: Unit, dtype: str, fingerprint: str, work: Path, chat: bo
         return
     done.unlink(missing_ok=True)
     lengths = []
+
+    def encode(text: str) -> tuple[Any, Any]:
+        return tokenizer.render(json.loads(text)["messages"]) if chat else (tokenizer.encode_array(text), ())
+
     with open(unit.file(work, "tokens"), "wb") as tokens, open(unit.file(work, "mask"), "wb") as masks:
-        for text in unit.documents(work, fates == KEPT):
-            ids, mask = tokenizer.render(json.loads(text)["messages"]) if chat else (tokenizer.encode_array(text), ())
+        for ids, mask in in_threads(encode, unit.documents(work, fates == KEPT), threads):
             lengths.append(len(ids))
             tokens.write(np.asarray(ids).astype(dtype).data)
             masks.write(np.array(mask, np.uint8).data)
     np.array(lengths, "<i8").tofile(unit.file(work, "lengths"))
     write_json(done, {"key": key})
+
+
+def in_threads(function: Callable[[str], Any], texts: Iterable[str], threads: int) -> Iterator[Any]:
+    """Yield function(text) of every text in their order, working at no more than twice `threads` of them at once."""
+    if threads == 1:
+        yield from map(function, texts)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future] = deque()
+        for text in texts:
+            waiting.append(pool.submit(function, text))
+            if len(waiting) >= 2 * threads:
+                yield waiting.popleft().result()
+        yield from (one.result() for one in waiting)
 
 
 # ---- in several processes; none outlives its parent -------------------------------------------

@@ -8,6 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +151,8 @@ def content(out_dir: Path) -> dict[str, bytes]:
 def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
     code = f"""
 import sys
+import threading
+import time
 sys.path.insert(0, {str(ROOT)!r})
 import prepare
 from groundup.text import pipeline
@@ -895,3 +899,26 @@ def test_settings_that_cannot_work_are_one_line(settings, said):
     with pytest.raises(ValueError) as caught:
         prepare.check_config(KEYS | {"input": "x", "out_dir": "x"} | settings)
     assert said in str(caught.value) and "\n" not in str(caught.value) and isinstance(caught.value, UserError)
+
+
+def test_threads_keep_the_order_and_pass_errors_on() -> None:
+    """A single text is one unit, so that threads share its documents; only so many are in memory at once."""
+    lock, running, most = threading.Lock(), 0, 0
+
+    def slow(text: str) -> str:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.001 * (int(text) % 5))
+        with lock:
+            running -= 1
+        return text * 2
+
+    asked = []
+    texts = (asked.append(i) or str(i) for i in range(40))
+    found = pipeline.in_threads(slow, texts, 3)
+    assert next(found) == "00" and len(asked) == 6
+    assert list(found) == [str(i) * 2 for i in range(1, 40)] and most == 3
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(pipeline.in_threads(slow, ["1", "x", "2"], 2))
