@@ -215,6 +215,46 @@ def test_an_error_is_shown_and_can_be_tried_again(page, answers):
     assert page.texts() == ["fine"] and page.texts(".problem") == []
 
 
+def test_copy_and_delete(page, answers):
+    permissions = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": page.url}
+    page.driver.execute_cdp_cmd("Browser.grantPermissions", permissions)
+    answers("*one*\n```\n  x = 1\n```")
+    page.ask("first")
+    read = "const done = arguments[0]; navigator.clipboard.readText().then(done, (error) => done(String(error)))"
+    for selector, want in ((".code .copy", "  x = 1"), (".answer > .tools .copy", "*one*\n```\n  x = 1\n```")):
+        page.click(selector)
+        page.until("at('status').textContent === 'Copied'")
+        assert page.driver.execute_async_script(read) == want
+        page.js("at('status').textContent = ''")
+    page.click("#new")
+    page.ask("second")
+    for name, left in (("first", ["second"]), ("second", [])):
+        page.js("[...document.querySelectorAll('#chats li')].find((node) => node.innerText.startsWith(arguments[0]))"
+                ".lastChild.focus()", name)  # fmt: skip
+        page.driver.switch_to.active_element.send_keys("\ue007")
+        assert name in page.driver.switch_to.alert.text
+        page.driver.switch_to.alert.accept()
+        assert page.texts("#chats li") == left
+        assert page.js("return Object.keys(localStorage).filter((key) => key.startsWith(PREFIX)).length") == len(left)
+    assert page.all("#strata")[0].is_displayed()
+
+
+def test_a_server_that_is_gone(page, answers):
+    offline = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.driver.execute_cdp_cmd("Network.enable", {})
+    page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    try:
+        page.ask("?")
+    finally:
+        page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline | {"offline": False})
+    assert page.texts(".problem") == ["The server does not answer. Is it running?"]
+    page.driver.get_log("browser")
+    answers("back")
+    page.click(".again")
+    page.until("chat.turns[1].answers.length === 2 && running === null")
+    assert page.texts() == ["back"]
+
+
 @pytest.mark.parametrize("random, button, want", [(0.9, 0, "tiny"), (0.1, 0, "other1"), (0.9, 2, "other1")])
 def test_two_models_are_compared_blind(page, server, monkeypatch, random, button, want):
     """Real models, whose answers are taken for finished: random ones do not end."""

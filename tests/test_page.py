@@ -98,6 +98,14 @@ def test_a_click_that_dpo_could_not_read_is_refused(change):
     assert error.value.status == 400
 
 
+def test_any_text_is_a_row(tmp_path):
+    """Half a surrogate pair is JSON, but no UTF-8."""
+    odd = [ANSWERS[0] | {"content": "\ud800 one\u2028\n", "model": "\udfff"}, ANSWERS[1]]
+    append(tmp_path / "rows.jsonl", preference(json.dumps(CLICK | {"answers": odd}).encode(), "")[0])
+    (line,) = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    assert read_pair(json.loads(line)).rejected == "\ufffd one\u2028\n"
+
+
 def test_a_full_disk_leaves_no_half_row(server, tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     append(file, {"a": "世"})

@@ -24,7 +24,8 @@ def read_page() -> tuple[bytes, dict[str, str]]:
     policy = (
         f"default-src 'none'; script-src 'sha256-{sha256(page, b'script')}'; "
         f"style-src 'sha256-{sha256(page, b'style')}'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # the browser refuses innerHTML
     )
     return page, {
         "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
