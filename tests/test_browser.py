@@ -261,7 +261,9 @@ def test_two_models_are_compared_blind(page, server, monkeypatch, random, button
     monkeypatch.setattr("groundup.files.row_formats.is_unfinished", lambda *_: False)
     page.js(f"Math.random = () => {random}")
     page.click("#compare")
+    page.js("settings.system = 'Be 好.'")
     page.ask("Which?")
+    page.js("settings.system = 'changed since'")
     assert page.texts(".by") == ["Answer 1", "Answer 2"] and len(page.texts(".vote button")) == 4
     page.type("#ask", "More\n")  # not before the answer is judged
     assert len(page.texts(".said")) == 1 and page.driver.switch_to.active_element.text == "1 is better"
@@ -269,7 +271,7 @@ def test_two_models_are_compared_blind(page, server, monkeypatch, random, button
     page.until("document.querySelector('.better')")
     row = json.loads(server[2].read_text(encoding="utf-8").splitlines()[-1])
     pair = read_pair(row)
-    assert row["chosen_model"] == want and pair.prompt == [{"role": "user", "content": "Which?"}]
+    assert row["chosen_model"] == want and [turn["content"] for turn in pair.prompt] == ["Be 好.", "Which?"]
     assert pair.chosen == page.js("return chosen(chat.turns[1]).text")
     assert str(server[2]) in page.texts("#turns .hint")[0]
     assert sorted(page.texts(".by")) == ["other1", "tiny"] and want in page.texts(".better")[0]
@@ -451,7 +453,7 @@ def test_the_key_is_asked_for(driver, directories):
         page.open()
         page.until("at('key').open")
         page.type("#key input", "wrong\n")
-        page.until("at('key').open && at('key').querySelector('input').value === ''")
+        page.until("at('key').open && at('key').innerText.includes('That is not its key')")
         page.type("#key input", "sesame\n")
         page.until("models.length")
         page.ask("?")
