@@ -189,7 +189,7 @@ def val_window_count(data: TokenData, block_size: int) -> int:
     if n_windows < 1:
         raise NoSplit(
             f"data: the {data.split} split of {data.dir} has {data.n_tokens} tokens, but block_size={block_size} needs "
-            f"{block_size + 1}; prepare more text or lower block_size"
+            f"{block_size + 1}; prepare more text, raise prepare.py's val_fraction or lower block_size"
         )
     return n_windows
 
