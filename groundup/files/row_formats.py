@@ -279,7 +279,8 @@ def read_turns(value: object) -> list[dict]:
     """Return messages from [{role or from, content or value}, ...], or from such a list as JSON."""
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise BadRow(f"{type(turns).__name__}, not a list of turns" if turns else "no turns")
+        inner = f" with {type(turns[0]).__name__}" if isinstance(turns, list) and turns else ""
+        raise BadRow(f"{type(turns).__name__}{inner}, not a list of turns" if turns else "no turns")
     tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
     return with_system(list(map(read_turn, turns)), {"tools": tools})
 
@@ -351,7 +352,9 @@ def part_text(part: object) -> str:
     """Return the text of one part of a content that is a list: {"type": "text", "text" or "value": ...}."""
     is_part = isinstance(part, dict)
     kind, found = (part.get("type"), part.get("text", part.get("value"))) if is_part else (type(part).__name__, None)
-    if kind != "text" or not isinstance(found, str):
+    if kind == "text" and not isinstance(found, str):
+        raise BadRow("a part of a turn is of type text but has none")
+    if kind != "text":
         raise BadRow(f"a turn holds {kind!r:.40}, not text")
     return found
 

@@ -83,7 +83,7 @@ def columns_of(text_key: str) -> list[str] | None:
 
 
 def keys_of(row: dict) -> str:
-    return f"keys {', '.join(map(str, row))}"[:200]
+    return f"keys {', '.join(map(str, row))}"[:200] if row else "no keys"
 
 
 def as_score(row: object, key: str) -> float:
