@@ -203,6 +203,16 @@ def test_answers_of_an_evaluation_are_planned_where_they_take_more_than_a_step(t
     assert ("copy to answer with" in text) == copied
 
 
+@pytest.mark.parametrize("stage, more", [("pretrain", 0), ("sft", 1), ("dpo", 1), ("reward", 1), ("rl", 1)])
+def test_batches_of_other_lengths_take_more_of_a_cpus_heap(stage, more):
+    config = defaults_of(ROOT / f"{stage}.py") | {"compile": False, "sample_prompts": "", "eval_answers": 0}
+    text = plan.describe(ModelConfig(512, 1024), config, "", 1, 1, CPU, torch.float32, 1e12)
+    parts = {part: float(n.replace(",", "")) for part, n in re.findall(r"[:,] ([a-z ]+) ([\d,]+) MiB", text)}
+    held = sum(parts.values()) - parts["margin"] - parts["interpreter"]
+    taken = parts["activations"] + parts["head"]
+    assert parts["margin"] == pytest.approx(0.3 * held + more * plan.HOLES * taken, abs=3)
+
+
 # ---- on a GPU (has not run) ------------------------------------------------------------------------------------------
 
 GPU_SHAPES = {
