@@ -30,7 +30,7 @@ from groundup.train import ranks
 from groundup.train.huggingface import hf_name, save_weights, write_json
 from model import ModelConfig, Transformer, rope_tables
 
-FILES = 32  # of a model; a rank gathers one at a time to write it
+LEAST_FILES = 8  # of a model, or as many as ranks; a rank gathers one at a time to write it
 STATE_DIR = "optimizer"
 
 
@@ -281,8 +281,8 @@ def write(
     from torch.distributed.tensor import DTensor, Shard
 
     shapes = {name: p.shape for name, p in parallel.params.items()}
-    files = files_of(shapes)
-    write_weights(directory, mine["weights"], shapes, files, group)
+    files = files_of(shapes, dist.get_world_size())
+    error = write_weights(directory, mine["weights"], shapes, files, group)
     state, number = {}, {}
     for key, rows in mine["optimizer"].items():
         name = key.rpartition(".")[0]
@@ -295,12 +295,14 @@ def write(
     through_dcp(dcp.save, state, process_group=group, storage_writer=dcp.HuggingFaceStorageWriter(
         path, fqn_to_index_mapping=number, save_distributed=True
     ))  # fmt: skip
+    if error is not None:
+        raise error
 
 
-def files_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
-    """Divide the parameters, in their order, among files of about a 32nd of the model, or one larger tensor."""
+def files_of(shapes: Mapping[str, torch.Size], world_size: int) -> list[list[str]]:
+    """Divide the parameters, in their order, among files that are no larger than a rank's part, or than one tensor."""
     files, room = [], 0
-    most = -(-sum(map(torch.Size.numel, shapes.values())) // FILES)
+    most = -(-sum(map(torch.Size.numel, shapes.values())) // max(world_size, LEAST_FILES))
     for name, shape in shapes.items():
         if shape.numel() > room:
             files.append([])
@@ -313,9 +315,9 @@ def files_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
 def write_weights(
     directory: Path, mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], files: list[list[str]],
     group: ProcessGroup | None,
-) -> None:  # fmt: skip
+) -> Exception | None:  # fmt: skip
     """Write a model's files, each rank every so many: it receives the rows of the others. A rank whose disk refuses
-    goes on receiving, so that no other waits, and raises at the end."""
+    goes on receiving, so that no other waits; return the reason."""
     rank, world, error, index = dist.get_rank(), dist.get_world_size(), None, {}
     for number, names in enumerate(files):
         file, owner = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors", number % world
@@ -327,11 +329,10 @@ def write_weights(
         except Exception as e:  # an OSError or safetensors' own
             error = e
         del whole
-    if error is not None:
-        raise error
-    if rank == 0:
+    if rank == 0 and error is None:
         size = 4 * sum(map(torch.Size.numel, shapes.values()))
         write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index})
+    return error
 
 
 def gather_rows(mine: Tensor, shape: torch.Size, owner: int, group: ProcessGroup | None) -> Tensor:
