@@ -115,6 +115,13 @@ def peak_memory_gib(device: torch.device) -> float:
     return 0.0
 
 
+def device_memory(device: torch.device) -> float:
+    """Return the bytes of a GPU; infinity where it is not in this machine."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
     """Return the bytes that this process may use: the machine's, or less where a control group of its path (a
     container's, a job's), of version 1 or 2, allows less. Infinity where the system does not tell."""

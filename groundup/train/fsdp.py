@@ -12,6 +12,8 @@ A checkpoint's weights are the sharded safetensors that transformers reads. Its 
 torch.distributed.checkpoint, as safetensors too: its other format is pickled, and reading that could run code.
 """
 
+import contextlib
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -66,6 +68,8 @@ def build(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if device.type == "cpu":
+        give_memory_back()
     with torch.device("meta"):
         model = kind(cfg)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -82,6 +86,13 @@ def build(
     if new:
         draw(model)
     return model
+
+
+def give_memory_back() -> None:
+    """Make glibc map every large tensor by itself. In its heap, small tensors that stay land in the holes that gathered
+    blocks leave, and a rank grew as large as with ddp: 1.6 GiB instead of 0.7 for 77M parameters on two ranks."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD, bytes
 
 
 def draw(model: Transformer) -> None:

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from groundup.train.base import adapters_of, frozen_dtype
-from groundup.train.device import memory_limit
+from groundup.train.device import device_memory, memory_limit
 from groundup.train.log import clock
 from groundup.train.lora import trainable_table
 from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
@@ -75,14 +75,15 @@ def memory_table(
     block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))
     block += 8 * N * (HD + KD) if cfg.qk_norm else 0
     in_half = adapters and frozen_dtype(config, dtype) == torch.bfloat16  # the frozen matrices
-    copies = size * (adapters + (trained_matrices if in_half else matrices)) if size < 4 else 0  # autocast's
+    casts = size < 4 and config.get("parallel") != "fsdp"  # which gathers the weights in the compute dtype
+    copies = size * (adapters + (trained_matrices if in_half else matrices)) if casts else 0  # autocast's
     mask = N * T * size if masked and (short or device_type != "cpu") else 0
     kept = cfg.n_layer * (4 * N * C if recompute else block) + mask
     kept += N * C * (8 + 2 * size)  # the last norm and the gradient of its output
 
     rows = min(N, max(1, CHUNK_ELEMENTS // V)) if head else 0
     grad = 4 * V * C if head and whole >= V * C else 0
-    cast_head = head and size < 4 and (grad or not in_half)
+    cast_head = head and casts and (grad or not in_half)
     # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before.
     logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if cast_head else 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
@@ -98,6 +99,68 @@ def memory_table(
     }
 
 
+def shard_memory(
+    memory: Mapping[str, float], cfg: ModelConfig, world_size: int, device_type: str, dtype: torch.dtype
+) -> dict[str, float]:  # fmt: skip
+    """Return a memory_table of whole replicas as parallel='fsdp' divides it. A rank holds its part of the state and, in
+    the compute dtype, the head's weights and three blocks: the one at work, the next one, and a copy while it arrives.
+    A gradient is copied to float32 to be sent, and gloo receives the others' terms beside it. At the end of a backward
+    the head's (the embedding's, if tied) is on its way, when the activations are gone."""
+    table, size, waits = parameter_table(cfg), dtype.itemsize, 8 if device_type == "cpu" else 4
+    head, block = cfg.vocab_size * cfg.n_embd, (table["attention"] + table["mlp"]) / cfg.n_layer
+    parts = {key: memory[key] / world_size for key in ("weights", "gradients", "optimizer")}
+    parts |= {"gathered": size * (head + 3 * block) + (size + waits) * block, "activations": memory["activations"]}
+    return parts | {"head": max(memory["head"], (size + waits) * head - memory["activations"])}
+
+
+def rank_memory(
+    cfg: ModelConfig, config: dict, trained: Mapping[str, int], masked: bool, device_type: str, dtype: torch.dtype,
+    head: bool, world_size: int, other: Mapping[str, float],
+) -> dict[str, float]:  # fmt: skip
+    """Return {part: bytes} of one of world_size ranks, with the margin."""
+    memory = memory_table(cfg, config, trained, masked, device_type, dtype, head)
+    fsdp = config["parallel"] == "fsdp"
+    if fsdp:
+        memory = shard_memory(memory, cfg, world_size, device_type, dtype)
+    if config["compress"] == "powersgd":
+        params = parameter_table(cfg)
+        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
+        memory["compression error"] = 4 * min(matrices, trained["trainable"])
+    if config["async_save"] and device_type == "cpu":  # a GPU's copy lies in RAM
+        copied = 4 * trained["trainable"] / (world_size if fsdp else 1) + memory["optimizer"]
+        memory["copy to save"] = copied + memory.get("compression error", 0)
+    if fsdp and device_type == "cpu":  # and a file's tensors, gathered
+        memory["file to save"] = 4 * max(cfg.vocab_size * cfg.n_embd, trained["total"] / max(8, world_size))
+    generates = config.get("sample_prompts") or config.get("eval_answers")
+    if device_type == "cpu" and generates and not trained["adapters"] and not fsdp:
+        # Evaluations generate with packed matrices (generate/engine.py), when no activations are held.
+        packed = 4 * (parameter_table(cfg)["attention"] + parameter_table(cfg)["mlp"] + cfg.vocab_size * cfg.n_embd)
+        more = packed - memory["activations"] - memory["head"]
+        memory |= {"copy to answer with": more} if more > 0 else {}
+    if config["zero1"]:  # rank 0 saves the whole state, but holds its part
+        memory["optimizer"] /= world_size
+    memory |= other
+    memory["margin"] = MARGIN.get(device_type, 0.1) * sum(memory.values())
+    return memory | ({"interpreter": PROCESS} if device_type == "cpu" else {})
+
+
+def compare(needs: Mapping[str, Callable[[int], float]], world_size: int, most: float) -> str:
+    """Return a line on the bytes per rank of several ways to train, simplest first, and the first that fits `most`.
+    needs: {way: bytes for a number of ranks}."""
+    sizes = {way: need(world_size) for way, need in needs.items()}
+    text = ", ".join(f"{way} {size / 2**30:.2f}" for way, size in sizes.items())
+    text = f"devices     {world_size} with, per rank, {text} GiB"
+    if most == math.inf:
+        return text
+    fits = next((way for way, size in sizes.items() if size <= most), "")
+    last, more = list(needs)[-1], world_size
+    while not fits and needs[last](more) > most and more < 2**16:
+        more *= 2
+    fewer = "lower batch_size or use activation_checkpointing=True"
+    none = fewer if needs[last](more) > most else f"{last} needs {more}"
+    return f"{text}; the least that fits {most / 2**30:.2f} GiB: {fits or f'none, {none}'}"
+
+
 def describe(
     cfg: ModelConfig, config: dict, batch: str, tokens: float, world_size: int, device: torch.device,
     dtype: torch.dtype, peak: float, masked: bool = False, other: Mapping[str, float] | None = None, head: bool = True,
@@ -108,37 +171,32 @@ def describe(
     cfg = cfg if head else dataclasses.replace(cfg, tie_embeddings=True)  # a reward model's head is one row
     trained = trainable_table(cfg, config["trainable"], adapters_of(config))
     trained = trained if head else trained | {key: trained[key] + cfg.n_embd for key in ("total", "trainable")}
-    memory = memory_table(cfg, config, trained, masked, device.type, dtype, head)
-    if config["compress"] == "powersgd":
-        params = parameter_table(cfg)
-        matrices = params["total"] if config["compress_embedding"] else params["attention"] + params["mlp"]
-        memory["compression error"] = 4 * min(matrices, trained["trainable"])
-    if config["async_save"] and device.type == "cpu":  # a GPU's copy lies in RAM
-        memory["copy to save"] = 4 * trained["trainable"] + memory["optimizer"] + memory.get("compression error", 0)
-    generates = config.get("sample_prompts") or config.get("eval_answers")
-    if device.type == "cpu" and generates and not trained["adapters"]:
-        # Evaluations generate with packed matrices (generate/engine.py), when no activations are held.
-        packed = 4 * (parameter_table(cfg)["attention"] + parameter_table(cfg)["mlp"] + cfg.vocab_size * cfg.n_embd)
-        more = packed - memory["activations"] - memory["head"]
-        memory |= {"copy to answer with": more} if more > 0 else {}
-    if config["zero1"]:  # rank 0 saves the whole state, but holds its part
-        memory["optimizer"] /= world_size
-    memory |= other or {}
-    memory["margin"] = MARGIN.get(device.type, 0.1) * sum(memory.values())
-    if device.type == "cpu" and "data_dir" not in config:  # pretrain.py's batches are all alike
-        memory["margin"] += HOLES * (memory["activations"] + memory["head"])
-    memory |= {"interpreter": PROCESS} if device.type == "cpu" else {}
+
+    def memory_of(n_ranks: int = world_size, **changed: object) -> dict[str, float]:
+        of_rank = cfg, config | changed, trained, masked, device.type, dtype, head, n_ranks, other or {}
+        return rank_memory(*of_rank)
+
+    memory = memory_of()
     parts = ", ".join(f"{part} {n / 2**20:,.0f} MiB" for part, n in memory.items())
     flops = flops_per_token(cfg, config["block_size"], head, config["trainable"])
     seconds = tokens * flops / (peak * world_size) / 0.4
     need, most = sum(memory.values()), memory_limit() if device.type == "cpu" else math.inf
     # The ranks of one machine share it, as torchrun says how many they are.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * need
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = n_local * need
     short = f"warning     needs {local / 2**30:.2f} GiB, this machine or its container has {most / 2**30:.2f} GiB"
+    ways = {"ddp": {"zero1": False}, "zero1": {"zero1": True, "compress": "none"}}
+    ways = {way: {"parallel": "ddp"} | changed for way, changed in ways.items()}
+    if config["trainable"].strip() == "all" and head and not other:
+        ways["fsdp"] = {"parallel": "fsdp", "zero1": False, "compress": "none", "optimizer": "adamw"}
+    needs = {way: lambda n, changed=changed: sum(memory_of(n, **changed).values()) for way, changed in ways.items()}
+    room = 2**30 * config["device_gib"] or (most / n_local if device.type == "cpu" else device_memory(device))
+    several = [compare(needs, world_size, room)] if world_size > 1 else []
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
         f"batch       {batch}",
         f"memory      {need / 2**30:.2f} GiB per rank: {parts}",
         *([short] if local > most else []),
+        *several,
         f"time        {note}{clock(seconds)} at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s",
     ])  # fmt: skip

@@ -49,7 +49,8 @@ overlap_step = "off"  # update each block: forward = just before its next use | 
 zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
 timeout_s = 300.0  # stop if the ranks wait for each other longer than this many seconds
 peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = from its data sheet, or measured
-plan_only = False  # print the plan and stop
+device_gib = 0.0  # memory of one device, for the plan's least way that fits; 0 = what this machine has
+plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step
 log_every = 10  # steps
