@@ -78,8 +78,10 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     if not line:
         vars(sys.stderr).pop("write", None)  # Python's traceback may have colours
         return sys.__excepthook__(kind, error, tb)
-    print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
-    if issubclass(kind, LostRank):
+    lost = issubclass(kind, LostRank)
+    # With a process group torch calls this hook and prints what it wrote to sys.stderr after it has returned.
+    print(printable(" ".join(line.splitlines())), file=sys.__stderr__ if lost else sys.stderr, flush=True)
+    if lost:
         flush_output()
         leave(1)
     if issubclass(kind, KeyboardInterrupt):
