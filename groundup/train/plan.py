@@ -141,6 +141,8 @@ def rank_memory(
         memory["optimizer"] /= world_size
     memory |= other
     memory["margin"] = MARGIN.get(device_type, 0.1) * sum(memory.values())
+    if device_type == "cpu" and "data_dir" not in config:  # pretrain.py's batches are all alike
+        memory["margin"] += HOLES * (memory["activations"] + memory["head"])
     return memory | ({"interpreter": PROCESS} if device_type == "cpu" else {})
 
 
