@@ -22,6 +22,7 @@ import contextlib
 import hmac
 import json
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -224,7 +225,7 @@ class Server:
                 return await inner(scope, receive, counted)
             return await JSONResponse(error.body, error.status)(scope, receive, counted)
 
-        origins = [part.strip() for part in self.config["cors_origins"].split(",") if part.strip()]
+        origins = origins_of(self.config["cors_origins"])
         cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         return CORSMiddleware(guarded, **cors) if origins else guarded
 
@@ -439,12 +440,19 @@ def directories(value: str) -> dict[str, Path]:
     return {name: checkpoint.resolve(path) for name, _, path in pairs}
 
 
+def origins_of(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
 def check_config(config: dict) -> None:
     for key in ("max_batch", "max_queue", "max_body_kb", "max_seconds", "drain_seconds"):
         if config[key] < 1:
             raise UserError(f"serve: {key} must be at least 1, got {config[key]}")
     if not 0 <= config["port"] < 2**16:
         raise UserError(f"serve: port must be from 0 to 65535, got {config['port']}")
+    for origin in origins_of(config["cors_origins"]):
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):  # a browser sends it without a path
+            raise UserError(f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}")
     if config["host"] not in HERE and not config["api_key"] and not config["insecure"]:
         raise UserError(
             f"serve: host={config['host']} lets other machines in; give --api_key=SECRET, or --insecure=True"

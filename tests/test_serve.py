@@ -305,6 +305,11 @@ def test_settings_that_would_let_strangers_in():
     serve.check_config(config | {"host": "0.0.0.0", "api_key": "x"})
     with pytest.raises(UserError, match="--api_key"):
         serve.check_config(config | {"host": "0.0.0.0"})
+    for right in ("*", "https://a.example, http://localhost:3000"):
+        serve.check_config(config | {"cors_origins": right})
+    for wrong in ("a.example", "https://a.example/", "https://a.example,*.example"):
+        with pytest.raises(UserError, match="cors_origins must be like"):
+            serve.check_config(config | {"cors_origins": wrong})
     with pytest.raises(UserError, match="NAME=DIR"):
         serve.directories("a=out/x,a=out/y")
 
