@@ -25,6 +25,7 @@ from model import ModelConfig
 
 data_dir = tp.data_dir
 STEPS = 8
+LOST = ("stalled", "killed while saving")
 FLAGS = ["--parallel=fsdp", "--optimizer=adamw", f"--max_steps={STEPS}", "--save_every=3", "--eval_every=99"]
 FLAGS += ["--total_batch_tokens=128", "--timeout_s=4", "--async_save=False", "--peak_tflops=1"]
 
@@ -84,54 +85,67 @@ def job(out: Path, data_dir: Path) -> list[str]:
     return ["pretrain.py", *tp.flags_with_defaults(flags, tp.TINY)]
 
 
+def lose(accident: str, out: Path, data_dir: Path) -> tuple[str, float, str]:
+    """Run until rank 1 is lost. Return the other's standard error, the seconds that it lived on, and what is latest."""
+    alive, lost = start(accident, job(out, data_dir))
+    stat = Path(f"/proc/{lost.pid}/stat")
+    tp.wait_for(lambda: stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "TZ", alive)
+    begin = time.monotonic()
+    errors = alive.communicate(timeout=60)[1]
+    seconds = time.monotonic() - begin
+    lost.kill()
+    lost.communicate()
+    assert alive.returncode == 1
+    return errors, seconds, (out / "latest").resolve().name
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, data_dir) -> Path:
-    """Folder with a run of pretrain.py, and runs of sft.py and dpo.py with ddp and fsdp."""
+def lost(tmp_path_factory, data_dir) -> dict[str, tuple[str, float, str]]:
+    """What `lose` returns for each accident, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("fsdp")
-    jobs = [job(folder / "straight", data_dir)]
-    debug_data.make_debug_rows(folder / "sft.jsonl", lambda talks: [{"messages": talk} for talk in talks])
-    debug_data.make_debug_rows(folder / "dpo.jsonl", debug_data.debug_pairs)
+    return {accident: lose(accident, folder / accident, data_dir) for accident in LOST} | {"folder": folder}
+
+
+@pytest.fixture(scope="module")
+def runs(lost, data_dir) -> Path:
+    """Folder with a straight run of pretrain.py, those that lost a rank, continued, and sft.py and dpo.py with ddp and
+    fsdp: in one start, which takes longer than they do."""
+    folder = lost["folder"]
+    jobs = [job(folder / name, data_dir) for name in ("straight", *LOST)]
+    debug_data.make_debug_rows(folder / "data/sft.jsonl", lambda talks: [{"messages": talk} for talk in talks])
+    debug_data.make_debug_rows(folder / "data/dpo.jsonl", debug_data.debug_pairs)
     common = ["--max_steps=4", "--eval_every=4", "--log_every=1", "--eval_steps=0", "--peak_tflops=1"]
     common += ["--block_size=256", "--val_fraction=0.2", "--device=cpu", "--dtype=float32", "--compile=False"]
     for script in ("sft", "dpo"):
         for parallel in ("ddp", "fsdp"):
             mine = [*common, f"--parallel={parallel}", f"--out_dir={folder}/{script} {parallel}"]
+            mine += [f"--data={folder}/data/{script}.jsonl", f"--init_from={folder}/straight"]
             mine += ["--eval_answers=0", "--total_batch_tokens=0"] if script == "sft" else ["--total_batch_pairs=0"]
-            jobs.append([f"{script}.py", *mine, f"--data={folder}/{script}.jsonl", f"--init_from={folder}/straight"])
+            jobs.append([f"{script}.py", *mine])
     end(start("", *jobs))
     return folder
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("accident", ["stalled", "killed while saving"])
-def test_when_a_rank_is_lost_the_other_ends_with_a_line_and_a_new_start_goes_on(runs, data_dir, tmp_path, accident):
+@pytest.mark.parametrize("accident", LOST)
+def test_when_a_rank_is_lost_the_other_ends_with_a_line_and_a_new_start_goes_on(lost, runs, accident):
     """To the bit, from a checkpoint that is whole."""
-    mine = job(tmp_path / "out", data_dir)
-    alive, lost = start(accident, mine)
-    stat = Path(f"/proc/{lost.pid}/stat")
-    tp.wait_for(lambda: stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "TZ", alive)
-    begin = time.monotonic()
-    errors = alive.communicate(timeout=60)[1]
-    assert time.monotonic() - begin < 20 and alive.returncode == 1
-    lost.kill()
-    lost.communicate()
-    last = errors.strip().splitlines()
-    assert len(last) == 1 and "another rank has died or is stuck" in last[0], errors
-    assert (tmp_path / "out/latest").resolve().name == "step_000003"
-    end(start("", mine))
-    tp.assert_same_run(runs / "straight", tmp_path / "out")
+    errors, seconds, latest = lost[accident]
+    assert len(errors.strip().splitlines()) == 1 and "another rank has died or is stuck" in errors
+    assert seconds < 20 and latest == "step_000003"
+    tp.assert_same_run(runs / "straight", runs / accident)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_full_disk_of_one_rank_loses_that_save_alone(runs, data_dir, tmp_path):
-    processes = start("full disk", job(tmp_path / "out", data_dir))
+def test_a_full_disk_of_one_rank_loses_that_save_alone(runs, data_dir):
+    out = runs / "full disk"
+    processes = start("full disk", job(out, data_dir))
     output = processes[0].communicate(timeout=100)[0] + processes[1].communicate()[0]
     assert output.count("cannot save") == 1 and "(rank 1: No space left on device)" in output, output
-    saved = [path.name for path in checkpoint.step_dirs(tmp_path / "out")]
-    assert saved == ["step_000003", f"step_{STEPS:06d}"]
-    tp.assert_same_run(runs / "straight", tmp_path / "out")
+    assert [path.name for path in checkpoint.step_dirs(out)] == ["step_000003", f"step_{STEPS:06d}"]
+    tp.assert_same_run(runs / "straight", out)
 
 
 @pytest.mark.dist
@@ -144,7 +158,7 @@ def test_sft_and_dpo_train_as_with_ddp(runs, script):
         assert two == pytest.approx(one, rel=1e-5) and len(one) > 1
 
 
-def test_the_plan_compares_what_a_rank_needs(monkeypatch):
+def test_the_plan_compares_what_a_rank_needs():
     """By hand for AdamW in float32: 16 bytes per parameter, of which N ranks divide 0, 8 or 16."""
     config = defaults_of(tp.ROOT / "pretrain.py") | {"device": "cpu", "compile": False, "optimizer": "adamw"}
     own = plan.PROCESS / 2**30
