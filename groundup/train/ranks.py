@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -186,6 +187,23 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values = [None] * dist.get_world_size()
     issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
+
+
+def wait_together(future: futures.Future, timeout_s: float) -> None:
+    """Wait for a future of which every rank has one, however long it takes while all ranks wait. Raise LostRank if
+    another rank has not been seen waiting for timeout_s."""
+    seen: dict[int, tuple[bytes, float]] = {}  # what each rank wrote last, and when we saw it first
+    while dist.is_initialized() and not futures.wait([future], timeout=min(1, timeout_s / 4)).done:
+        now, mine = time.monotonic(), dist.get_rank()
+        with named_errors("wait for a save"):
+            store = _get_default_store()
+            store.set(f"ddp/waiting/{mine}", str(now))
+            for rank in range(dist.get_world_size()):
+                word = store.get(key) if store.check([key := f"ddp/waiting/{rank}"]) else b""
+                if rank not in seen or seen[rank][0] != word:
+                    seen[rank] = word, now
+                if now - seen[rank][1] > timeout_s:
+                    raise RuntimeError(f"rank {rank} has not been seen for {timeout_s:.0f} s")
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup | None:

@@ -297,7 +297,7 @@ def set_up(
     hook = powersgd.make_hook(
         config["compress"], config["compress_rank"], first, config["compress_embedding"], config["seed"], scaler
     )
-    writer = Writer(config["async_save"]) if saves else None
+    writer = Writer(config["async_save"], config["timeout_s"]) if saves else None
     if config["parallel"] == "fsdp":
         sharded = fsdp.FSDP(model)
         opt = fsdp.AdamW(sharded.params, (config["beta1"], config["beta2"]), config["weight_decay"])

@@ -31,8 +31,8 @@ class Writer:
     threads would mix in one. The memory of the first copy is used again for the next.
     """
 
-    def __init__(self, behind: bool) -> None:
-        self.behind = behind
+    def __init__(self, behind: bool, timeout_s: float = 300) -> None:
+        self.behind, self.timeout_s = behind, timeout_s
         self.saved = True  # False if the last save that has ended raised
         self.group = ranks.new_group(SAVE_TIMEOUT_S)
         # Python waits for its thread before it exits, after an exception too.
@@ -61,7 +61,7 @@ class Writer:
 
         self._pending = self._pool.submit(save_the_copy)
         if not self.behind:
-            futures.wait([self._pending])
+            ranks.wait_together(self._pending, self.timeout_s)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call action() after the save that was started, if it succeeds; wait() raises what it raises."""
@@ -81,6 +81,7 @@ class Writer:
             return None
         self.saved = False
         try:
+            ranks.wait_together(pending, self.timeout_s)
             path = pending.result()
         finally:
             del pending  # an error that it holds would hold this frame, and this frame it

@@ -24,7 +24,7 @@ from torch import nn
 import ddp
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
-from groundup.errors import UserError
+from groundup.errors import LostRank, UserError
 from groundup.train import checkpoint, powersgd, ranks, write_behind
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
@@ -558,6 +558,26 @@ def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slo
 
     assert tc.in_ranks(2, action, timeout_s=1.5) == [0, 0]
     assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000002"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
+    """It was stopped: not even its main thread waits any more."""
+
+    def action(world: ranks.World) -> None:
+        writer = Writer(True, 2)
+        if world.rank == 1:
+            checkpoint.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGSTOP)
+            (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
+        save_in_ranks(writer, world, tmp_path, 3)
+        begin = time.monotonic()
+        with pytest.raises(LostRank, match="rank 1 has not been seen for 2 s"):
+            writer.wait()
+        assert time.monotonic() - begin < 20
+        os.kill(int((tmp_path / "stuck").read_text("utf-8")), signal.SIGKILL)
+
+    assert tc.in_ranks(2, action) == [0, -signal.SIGKILL]
 
 
 @pytest.mark.dist
