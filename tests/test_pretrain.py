@@ -669,7 +669,8 @@ def test_an_out_dir_that_is_removed_ends_the_run_and_is_not_made_anew(run, tmp_p
             (tmp_path / "out").rename(tmp_path / "elsewhere") if moved else shutil.rmtree(tmp_path / "out")
 
     monkeypatch.setattr(RunLog, "advance", advance)
-    assert "was removed or moved while the run was in it" in refused(run, capsys, "--max_steps=6", "--save_every=2")
+    flags = ["--max_steps=6", "--save_every=2", "--async_save=False"]  # else step 2 may be under way
+    assert "was removed or moved while the run was in it" in refused(run, capsys, *flags)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "elsewhere" / "step_000002" / "checksums.json").exists() == moved
 
