@@ -198,7 +198,7 @@ def test_fsdp_trains_like_ddp(runs, name, plain, rel):
     for key, weight in theirs.items():
         assert (ours[key] - weight).norm() < 50 * rel * weight.norm(), key
     latest = straight / name / "latest"
-    assert len(list(latest.glob("model-*.safetensors"))) > 9 and not (latest / "model.safetensors").exists()
+    assert len(list(latest.glob("model-*.safetensors"))) > 5 and not (latest / "model.safetensors").exists()
     hf, idx = AutoModelForCausalLM.from_pretrained(latest), torch.arange(32)[None]
     assert torch.allclose(hf(idx).logits, checkpoint.load_model(latest)(idx), atol=1e-5)
 
