@@ -242,6 +242,7 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         evaluate_now(resumed.step)
+    stop_signal.begin()
     warmup, stopping = run.warmup_of(config), False
     ended = bool(resumed.step and stop_after) and evaluations_since_best() >= stop_after
     mark_time, mark_step = time.perf_counter(), resumed.step

@@ -114,7 +114,7 @@ if __name__ == "__main__":
     flops = flops_per_token(cfg, block_size, head=False, trainable=trainable)
     tokenizer = reward_model.padded(tokenizer)
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
-    run.refuse(not corpus.val, "no pair is held out for validation; raise val_fraction or give val_data")
+    corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / pairs_per_step)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
@@ -167,6 +167,7 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         evaluate_now(resumed.step)
+    stop_signal.begin()
     warmup, stopping = run.warmup_of(config), False
     mark_time, mark_step = time.perf_counter(), resumed.step
     seen = torch.zeros(1, dtype=torch.float64)  # positions of this rank since the last log line

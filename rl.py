@@ -148,7 +148,7 @@ if __name__ == "__main__":
     lengths = f"reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens}"
     run.refuse(longest < 1, f"{lengths} leaves no room for a prompt")  # check_config has looked at block_size
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
-    run.refuse(not corpus.val, "no prompt is held out for validation; raise val_fraction or give val_data")
+    corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
@@ -211,6 +211,7 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         evaluate_now(resumed.step)
+    stop_signal.begin()
     warmup, stopping = run.warmup_of(config), False
     mark_time, mark_step = time.perf_counter(), resumed.step
     since_log: list[dict] = []  # figures of each step since the last log line

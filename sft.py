@@ -141,7 +141,7 @@ if __name__ == "__main__":
     source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
     flops = flops_per_token(cfg, block_size, trainable=trainable)
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
-    run.refuse(not corpus.val, "no conversation is held out for validation; raise val_fraction or give val_data")
+    corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / rows_per_step)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
@@ -201,6 +201,7 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         evaluate_now(resumed.step)
+    stop_signal.begin()
     warmup, stopping = run.warmup_of(config), False
     mark_time, mark_step = time.perf_counter(), resumed.step
     seen = torch.zeros(2, dtype=torch.float64)  # positions and labels of this rank since the last log line

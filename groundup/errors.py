@@ -85,7 +85,7 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
         flush_output()
         leave(1)
     if issubclass(kind, KeyboardInterrupt):
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(128 + error.args[0] if error.args else INTERRUPTED)
 
 
 def line_of(error: BaseException) -> str:

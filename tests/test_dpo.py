@@ -36,7 +36,7 @@ from groundup.align.losses import (
     reference_logps,
 )
 from groundup.demo import debug_data
-from groundup.errors import UserError
+from groundup.errors import UserError, one_line_excepthook
 from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
 from groundup.train import checkpoint
@@ -674,6 +674,33 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base):
     assert isinstance(caught.value, UserError)
     forget(tmp_path / "out" / "latest", "reference_weights")
     assert run(*flags, "--max_steps=2") == 0
+
+
+@pytest.mark.parametrize(
+    "during, number",
+    [("reference_logps", signal.SIGTERM), ("save_file", signal.SIGTERM), ("named", signal.SIGINT)],
+)
+def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monkeypatch, capsys, during, number):
+    """In the reference, its save or the first evaluation: one line, nothing half-written; the same command trains."""
+    original, called = getattr(align_losses, during), []
+
+    def interrupted(*args, **options):
+        found = original(*args, **options)
+        called.append(during)
+        os.kill(os.getpid(), number)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(align_losses, during, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run("--max_steps=1")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        one_line_excepthook(caught.type, caught.value, None)
+    assert left.value.code == 128 + number and called == [during]
+    assert capsys.readouterr().err == "dpo: interrupted; run the same command again\n"
+    assert not list(tmp_path.glob("out/*.tmp")) and not list(tmp_path.glob("out/step_*"))
+    assert run("--max_steps=1") == 0
 
 
 def test_every_shipped_config_trains(run, tmp_path):

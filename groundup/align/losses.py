@@ -272,5 +272,8 @@ def save_reference(path: Path, table: Tensor, about: Mapping[str, str]) -> None:
     """Write the table, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    save_file({"logps": table}, temporary, metadata=dict(about))
-    os.replace(temporary, path)
+    try:
+        save_file({"logps": table}, temporary, metadata=dict(about))
+        os.replace(temporary, path)
+    finally:  # a full disk, Ctrl-C
+        temporary.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ prompts.PromptCorpus        prompts, for rl.py
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,6 +116,23 @@ class RowCorpus(Corpus):
         self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
         given = dict(zip(self.val_found, weights.values(), strict=True))
         self.val_weights = {name: given[name] or float(self.val[name].n_labels.sum()) for name in self.val if given}
+
+    def need_validation(self, val_fraction: float) -> None:
+        """Raise UserError if no row is held out, with what was left out and why."""
+        if self.val:
+            return
+        readers = [rows.reader for rows in self.val_found.values() or self.found]
+        dropped = sum((reader.dropped for reader in readers), Counter())
+        for data in self.all_val:
+            dropped.update({what.removeprefix("left out: "): n for what, n in data.counts.items()})
+        text = f"data: no {readers[0].noun} is held out for validation"
+        if dropped:
+            text += ": left out " + ", ".join(f"{n:,} ({reason})" for reason, n in dropped.items())
+        if places := [place for reader in readers for place in reader.places]:
+            text += f"; first: {places[0]}"
+        too_long = any("block_size" in reason or "no room" in reason for reason in dropped)
+        more = "give more rows" if val_fraction or self.val_found else "raise val_fraction"
+        raise UserError(f"{text}; {'raise block_size, ' * too_long}{more} or name others in val_data")
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_source(path, self.reader(), val_fraction)

@@ -9,6 +9,8 @@ import pytest
 import prepare
 from groundup.demo import debug_data
 from groundup.errors import UserError
+from groundup.tokens.conversations import ChatCorpus
+from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.prompts import PromptCorpus, prompt_of
 from groundup.tokens.row_reader import Unusable
 from tokenizer import Tokenizer, chat_ready
@@ -112,3 +114,32 @@ def test_a_prepared_directory_keeps_its_split(tmp_path, tokenizer):
     corpus = PromptCorpus(str(tmp_path / "d"), tokenizer, 40, seed=1)
     sizes = [len((tmp_path / "d" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")]
     assert [corpus.n_train, len(corpus.held_out)] == sizes and sizes[1] > 2
+
+
+@pytest.mark.parametrize(
+    "corpus, longest, answers, reason",
+    [
+        (PromptCorpus, [30], {}, "longer than 30 tokens: no room for an answer"),
+        (PairCorpus, [60], {"chosen": "good", "rejected": "bad"}, "does not fit in block_size=60"),
+        (ChatCorpus, [60, False], {"response": "good"}, "no answer fits in block_size=60"),
+    ],
+)
+def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, longest, answers, reason):
+    """A larger val_fraction would not help: one prompt is left, or those of the validation file are all too long."""
+    shorts, long = ([{"prompt": text} | answers for text in texts] for texts in (["What?", "Who?"], ["long " * 99]))
+    data = write(tmp_path / "a.jsonl", shorts if corpus is ChatCorpus else shorts[:1] + long)
+    more = {}
+    if corpus is ChatCorpus:  # drops conversations that are too long after the split
+        more["val_data"] = str(write(tmp_path / "b.jsonl", long))
+    with pytest.raises(UserError, match="is held out for validation: left out 1") as caught:
+        corpus(str(data), tokenizer, *longest, seed=1, **more).need_validation(0.02)
+    said = str(caught.value)
+    assert f"1 ({reason})" in said and "raise block_size" in said and "val_fraction" not in said and "\n" not in said
+    assert corpus is ChatCorpus or f"{data}:2" in said
+
+
+def test_without_validation_the_line_says_what_would_help(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "What?"}])
+    for fraction, advice in ((0.02, "give more rows"), (0.0, "raise val_fraction")):
+        with pytest.raises(UserError, match=f"no prompt is held out for validation; {advice} or name"):
+            PromptCorpus(str(path), tokenizer, 30, seed=1, val_fraction=fraction).need_validation(fraction)
