@@ -42,6 +42,10 @@ class LostRank(UserError):
     """Raise where another rank has died or is stuck: a thread may wait long for it, so the process ends without it."""
 
 
+class Stopped(KeyboardInterrupt):
+    """Raise with its number for a signal that ends this process at once, without waiting for threads or ranks."""
+
+
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names and how many more there are, for an error message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -78,14 +82,15 @@ def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: Tra
     if not line:
         vars(sys.stderr).pop("write", None)  # Python's traceback may have colours
         return sys.__excepthook__(kind, error, tb)
-    lost = issubclass(kind, LostRank)
+    # 0 where Python may end as usual; a signal before training (signals.py) waits for no rank either
+    status = 1 if issubclass(kind, LostRank) else 128 + error.args[0] if issubclass(kind, Stopped) else 0
     # With a process group torch calls this hook and prints what it wrote to sys.stderr after it has returned.
-    print(printable(" ".join(line.splitlines())), file=sys.__stderr__ if lost else sys.stderr, flush=True)
-    if lost:
+    print(printable(" ".join(line.splitlines())), file=sys.__stderr__ if status else sys.stderr, flush=True)
+    if status:
         flush_output()
-        leave(1)
+        leave(status)
     if issubclass(kind, KeyboardInterrupt):
-        raise SystemExit(128 + error.args[0] if error.args else INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def line_of(error: BaseException) -> str:

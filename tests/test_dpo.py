@@ -1,5 +1,6 @@
 """dpo.py as users run it: the losses of trl, log-probabilities by hand, the same on any ranks, exact resume."""
 
+import io
 import json
 import os
 import random
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_rl import forget
 
+from groundup import errors
 from groundup.align import losses as align_losses
 from groundup.align.losses import (
     LOSSES,
@@ -36,7 +38,7 @@ from groundup.align.losses import (
     reference_logps,
 )
 from groundup.demo import debug_data
-from groundup.errors import UserError, one_line_excepthook
+from groundup.errors import UserError
 from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
 from groundup.train import checkpoint
@@ -680,7 +682,7 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base):
     "during, number",
     [("reference_logps", signal.SIGTERM), ("save_file", signal.SIGTERM), ("named", signal.SIGINT)],
 )
-def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monkeypatch, capsys, during, number):
+def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monkeypatch, during, number):
     """In the reference, its save or the first evaluation: one line, nothing half-written; the same command trains."""
     original, called = getattr(align_losses, during), []
 
@@ -692,13 +694,15 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(align_losses, during, interrupted)
+        patch.setattr(errors, "leave", sys.exit)  # not this process
         with pytest.raises(KeyboardInterrupt) as caught:
             run("--max_steps=1")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        one_line_excepthook(caught.type, caught.value, None)
+        said = io.StringIO()
+        patch.setattr(sys, "__stderr__", said)
+        with pytest.raises(SystemExit) as left:
+            errors.one_line_excepthook(caught.type, caught.value, None)
     assert left.value.code == 128 + number and called == [during]
-    assert capsys.readouterr().err == "dpo: interrupted; run the same command again\n"
+    assert said.getvalue() == "dpo: interrupted; run the same command again\n"
     assert not list(tmp_path.glob("out/*.tmp")) and not list(tmp_path.glob("out/step_*"))
     assert run("--max_steps=1") == 0
 

@@ -539,6 +539,7 @@ def forget(step_dir: Path, key: str) -> None:
     state, _ = checkpoint.load_train_state(step_dir, 0)
     del state["order"][key]
     path, sums = step_dir / "train_state.pt", step_dir / "checksums.json"
+    path.unlink()  # the state is mapped from it
     checkpoint.write_state(path, state)
     huggingface.write_json(sums, json.loads(sums.read_text("utf-8")) | {path.name: checkpoint.checksum(path)})
 

@@ -3,6 +3,8 @@
 import signal
 import time
 
+from groundup.errors import Stopped
+
 
 class StopSignal:
     """Turn SIGTERM and Ctrl-C into a flag that the loop reads after each step. A second Ctrl-C stops at once, or after
@@ -22,7 +24,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: object) -> None:
         if not self.begun:
-            raise KeyboardInterrupt(number)  # see errors.one_line_excepthook
+            raise Stopped(number)
         if number == signal.SIGINT and self.received and time.monotonic() - self.at > 2:
             raise KeyboardInterrupt
         if not self.received:
