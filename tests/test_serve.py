@@ -162,7 +162,7 @@ NO_CALLS = [
 
 @pytest.mark.parametrize(("answer", "said", "calls"), [
     (HERMES, "", 1), (f"好。\n{HERMES}\n{ONE_LINE}", "好。", 2), (f"<tool_call>\n{CALL}", "", 1),
-    (CALL.replace("arguments", "parameters"), "", 1), (f"[{CALL}, {CALL}]", "", 2),
+    (CALL.replace("arguments", "parameters"), "", 1), (f"[{CALL}, {CALL}]", "", 2), (f"[TOOL_CALLS][{CALL}]", "", 1),
     *((answer, answer, 0) for answer in NO_CALLS),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 3, 10_000])

@@ -289,7 +289,7 @@ class CallReader:
 def read_calls(text: str) -> list[dict]:
     """Return the calls in a JSON object or list of them, [] if it is anything else."""
     try:
-        found = loads(text)
+        found = loads(text.removeprefix("[TOOL_CALLS]"))
     except ValueError:
         return []
     calls = []
