@@ -317,7 +317,9 @@ def test_torchrun_restarts_after_kill_9_of_one_rank(runs, tmp_path, data_dir):
     tp.wait_for(lambda: tp.logged_steps(out) > 5 and any(out.glob("step_*/checksums.json")), process)
     os.kill(worker(process.pid, rank=1), signal.SIGKILL)
     output = tp.finish(process)
-    assert re.search(r"continuing .* after step [1-9]\d*(;.*)?\n", output) and "exitcode: -9" in output, output
+    # torchrun names the rank that it sees first: the killed one, or the other, which ends at once
+    assert re.search(r"continuing .* after step [1-9]\d*(;.*)?\n", output), output
+    assert re.search(r"exitcode: (-9|1)\b", output), output
     assert_same_ranks(runs / "straight" / out.name, out)
 
 

@@ -19,7 +19,7 @@ MARGIN = {"cpu": 0.3, "cuda": 0.1}
 # More on a CPU, of what each step takes anew, where batches differ in length or labels: what one frees, the next does
 # not fit into. dpo.py's heap grew from 3.9 to 5.7 GiB in 63 steps.
 HOLES = 0.25
-PROCESS = 300 * 2**20  # Python with torch, in the memory of the machine
+PROCESS = 400 * 2**20  # Python with torch, in the memory of the machine
 
 
 def parameter_table(cfg: ModelConfig) -> dict[str, int]:

@@ -204,6 +204,7 @@ def wait_together(future: futures.Future, timeout_s: float) -> None:
                     seen[rank] = word, now
                 if now - seen[rank][1] > timeout_s:
                     raise RuntimeError(f"rank {rank} has not been seen for {timeout_s:.0f} s")
+    futures.wait([future])  # of the only rank
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup | None:
