@@ -6,7 +6,7 @@
 #                  documentation: adapters, then preferences; the same questions before and after
 # make serve       a page to talk to the newest run, at http://127.0.0.1:8000 (ARGS='--port=8001' for other settings)
 # make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
-#                  before a commit; make lint: ruff alone
+#                  before a commit; make browser: the page in Debian's chromium; make lint: ruff alone
 # make clean       remove what the others made, but .venv
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +15,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo demo-chat demo-real serve test quick lint clean
+.PHONY: install demo demo-chat demo-real serve test quick browser lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -87,6 +87,9 @@ test: lint
 
 quick: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile -m 'not dist and not slow and not network'
+
+browser: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

@@ -455,17 +455,17 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
 
 @needs_proc
 @pytest.mark.slow
-def test_killed_eight_times_at_random(tmp_path, tok, corpus):
+def test_killed_four_times_at_random(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 40_000}
     begin = time.monotonic()
     subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
     seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0
     arguments = command(tmp_path / "out", workers=2, **settings)
-    for _ in range(8):
+    for _ in range(4):
         end = time.monotonic() + rng.uniform(0.1, 0.6) * seconds
         n_killed += kill_at(lambda scratch, end=end: time.monotonic() > end, arguments, tmp_path)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert n_killed > 2  # of the others, what the ones before had done left too little to do
+    assert n_killed > 1  # of the others, what the ones before had done left too little to do
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)

@@ -69,7 +69,7 @@ def by_hand(model: Transformer, one: Rollout, temperature: float) -> torch.Tenso
 # ---- the distribution -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7])  # at 1 a division that is left out would not show
 def test_tokens_come_as_often_as_training_believes(model, tokenizer, prompts, temperature):
     """First tokens of 4000 answers, counted, against the probabilities that answer_logps gives."""
     found = draw(model, tokenizer, prompts[:1], [5], 4000, 1, temperature, 0, torch.float32)

@@ -151,8 +151,6 @@ def content(out_dir: Path) -> dict[str, bytes]:
 def test_any_number_of_workers_and_units_gives_the_same_bytes(planted_files, prepared, tok, tmp_path, workers):
     code = f"""
 import sys
-import threading
-import time
 sys.path.insert(0, {str(ROOT)!r})
 import prepare
 from groundup.text import pipeline
