@@ -558,7 +558,7 @@ def test_one_process(check: Callable) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("n", [4])
+@pytest.mark.parametrize("n", [2, 4])
 def test_several_ranks(n: int, tmp_path: Path) -> None:
     """All checks in turn; the first that fails ends its rank, and with it the others."""
     reports, exit_codes = start_ranks(run_checks, n, tmp_path)
