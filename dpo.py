@@ -105,7 +105,8 @@ def evaluate(
             batch = batch.to(device)
             logps, n_tokens = pair_logps(model, batch, device, dtype)
             found.append((source, batch.margin, logps, reference_of(batch), n_tokens))
-    kl = kl_estimate(((logps[1], past[1]) for _, _, logps, past, _ in found), device)
+    of_others = ((logps[1], past[1]) for _, _, logps, past, _ in found)
+    kl = kl_estimate(of_others, device) if config["loss"] == "kto" else None
     names = preference.metric_names(config)
     sums = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)  # pairs, loss, metrics
     for source, labels, *measured in found:
