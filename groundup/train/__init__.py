@@ -2,5 +2,5 @@
 
 In: the settings of a trainer and a run directory. Out: a model that trains, and checkpoints that resume exactly.
 Read settings, then run (start, set-up, end) with base, device, log and signals; checkpoint, huggingface, write_behind;
-optim, lora, plan; ranks and powersgd below ddp.py.
+computation (what an edited model.py changes); optim, lora, plan; fsdp beside ddp.py, ranks and powersgd below it.
 """
