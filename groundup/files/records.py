@@ -47,16 +47,22 @@ def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None
             break
     line, mark = 0, 0 if begin else skip_mark(stream)  # the mark is part of the first line
     while (end is None or offset < end) and (raw := stream.readline(MAX_BYTES)):
-        line += 1
-        size, long = len(raw), len(raw) == MAX_BYTES and not raw.endswith(b"\n")
-        while long and (rest := stream.readline(MAX_BYTES)):
-            size += len(rest)
-            if rest.endswith(b"\n"):
+        line, size = line + 1, len(raw)
+        if raw.endswith(b"\n"):
+            yield Record(raw, line, offset)
+        elif size == MAX_BYTES:
+            while rest := stream.readline(MAX_BYTES):
+                size += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            if stream.raw.damage and not rest:
                 break
-        if stream.raw.damage and not raw.endswith(b"\n"):
+            detail = f"a line of {size:,} bytes; the most is {MAX_BYTES:,}"
+            yield Record(None, line, offset, problem="too_long", detail=detail)
+        elif stream.raw.damage:
             break
-        detail = f"a line of {size:,} bytes; the most is {MAX_BYTES:,}"
-        yield Record(None, line, offset, problem="too_long", detail=detail) if long else Record(raw, line, offset)
+        else:
+            yield Record(raw, line, offset)
         offset, mark = offset + mark + size, 0
     yield from damage(stream, line, offset)
 
@@ -97,14 +103,14 @@ def text_record(record: Record, encoding: Encoding) -> Record:
         text = encoding.decode(record.value)
     except UnicodeDecodeError as error:
         return record._replace(value=None, problem="bad_encoding", detail=encoding.why(error))
-    return record._replace(value=unix_lines(text).removesuffix("\n"), encoding=encoding.name)
+    return Record(unix_lines(text).removesuffix("\n"), record.line, record.offset, encoding.name)  # _replace is slow
 
 
 def jsonl_record(record: Record) -> Record:
     if record.problem:
         return record
     try:
-        return record._replace(value=json.loads(record.value))
+        return Record(json.loads(record.value), record.line, record.offset, record.encoding)
     except (ValueError, RecursionError) as error:
         return record._replace(value=None, problem="bad_json", detail=str(error))
 
@@ -167,14 +173,16 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
                 raise csv.Error(record.detail or "a quote is not closed")
             yield record.value + "\n"
 
+    reader = csv.reader(texts(), strict=True)
     while True:
         held.clear()
         try:
-            row, detail = next(csv.reader(texts(), strict=True)), ""
+            row, detail = next(reader), ""
         except StopIteration:
             return
         except csv.Error as error:
             row, detail = [], str(error)
+            reader = csv.reader(texts(), strict=True)  # it stands within a row
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))
@@ -193,7 +201,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
         elif not names:
             names = row
         elif row:
-            yield first._replace(value=dict(zip(names, row, strict=True)))
+            yield Record(dict(zip(names, row, strict=True)), first.line, first.offset, first.encoding)
 
 
 def is_row(line: str, names: Sequence[str]) -> bool:
@@ -232,6 +240,7 @@ class JsonStream:
     did: with the same key and, if elements begin lines, the same indentation.
     """
 
+    DECODER = json.JSONDecoder()
     WHITE_SPACE = re.compile(r"[ \t\n\r]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
@@ -285,8 +294,7 @@ class JsonStream:
         if len(self.openings) < 20:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
-        self._use(end)
-        if self._undecoded(text) or (self.encoding.garbled and self.encoding.garbled.search(text)):
+        if self._use(end) or (self.encoding.garbled and self.encoding.garbled.search(text)):
             detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
             return Record(None, line, offset, problem="bad_encoding", detail=detail), True
         return Record(value, line, offset, self.encoding.name), True
@@ -310,8 +318,7 @@ class JsonStream:
             end = len(self.text) if ended else max(at, len(self.text) - self.LONGEST)
             end = found.start() if found else end
             n_skipped += end - self.pos
-            undecoded = undecoded or bool(self.UNDECODED.search(self.text, self.pos, end))
-            self._use(end)
+            undecoded = bool(self._use(end)) or undecoded
             if found or ended:
                 return n_skipped, undecoded
             ended, at = not self._read(), self.pos
@@ -319,7 +326,7 @@ class JsonStream:
     def _parse(self) -> tuple[object, int]:
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.pos)
+                value, end = self.DECODER.raw_decode(self.text, self.pos)
             except json.JSONDecodeError as error:
                 # More text may help: a string is open, or a word, number or escape may be cut off at the end.
                 near_end = error.pos >= len(self.text) - len("-Infinity") - 1
@@ -345,22 +352,17 @@ class JsonStream:
             if self.pos < len(self.text) or not self._read():
                 return self.text[self.pos : self.pos + 1]
 
-    def _use(self, end: int) -> None:
-        used = self.text[self.pos : end]
+    def _use(self, end: int) -> int:
+        """Go on to `end`; return how many bytes before it could not be decoded."""
+        used, n_undecoded = self.text[self.pos : end], 0
+        self.pos = end
         self.line += used.count("\n")
         try:
             self.offset += len(used.encode())
         except UnicodeEncodeError:
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * self._undecoded(used)  # these are one byte
-        self.pos = end
-
-    def _undecoded(self, text: str) -> int:
-        """Return how many bytes of a text could not be decoded. To encode it is faster than to look for them."""
-        try:
-            text.encode()
-            return 0
-        except UnicodeEncodeError:
-            return len(self.UNDECODED.findall(text))
+            n_undecoded = len(self.UNDECODED.findall(used))
+            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded  # these are one byte
+        return n_undecoded
 
     def rest(self) -> bool:
         """Return whether any text is left."""

@@ -11,7 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from groundup.files.text_keys import BadRow, keys_of, parse_text_key, text
@@ -196,8 +196,13 @@ def recognise(row: object, kind: str) -> RowFormat | None:
     row = rename(row)
     if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
         return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
-    known = [known for known in FORMATS[kind] if all(key in row for key in known.keys.split(","))]
+    known = formats_with(tuple(row), kind)
     return next((one for one in known if has_all(row, one)), known[0] if known else None)
+
+
+@lru_cache(maxsize=64)  # the rows of a file have the same keys
+def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
+    return [known for known in FORMATS[kind] if set(known.keys.split(",")).issubset(keys)]
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
@@ -206,7 +211,7 @@ def has_all(row: dict, known: RowFormat) -> bool:
 
 def rename(row: dict) -> dict:
     """Return a preference row under the most common names of its keys."""
-    return {OTHER_NAMES.get(key, key): value for key, value in row.items()}
+    return row if OTHER_NAMES.keys().isdisjoint(row) else {OTHER_NAMES.get(key, key): row[key] for key in row}
 
 
 OTHER_NAMES = {"reject": "rejected", "rejected_response": "rejected"}
