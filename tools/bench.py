@@ -7,7 +7,7 @@
 The sides of a row take turns after a warm-up. A line gives the median of the repeats, their spread (most - least) /
 median, and the speed-up over each peer: median, least and most of the rounds. "of limit" is the share of what the
 machine allows, measured in the same rounds: train, matrix products in the same dtype; ddp, the step without
-communication; generate, reading weights and cache once per token; checkpoint, the bare disk. tokenize, bpe
+communication; generate, reading weights and cache once per token; checkpoint, the bare disk. data, tokenize, bpe
 and dedup count CPU seconds; so do train and generate on a CPU with one thread (OMP_NUM_THREADS=1). A row that fails
 becomes a line with the error, the others go on, and the exit status is 1.
 """
@@ -30,7 +30,7 @@ from groundup.errors import UserError
 from groundup.train.device import choose_device, choose_dtype, hardware
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-rows = "all"  # all, or some of train,sft,dpo,ddp,generate,tokenize,bpe,dedup,checkpoint
+rows = "all"  # all, or some of train,sft,dpo,ddp,generate,data,tokenize,bpe,dedup,checkpoint
 quick = False  # small cases, nothing compiled, three repeats; without sft and dpo
 out = ""  # JSON file with all samples; "" = none
 repeats = 5  # of each side
@@ -45,8 +45,8 @@ data = ""  # sft, dpo: conversations or pairs; "" = made from the documentation 
 block_size = 512  # sft, dpo: longest row
 batch_size = 8  # sft, dpo: rows or pairs in a micro-batch; generate: prompts at once, beside 1
 new_tokens = 128  # generate: tokens written after each prompt
-input = ""  # tokenize, bpe, dedup: files, directories or patterns; "" = docs of Python, and a Chinese sample
-corpus_mb = 10.0  # tokenize, bpe: megabytes of text at most
+input = ""  # data, tokenize, bpe, dedup: files, directories or patterns; "" = docs of Python, and a Chinese sample
+corpus_mb = 10.0  # data, tokenize, bpe: megabytes of text at most
 vocab_size = 32768  # tokenize, bpe
 checkpoint_dir = "out"  # checkpoint: a temporary directory is made here, on the disk to measure
 mbit = 0  # ddp: rate of the link, Mbit/s each way, as root by network namespaces; 0 = loopback
@@ -54,10 +54,11 @@ cases = "compute,torch,ours,forward"  # ddp: all, or some of those in bench_ddp.
 
 MODULES = {
     "train": "bench_model", "sft": "bench_tune", "dpo": "bench_tune", "ddp": "bench_ddp", "generate": "bench_model",
-    "tokenize": "bench_text", "bpe": "bench_text", "dedup": "bench_text", "checkpoint": "bench_model",
+    "data": "bench_text", "tokenize": "bench_text", "bpe": "bench_text", "dedup": "bench_text",
+    "checkpoint": "bench_model",
 }  # fmt: skip
 QUICK = {  # instead of the defaults
-    "rows": "train,ddp,generate,tokenize,bpe,dedup,checkpoint", "repeats": 3, "shapes": "10M", "compile": "none",
+    "rows": "train,ddp,generate,data,tokenize,bpe,dedup,checkpoint", "repeats": 3, "shapes": "10M", "compile": "none",
     "tokens": 1024, "batch_size": 1, "new_tokens": 32, "corpus_mb": 0.5, "vocab_size": 2048,
 }  # fmt: skip
 

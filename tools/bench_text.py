@@ -1,14 +1,17 @@
-"""Rows tokenize, bpe and dedup: text, by CPU seconds of this process.
+"""Rows data, tokenize, bpe and dedup: text, by CPU seconds of this process.
 
 bpe: the same regular expression cuts the text for ours and for tokenizers; sentencepiece merges characters within
 words, not bytes. All have one thread. dedup: datasketch gets the hashes of its shingles ready made, only our times
 include reading the text.
 """
 
+import csv
 import io
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import timing
@@ -39,6 +42,67 @@ def corpora(options: Options) -> Iterator[tuple[str, list[str], float]]:
             if n_bytes >= options.corpus_mb * 1e6:
                 break
         yield name, [encoded.decode() for encoded in kept], n_bytes / 1e6
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def data_row(options: Options) -> Iterator[Line]:
+    """MB per CPU second of text read from each container beside the bare module for it, which reports no problem, has
+    no byte offsets and, of JSON, holds the whole file; the texts are compared first."""
+    name, texts, megabytes = next(corpora(options))
+    texts = [text[i : i + 2000] for text in texts for i in range(0, len(text), 2000)]
+    for container, (write, peer, read) in CONTAINERS.items():
+        path = options.folder / f"{name}.{container.partition(',')[0]}"
+        write(path, texts)
+        calls = {peer: lambda read=read, path=path: list(read(path)), "ours": partial(our_texts, path)}
+        if any(call() != texts for call in calls.values()):
+            raise UserError(f"bench: data: the texts differ, {container}")
+        case = f"{name} {megabytes:.1f} MB, {container}"
+        yield from timing.compare_sides("data", case, calls, "MB/s", [peer], megabytes, options.repeats)
+
+
+def our_texts(path: Path) -> list[str]:
+    return [document.value for document in readers.read_documents(str(path))]
+
+
+def write_csv(path: Path, texts: list[str]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows([["text"], *([text] for text in texts)])
+
+
+def read_csv(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8", newline="") as f:
+        yield from (row["text"] for row in csv.DictReader(f))
+
+
+def write_parquet(path: Path, texts: list[str], rows: int) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=rows)
+
+
+def read_parquet(path: Path) -> Iterator[str]:
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+        yield from (row["text"] for row in batch.to_pylist())
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
+
+
+CONTAINERS = {  # {name: (write, the module that reads it, read)}
+    "jsonl": (write_jsonl, "json", lambda path: (json.loads(row)["text"] for row in open(path, encoding="utf-8"))),
+    "json": (
+        lambda path, texts: path.write_text(json.dumps([{"text": text} for text in texts]), "utf-8"),
+        "json", lambda path: (row["text"] for row in json.loads(path.read_text("utf-8"))),
+    ),
+    "csv": (write_csv, "csv", read_csv),
+    "parquet": (partial(write_parquet, rows=1000), "pyarrow", read_parquet),
+    "parquet, groups of 5 rows": (partial(write_parquet, rows=5), "pyarrow", read_parquet),
+}  # fmt: skip
 
 
 # ---- tokenize, bpe --------------------------------------------------------------------------------------------------

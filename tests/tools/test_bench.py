@@ -284,6 +284,16 @@ def test_encoders_that_differ_are_not_timed(tmp_path, monkeypatch):
         list(bench_text.tokenize_row(options(tmp_path, vocab_size=384)))
 
 
+def test_readers_give_the_texts_of_the_bare_modules(tmp_path, monkeypatch):
+    texts = ['The spring garden\nhas a "cat", and more. ' * 20, "春天的花园里有一只猫。" * 20]
+    monkeypatch.setattr(bench_text, "python_docs", lambda: iter(texts))
+    lines = list(bench_text.data_row(options(tmp_path)))
+    assert [line.side for line in lines[1::2]] == ["ours"] * 5 and {line.unit for line in lines} == {"MB/s"}
+    monkeypatch.setattr(bench_text, "our_texts", lambda path: texts[:1])
+    with pytest.raises(UserError, match="data: the texts differ, jsonl"):
+        list(bench_text.data_row(options(tmp_path)))
+
+
 @pytest.mark.slow
 def test_the_program(tmp_path):
     """A cheap row whose peer is there, as a process: table and file say the same; every sample is in the file."""
