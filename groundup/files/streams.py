@@ -197,7 +197,10 @@ def encoding_of(head: bytes) -> Encoding:
         # sign of it where the text has few of its own. Else rare characters close by are a weaker sign.
         if len(chinese("low").findall(text)) <= 0.01 * len(wide):
             return Encoding("gb18030", chinese("low"))
-        alone = Counter(re.findall(ALONE.format("@-~"), text))
+        alone, uncommon = Counter(), chinese("uncommon")
+        for found in re.finditer(ALONE.format("@-~"), text):
+            # one after uncommon characters is of damage, and damage makes as many others
+            alone[found[0]] += -1 if uncommon.search(text, max(0, found.start() - 6), found.start()) else 1
         own = [letter for letter, n in alone.items() if n > max(1, 0.0001 * len(wide))]
         few = alone.total() - sum(map(alone.get, own)) <= max(1, 0.0003 * len(wide))
         letters = re.escape("".join(set(map(chr, range(0x40, 0x7F))) - set(own)))
@@ -212,10 +215,12 @@ ALONE = "(?<![\0-\x7f])[{0}](?![@-~])|(?<![@-~])[{0}](?![\0-\x7f])"  # one of 40
 @cache
 def chinese(which: str) -> re.Pattern:
     """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
-    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. rare: three
-    of some ten characters are not common."""
+    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. uncommon: no
+    common one, and not ASCII. rare: three of some ten characters are uncommon."""
+    if which == "uncommon":
+        return re.compile(f"[^\0-\x7f{chinese('common').pattern[1:]}")
     if which == "rare":
-        rare = f"[^\0-\x7f{chinese('common').pattern[1:]}"
+        rare = chinese("uncommon").pattern
         return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")
     high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
     gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)

@@ -146,14 +146,17 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
         assert "convert the file: iconv -f" in report.places[0][3]
 
 
-def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path) -> None:
-    """Half its characters end in the byte of an ASCII letter. Letters that the text has of its own are no fault."""
-    base = SAMPLES["big5"] + "維他命C很重要，維他命C也好吃。"
+@pytest.mark.parametrize("every, own", [(200, "維他命C很重要，維他命C也好吃。"), (19, ""), (3, "")])
+def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path, every: int, own: str) -> None:
+    """Half its characters end in the byte of an ASCII letter. Letters that the text has of its own are no fault, and
+    much damage does not pass as the text's own letters."""
+    base = SAMPLES["big5"] + own
     lines = [f"{base[k:]}{base[:k]}" for k in range(len(base))] * 20
     raws = [line.encode("gb18030") for line in lines]
-    damaged = range(0, len(raws), 200)
+    damaged = range(0, len(raws), every)
     for k, i in enumerate(damaged):
-        raws[i] = raws[i][: 11 * k] + raws[i][11 * k + 1 :]
+        place = 11 * k % len(raws[i])
+        raws[i] = raws[i][:place] + raws[i][place + 1 :]
     (tmp_path / "a.txt").write_bytes(b"\n".join(raws))
     report = Report()
     kept = [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split="line", report=report)]
