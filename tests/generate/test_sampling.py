@@ -156,6 +156,22 @@ def test_each_row_of_a_batch_has_its_own_limits():
     torch.testing.assert_close(got[4, 1], torch.tensor(0.5).log() / 2)
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.5, "min_p": 0.02}])
+def test_a_draw_on_a_cpu_sorts_few_rows_and_is_the_draw_from_the_kept_ids(monkeypatch, params):
+    sorted_rows, confine = [], sampling.confine
+    monkeypatch.setattr(sampling, "confine", lambda x, *args: sorted_rows.append(len(x)) or confine(x, *args))
+    g, n, B = torch.Generator().manual_seed(1), 0, 64
+    rows = rows_of(*[SamplingParams(temperature=t, **params) for t in (0.6, 1.3)] * (B // 2), V=500)
+    for scale in (0.1, 2.0, 6.0):
+        logits = (torch.randn(B, 500, generator=g) * scale).bfloat16().float()  # with many ties
+        noise = torch.empty(B, 500).exponential_(generator=g)
+        got = sampling.draw_on_cpu(sampling.scale(logits, rows), rows.tail, rows.min_p, noise)
+        n += sum(sorted_rows)
+        assert got.equal((keep_likeliest(logits, rows).softmax(dim=-1) / noise).argmax(dim=-1))
+        sorted_rows.clear()
+    assert 0 < n < 3 * B * 0.7
+
+
 # ---- penalties ------------------------------------------------------------------------------------------------------
 
 
@@ -435,8 +451,10 @@ def test_impossible_parameters_are_one_line(key, value):
         *(
             (params, "num_beams must be 1 unless temperature is 0 and best_of, stop and logprobs are off, got 2")
             for params in (
-                {"num_beams": 2}, {"num_beams": 2, "temperature": 0, "logprobs": 1},
-                {"num_beams": 2, "temperature": 0, "best_of": 2}, {"num_beams": 2, "temperature": 0, "stop": ("x",)},
+                {"num_beams": 2},
+                {"num_beams": 2, "temperature": 0, "logprobs": 1},
+                {"num_beams": 2, "temperature": 0, "best_of": 2},
+                {"num_beams": 2, "temperature": 0, "stop": ("x",)},
             )
         ),
     ],
