@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groundup.errors import UserError
-from groundup.tokens.documents import borders_of, can_border, lengths_of, mask_of, positions_of, starts_of
+from groundup.tokens.documents import borders_of, can_border, documents_of, lengths_of, mask_of, positions_of, starts_of
 
 IGNORE = -100  # a target with this value is not trained on
 # Elements of the largest block of logits that the loss holds: 24 MiB in float32, enough for full-speed matrix products.
 # From 32 MiB on glibc's malloc maps new pages every time.
 CHUNK_ELEMENTS = 3 * 2**21
 PLAIN_ATTENTION_LENGTH = 512  # in bfloat16 on a CPU torch's fused attention is slower than plain products up to here
-MEAN_DOCUMENT_TOKENS = 8  # varlen attention reserves room for B * T / 8 documents; each one costs it 128 rows
+VARLEN_SHARES_KEYS = torch.__version__ >= (2, 12)  # torch's varlen_attn takes fewer heads of keys than of queries
 
 
 @dataclass
@@ -80,7 +80,8 @@ class Transformer(nn.Module):
         self.cfg = cfg
         self.activation_checkpointing = False  # recompute each block in backward: less memory, a third more work
         self.document_id: int | None = None  # token that opens a document, for calls without `documents`
-        self.varlen = True  # skip the work between documents where a kernel can, instead of masking it
+        self.most_documents = 0  # in a row; attention by borders has room for as many. 0 = any token may open one
+        self.varlen: bool | None = None  # skip the work between documents, not mask it; None = if this device can
         self.neftune_alpha = 0.0  # noise on the embeddings in training; the paper's values are 5 to 15
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -132,7 +133,7 @@ class Transformer(nn.Module):
             T = idx.shape[1]
             assert T <= self.cfg.block_size, f"{T=} is more than block_size={self.cfg.block_size}"
             if documents is None and self.document_id is not None:
-                documents = (idx == self.document_id).cumsum(1)
+                documents = documents_of(idx, self.document_id)
             starts = None if documents is None else starts_of(documents)
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
@@ -160,14 +161,15 @@ class Transformer(nn.Module):
     def confine(self, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return (mask, borders), which restrict attention to the documents that begin at `starts`; one is None."""
         B, T = starts.shape
-        dropped = self.training and self.cfg.dropout > 0
+        by_borders = self.varlen
+        if by_borders is None:
+            by_borders = starts.is_cpu or can_border(starts.device, dtype, self.cfg.head_dim)
         if starts.is_cpu:
-            by_borders, most = T > PLAIN_ATTENTION_LENGTH, T  # shorter rows gain nothing
-        else:
-            by_borders = not dropped and can_border(starts.device, dtype, self.cfg.head_dim)
-            most = math.ceil(T / MEAN_DOCUMENT_TOKENS)
-        if self.varlen and by_borders:
-            return None, borders_of(starts, B * most)
+            by_borders = by_borders and T > PLAIN_ATTENTION_LENGTH  # shorter rows gain nothing
+        elif self.training and self.cfg.dropout > 0:
+            by_borders = False
+        if by_borders:
+            return None, borders_of(starts, B * (self.most_documents or T))
         return mask_of(starts, dtype), None
 
     def compile_blocks(self, compile_fn: Callable) -> None:
@@ -355,9 +357,12 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
     """Causal attention within the documents between `borders_of`, by a GPU's varlen kernel."""
     B, H, T, D = q.shape
+    if not VARLEN_SHARES_KEYS:
+        k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B * T, heads, D)
+    sharing = {"enable_gqa": True} if k.shape[1] < H else {}
     attend = torch.nn.attention.varlen.varlen_attn
-    y = attend(q, k, v, borders, borders, T, T, window_size=(-1, 0), enable_gqa=k.shape[1] < H)
+    y = attend(q, k, v, borders, borders, T, T, window_size=(-1, 0), **sharing)
     return y.view(B, T, H, D).transpose(1, 2)
 
 
@@ -418,7 +423,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
-        grads = [saved if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
+        # a scale rounded to bfloat16 first would be off by up to 0.4 %, by another amount for each number of ranks
+        grads = [saved if saved is None else (saved.float() * grad).to(saved.dtype) for saved in ctx.saved_tensors]
         return *grads, None, None, None, None
 
 

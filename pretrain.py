@@ -210,7 +210,8 @@ if __name__ == "__main__":
     if source and not resumed.path:
         load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))
-    raw_model.document_id = tokenizer.eot_id if doc_mask else None
+    if doc_mask:
+        raw_model.document_id, raw_model.most_documents = tokenizer.eot_id, corpus.most_documents()
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object

@@ -164,7 +164,7 @@ if __name__ == "__main__":
     if source and not resumed.path:
         load_start(raw_model, source, n_known, tokenizer)
     set_trainable(raw_model, trainable, adapters_of(config))
-    raw_model.neftune_alpha = neftune_alpha
+    raw_model.neftune_alpha, raw_model.most_documents = neftune_alpha, corpus.most_documents()
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object

@@ -38,6 +38,7 @@ from test_ddp import (
 )
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -46,6 +47,7 @@ from groundup.errors import UserError
 from groundup.train import ranks
 from groundup.train.optim import Optimizer, learning_rate_at, stays_whole
 from groundup.train.powersgd import PowerSGD
+from model import ModelConfig, Transformer
 
 ROWS = 8  # sequences in the global batch
 
@@ -555,6 +557,31 @@ def run_checks(world: ranks.World, report: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("check", [c for c in CHECKS if c not in OF_SEVERAL], ids=lambda check: check.__name__)
 def test_one_process(check: Callable) -> None:
     check(ranks.World(rank=0, local_rank=0, world_size=1))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_no_step_reads_a_value(kind: str, scaled: bool) -> None:
+    """Tensors without values refuse to be read; on a GPU reading one waits for all that is queued."""
+    with FakeTensorMode():
+        model = Transformer(ModelConfig(V, 64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64))
+        model.document_id = V - 1
+        parallel, optimizer = setup(model, kind)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        x, loss_sum = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(())
+        for _ in range(2):
+            parallel.expect_step(optimizer, 1e-3)
+            for micro_step in range(2):
+                parallel.sync = micro_step == 1
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(x, x) * (1 / 7)
+                scaler.scale(loss).backward()
+                loss_sum += loss.detach()
+            norm = parallel.step(optimizer, lr=1e-3, clip=1.0, scaler=scaler)
+        for value in (norm, loss_sum):
+            with pytest.raises(DataDependentOutputException):
+                value.item()
 
 
 @pytest.mark.dist

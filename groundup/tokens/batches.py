@@ -126,6 +126,10 @@ class TextCorpus(Corpus):
     def size(self, data: TokenData) -> str:
         return f"{data.n_tokens:,}"
 
+    def most_documents(self) -> int:
+        """Return a bound on the documents in a row of training or validation, for attention within documents."""
+        return max(data.most_documents(self.block_size) for data in [*self.train, *self.val.values()])
+
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         text, warnings = super().describe(order, n_samples)
         return text, [f"warning     {error}; {name} is not evaluated" for name, error in self.no_val.items()] + warnings

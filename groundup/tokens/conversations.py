@@ -65,8 +65,10 @@ class Rows:
         if pack:
             packing = pack_rows(lengths[kept] - 1, block_size, seed)  # no piece is longer than a row
             row, self.members, self.n_rows = packing.row, kept[packing.document], packing.n_rows
+            self.most_documents = 1 + packing.most_pieces  # padding counts as one
         else:
             row, self.members, self.n_rows = np.arange(len(kept)), kept, len(kept)
+            self.most_documents = 1
         self.lengths = lengths[self.members]  # ids of each conversation that are used
         self.borders = np.searchsorted(row, np.arange(self.n_rows + 1))  # row r has the members from borders[r] on
         self.n_labels = np.bincount(row, labels[self.members], self.n_rows).astype(np.int64)
@@ -179,6 +181,10 @@ class ChatCorpus(RowCorpus):
 
     def lay_out(self, name: str, conversations: Conversations) -> Rows:
         return Rows(conversations, self.block_size, self.pack, self.seed, name)
+
+    def most_documents(self) -> int:
+        """Return a bound on the documents in a row, for attention within documents."""
+        return max(rows.most_documents for rows in [*self.train, *self.all_val])
 
     def load(self, sources: np.ndarray, starts: np.ndarray) -> Batch:
         """Return the micro-batch of these rows, for `Batches`."""

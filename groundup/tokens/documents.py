@@ -10,6 +10,15 @@ import torch
 from torch import Tensor
 
 
+def documents_of(idx: Tensor, opener: int) -> Tensor:
+    """Token ids (B, T) -> numbers of documents: each begins at an `opener` that is not behind another one, so what
+    fills a packed row up is one document."""
+    is_opener = idx == opener
+    opens = is_opener.clone()
+    opens[:, 1:] &= ~is_opener[:, :-1]
+    return opens.cumsum(1)
+
+
 def starts_of(documents: Tensor) -> Tensor:
     """Numbers of documents (B, T) -> starts: a document begins where the number changes."""
     starts = torch.ones_like(documents, dtype=torch.bool)
@@ -45,7 +54,7 @@ def borders_of(starts: Tensor, most: int) -> Tensor:
     N = starts.numel()
     number = starts.flatten().cumsum(0)
     borders = torch.searchsorted(number, torch.arange(1, most + 2, device=starts.device), out_int32=True)
-    torch._assert_async(borders[-1] == N, f"model: over {most} documents in {N} tokens: set varlen = False")
+    torch._assert_async(borders[-1] == N, f"model: over {most} documents in {N} tokens: most_documents is too low")
     return borders
 
 

@@ -31,6 +31,11 @@ class Packing(NamedTuple):
         """(n_rows,) tokens of each row that belong to documents."""
         return np.bincount(self.row, self.length, self.n_rows).astype(np.int64)
 
+    @property
+    def most_pieces(self) -> int:
+        """Pieces of the row that has most."""
+        return int(np.bincount(self.row).max(initial=0))
+
 
 def pack_rows(lengths: np.ndarray, row_tokens: int, seed: int) -> Packing:
     """Pack documents of `lengths` tokens (delimiter included) into rows of row_tokens that begin with a delimiter.
@@ -95,13 +100,13 @@ def pack(data_dir: str | Path, block_size: int, seed: int = 0, shard_tokens: int
 
 def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_tokens: int) -> dict:
     """Write the packed rows of one source and return its entry for the record."""
-    begins = data.ends - [len(shard) for shard in data.shards]
-    starts = np.concatenate([begin + offsets[:-1] for begin, offsets in zip(begins, data.offsets, strict=True)])
+    starts = data.starts()
     packing = pack_rows(np.concatenate([np.diff(offsets) for offsets in data.offsets]), block_size + 1, seed)
     name, used = f"{source}/train_pack{block_size}".lstrip("/"), packing.used
     entry = {
         "fingerprint": data.fingerprint, "documents": data.n_documents, "cut": packing.n_cut, "rows": packing.n_rows,
         "pieces": len(packing.row), "filled": int((block_size + 1 - used).sum()),
+        "most_documents": 1 + packing.most_pieces,  # the filling counts as one
         "lengths": f"{name}.len.npy", "shards": [], "sha256": {},
     }  # fmt: skip
     write_npy(data.dir / entry["lengths"], np.minimum(used + 1, block_size + 1).astype(np.int32))
@@ -151,6 +156,9 @@ class PackedData(TokenData):
     def fingerprint(self) -> str:
         """The sha256 of everything that decides the rows."""
         return hashlib.sha256(json.dumps([FORMAT, self.block_size, self.rows["sha256"]]).encode()).hexdigest()
+
+    def most_documents(self, length: int) -> int:
+        return self.rows.get("most_documents", length)  # rows that an earlier version packed do not say
 
     def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n,) int64: how many tokens of these rows belong to documents, with the delimiter after the last."""

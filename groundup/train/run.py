@@ -28,6 +28,7 @@ from configurator import write_config
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
+from groundup.tokens.documents import can_border
 from groundup.train import checkpoint, computation, fsdp, powersgd, ranks, run_card
 from groundup.train.device import (
     choose_device,
@@ -290,6 +291,8 @@ def set_up(
 ) -> Parts:  # fmt: skip
     """Move the model to the device, compile it, and make DDP, optimizer and GradScaler. Freeze parameters before."""
     model.to(device).activation_checkpointing = config["activation_checkpointing"]
+    if device.type == "cuda":
+        model.varlen = can_border(device, dtype, model.cfg.head_dim)  # to ask would break a compiled graph
     if config["compile"]:
         compile_blocks(model)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

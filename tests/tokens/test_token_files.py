@@ -16,6 +16,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
+from groundup.tokens.documents import documents_of as documents_of_ids
 from groundup.tokens.mixture import Mixture, Sampler
 from groundup.tokens.packing import PackedData, Packing, best_fit, pack, pack_rows
 from groundup.tokens.token_files import (
@@ -87,6 +88,15 @@ def test_round_trip_with_windows_across_shards(tmp_path: Path, shard_tokens: int
     assert offsets[-1][-1] == len(shards[-1]) - 1 and (len(shards) > 1) == (shard_tokens < 2000)
     assert verify(tmp_path) == split.manifest
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_documents_of_a_window_are_bounded(tmp_path: Path) -> None:
+    expected = write(tmp_path, [np.full(n, 7) for n in (3, 1, 0, 40, 2, 2, 2, 1, 9, 30, 5, 1)], shard_tokens=32)
+    split = TokenData(tmp_path, "train")
+    for length in (1, 4, 16, 64, 200):
+        windows = [expected[i : i + length] for i in range(len(expected))]
+        most = max(int((window == EOT).sum() + (window[0] != EOT)) for window in windows)
+        assert most <= split.most_documents(length) <= most + 1
 
 
 def test_shards_end_exactly_on_the_border_and_small_documents(tmp_path: Path) -> None:
@@ -663,6 +673,8 @@ def test_packed_files_hold_every_document_once(tmp_path: Path) -> None:
         assert sorted(pieces) == sorted(expected) and entry["pieces"] == len(expected)
         assert entry["cut"] == sum(len(ids) > 64 for ids in documents_of(parity, entry["documents"]))
         assert entry["filled"] == filled
+        most = documents_of_ids(torch.from_numpy(rows[:, :-1].astype(np.int64)), EOT).max().item()
+        assert most <= split.most_documents(64) <= most + 1
     verify(tmp_path)
     path = tmp_path / "code" / "train_pack64_00000.npy"
     raw = path.read_bytes()
