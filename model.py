@@ -340,12 +340,13 @@ def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention where mask, (T, S) or (B, 1, 1, S), is true. Heads that share keys become more rows of one product."""
+    """Attention; mask (T, S) or (B, 1, 1, S) is added to the scores. Heads that share keys become more rows of one
+    product."""
     B, H, T, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)
     if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # inductor fuses these sums
         scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
-        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        weights = (scores + mask).softmax(dim=-1)
         return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
     if T > 1:
         mask = mask.repeat(H // k.shape[1], 1)

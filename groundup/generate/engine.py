@@ -13,33 +13,27 @@ another id is next to never drawn in float32, now and then in bfloat16 and float
 touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
 """
 
-import copy
 import functools
 import itertools
 import math
 import shutil
-import timeit
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from pathlib import Path
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows, row_length
+from groundup.generate.matrices import CHUNK_TOKENS, PackedLinear, for_inference, free_bytes
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
 from groundup.train.device import autocast
-from groundup.train.lora import LoRALinear, plain_linear
 from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
 from tokenizer import Tokenizer
 
-CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which bounds memory
 CHUNK_ROWS = 16  # prompts that are read at once
 PACKED_STEPS = 24  # from this many steps of one row on, packing the matrices saves time
 MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading them
@@ -409,83 +403,6 @@ def compiled_step(device_type: str) -> Callable:
     return torch.compile(decode_step, dynamic=False)
 
 
-def for_inference(
-    model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0, merged: bool = True
-) -> Transformer:
-    """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors that need no change
-    are shared with `model`.
-
-    Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    merged: add adapters to copies of their matrices. packed: on a CPU, pack the matrices if memory suffices; for one
-    row in float32 only those of a shape that is then multiplied faster, which depends on the CPU."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    same = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    compiled = {id(vars(block)["forward"]): None for block in model.layers if "forward" in vars(block)}
-    view = copy.deepcopy(model, same | compiled)
-    for block in view.layers:
-        vars(block).pop("forward", None)
-    n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    pays: dict[torch.Size, bool] = {}  # of the shapes that were timed
-    packed = packed and n_bytes < free_bytes(model.embed_tokens.weight.device) / 2
-    for parent in list(view.modules()):
-        if isinstance(parent, LoRALinear):
-            continue  # replaced already: a parent comes before its children
-        for name, child in parent.named_children():
-            if isinstance(child, LoRALinear) and merged:
-                child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False), child.bias)
-                setattr(parent, name, child)
-            if rows == 1 and type(child) is nn.Linear and child.weight.dtype == dtype == torch.float32:
-                if packed and child.weight.shape not in pays:
-                    pays[child.weight.shape] = packing_pays(child.weight)
-            if type(child) is nn.Linear and packed and pays.get(child.weight.shape, True):
-                bias = None if child.bias is None else child.bias.detach().to(dtype)
-                setattr(parent, name, PackedLinear(child.weight.detach().to(dtype), bias))
-            elif isinstance(child, nn.Linear) and child.weight.dtype != dtype:
-                child.weight = nn.Parameter(child.weight.detach().to(dtype), requires_grad=False)
-    return view.eval()
-
-
-@torch.no_grad()
-def packing_pays(weight: Tensor) -> bool:
-    """Return whether a single row is multiplied faster by the packed weight: the best of five times of each."""
-    x, times = weight.new_ones(1, weight.shape[1]), []
-    for multiply in (PackedLinear(weight), functools.partial(F.linear, weight=weight)):
-        multiply(x)
-        times.append(min(timeit.repeat(functools.partial(multiply, x), number=1, repeat=5)))
-    return times[0] < times[1]
-
-
-class PackedLinear(nn.Module):
-    """A linear layer with its weight in oneDNN's blocked layout, as inductor lays out frozen weights: 1.6 to 2.3 times
-    as fast as F.linear for 1 to 8 rows (2 cores with AVX-512); for one row in float32 0.5 to 1 on some Intel cores."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.bias = bias
-        # The layout for many rows is as fast for a few; the one for a single row is slow for more.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, CHUNK_TOKENS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-    @staticmethod
-    def works(device: torch.device, dtype: torch.dtype) -> bool:
-        available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available
-
-
 def cache_bytes(cfg: ModelConfig, rows: int, length: int, dtype: torch.dtype) -> int:
     """Return the memory of the keys and values of `rows` texts of `length` tokens."""
     return 2 * cfg.n_layer * rows * cfg.n_kv_head * (length + 1) * cfg.head_dim * dtype.itemsize
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return the free memory of the device, infinity if unknown."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    path = Path("/proc/meminfo")
-    if device.type != "cpu" or not path.exists():
-        return math.inf
-    lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])

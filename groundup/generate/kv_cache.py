@@ -88,11 +88,17 @@ def resized(x: Tensor, rows: int) -> Tensor:
     return new
 
 
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores: 0 where mask is true, else -inf. Once for all layers: from bools torch's
+    attention would make it in each."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 class CacheChunk:
     def __init__(self, cache: KVCache, begin: int, end: int, rows: Tensor | slice) -> None:
         self.cache, self.begin, self.end, self.rows = cache, begin, end, rows
         self.positions = cache.span[begin:end].unsqueeze(0)  # (1, T)
-        self.mask = cache.span[:end] <= cache.span[begin:end].unsqueeze(1)  # (T, end)
+        self.mask = bias_of(cache.span[:end] <= cache.span[begin:end].unsqueeze(1), cache.keys[0].dtype)  # (T, end)
 
     def layer(self, i: int) -> Callable:
         return partial(self.attend, self.cache.keys[i], self.cache.values[i])
@@ -114,7 +120,10 @@ class CacheStep:
         self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
         self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
         at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]  # (n, 1)
-        self.masks = [(part[3] <= n)[:, None, None] for part, n in zip(parts, at, strict=True)]  # (n, 1, 1, width)
+        dtype = parts[0][0][0].dtype
+        self.masks = [  # each (n, 1, 1, width)
+            bias_of(span <= n, dtype)[:, None, None] for (*_, span), n in zip(parts, at, strict=True)
+        ]
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:

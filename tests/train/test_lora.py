@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import ddp
 from groundup.errors import UserError
-from groundup.generate.engine import for_inference, generate
+from groundup.generate.engine import generate
+from groundup.generate.matrices import for_inference
 from groundup.generate.sampling import SamplingParams
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.base import adapters_of, load_start, new_model
