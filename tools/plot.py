@@ -3,6 +3,7 @@
     python tools/plot.py --runs=out/demo                                 # plot.png: loss, bits per byte, lr, ...
     python tools/plot.py --runs='out/a,out/b' --x=hours --out=two.png    # two runs in one picture
     python tools/plot.py --runs=out/dpo --y='rewards/chosen+rewards/rejected,rewards/margins'
+    python tools/plot.py --runs=out/mine --reference=True                # beside the curve of the nearest config
     watch -n 60 python tools/plot.py --runs=out/big                      # while it trains: a viewer shows the new one
 
 A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one panel and `*` matches
@@ -19,6 +20,7 @@ from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
+import curves
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -32,6 +34,7 @@ runs = ""  # run directories or log.jsonl files, comma-separated, also patterns;
 out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours of training, without evaluations and saves
 y = ""  # panels, comma-separated, keys of one panel joined by +, patterns allowed; "" = the usual, as far as logged
+reference = False  # also draw the curve of the nearest config (docs/curves), and say whether the run is on it
 smooth = 0.8  # weight of the past in the moving average of training values; 0 = none
 
 X_LABELS = {"steps": "step", "tokens": "tokens", "hours": "hours of training"}
@@ -42,6 +45,7 @@ PANELS = (
 )
 NOT_SMOOTHED = ("lr", "tokens", "epoch")  # these have no noise
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (9, 4)))  # of the keys of a panel
+REFERENCE = "reference "  # how the name of a curve in docs/curves begins
 MARKERS = "osv^Dp*"  # of their evaluations
 CHINESE_FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei")
 
@@ -189,7 +193,10 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
         for position, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(n_rows, n_columns, position)
             for curve in panel.curves:
-                style = {"color": f"C{curve.run % 10}", "linestyle": DASHES[curve.key % len(DASHES)], "linewidth": 1.6}
+                behind = names[curve.run].startswith(REFERENCE)
+                color = "0.7" if behind else f"C{curve.run % 10}"
+                style = {"color": color, "linestyle": DASHES[curve.key % len(DASHES)], "linewidth": 1.6}
+                style |= {"zorder": 1 if behind else 2}
                 if curve.points:
                     style |= {"marker": MARKERS[curve.key % len(MARKERS)], "markersize": 4, "linewidth": 1}
                 elif curve.mean is not curve.y:
@@ -205,6 +212,17 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
     return figure
 
 
+def references(logs: Sequence[str]) -> list[tuple[str, list[dict]]]:
+    """Print how each run compares with its reference; return [(name, events)] of these, each once."""
+    found = {}
+    for log in logs:
+        directory = Path(log).parent
+        beside = curves.reference_of(directory)
+        print("\n".join([f"{directory}:", *curves.compare(without_repeats(read_events(Path(log))), beside)]))
+        found[REFERENCE + beside.name] = beside.events
+    return list(found.items())
+
+
 def main(config: dict) -> None:
     if config["x"] not in X_LABELS:
         raise UserError(f"config: x must be one of {', '.join(X_LABELS)}, got {config['x']!r}")
@@ -214,6 +232,9 @@ def main(config: dict) -> None:
     names = [Path(log).parent.name for log in logs]
     names = names if len(set(names)) == len(names) else logs
     drawn = [run_of(name, read_events(Path(log)), config["x"]) for log, name in zip(logs, names, strict=True)]
+    for events in references(logs) if config["reference"] else ():
+        drawn.append(run_of(events[0], events[1], config["x"]))
+        names.append(events[0])
     panels, label, path = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]], config["out"]
     try:
         draw(panels, names, label).savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)

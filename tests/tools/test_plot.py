@@ -251,7 +251,7 @@ def test_picture_of_a_log_with_next_to_nothing(tmp_path, monkeypatch, capsys, te
     assert capsys.readouterr().out == "wrote x.png\n"
 
 
-DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.8}
+DEFAULTS = {"runs": "run", "out": "x.png", "x": "steps", "y": "", "smooth": 0.8, "reference": False}
 
 
 @pytest.mark.parametrize(
