@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
@@ -252,53 +253,47 @@ def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with temperature > 0."""
+    """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with temperature > 0.
+
+    The argmax of p / Exponential(1) is distributed as p (the exponential race). torch.multinomial would take one
+    generator for all rows and make the CPU wait for the GPU."""
     if not any(rows.draws):
         return logits.argmax(dim=-1)
-    x, noise = scale(logits, rows), exponential(logits, rows.draws, generators)
+    x = scale(logits, rows)
     if x.device.type == "cpu":
-        tokens = draw_on_cpu(x, rows.tail, rows.min_p, noise)
+        tail, min_p = ([None] * len(x) if t is None else t.split(1) for t in (rows.tail, rows.min_p))
+        each = zip(x.split(1), tail, min_p, generators, rows.draws, strict=True)
+        tokens = torch.tensor([draw_on_cpu(*row) if draws else -1 for *row, draws in each])
     else:
-        tokens = race(confine(x, rows.tail, rows.min_p).softmax(dim=-1), noise)
+        probs = confine(x, rows.tail, rows.min_p).softmax(dim=-1)
+        tokens = (probs / exponential(probs, rows.draws, generators)).argmax(dim=-1)
     return tokens if all(rows.draws) else torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
-
-
-def race(probs: Tensor, noise: Tensor) -> Tensor:
-    """Return ids (B,) drawn by the exponential race: the argmax of p / Exponential(1) is distributed as p.
-    torch.multinomial would take one generator for all rows and make the CPU wait for the GPU."""
-    return (probs / noise).argmax(dim=-1)
-
-
-def draw_on_cpu(x: Tensor, tail: Tensor | None, min_p: Tensor | None, noise: Tensor) -> Tensor:
-    """Return ids (B,) drawn from those of x (B, V) that top_p and min_p keep.
-
-    The winner among all ids that is kept also is the winner among the kept ones. So a row needs its ids sorted only
-    where the winner is not kept, or so close to the edge of the kept ones that rounding decides."""
-    probs = x.softmax(dim=-1)
-    tokens = race(probs, noise)
-    p, kept = probs.gather(1, tokens.unsqueeze(1)), True  # (B, 1)
-    if tail is not None:  # the others as likely or likelier have less than top_p
-        kept = (probs * (probs >= p)).sum(dim=-1, keepdim=True) - p < 1 - tail - 1e-4
-    if min_p is not None:
-        kept = kept & (p > min_p * probs.amax(dim=-1, keepdim=True) * 1.0001)
-    if kept is not True and not kept.all():
-        redo = (~kept).squeeze(1)
-        tail, min_p = (None if column is None else column[redo] for column in (tail, min_p))
-        tokens[redo] = race(confine(x[redo], tail, min_p).softmax(dim=-1), noise[redo])
-    return tokens
 
 
 def exponential(like: Tensor, draws: list[bool], generators: Sequence[torch.Generator | None]) -> Tensor:
     """Return (B, V) float32 exponential noise, each row that draws from its own generator."""
-    on_cpu = like.device.type == "cpu"
-    noise = torch.full_like(like, 0.5, dtype=torch.float64 if on_cpu else torch.float32)
-    for row, (draw, generator) in enumerate(zip(draws, generators, strict=True)):
-        if draw and on_cpu:
-            noise[row].uniform_(generator=generator)
-        elif draw:
-            noise[row].exponential_(generator=generator)
+    noise = torch.ones_like(like)
+    for row in (row for row, draw in enumerate(draws) if draw):
+        noise[row].exponential_(generator=generators[row])
+    return noise
+
+
+def draw_on_cpu(x: Tensor, tail: Tensor | None, min_p: Tensor | None, generator: torch.Generator) -> int:
+    """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`. A row fits into the CPU's
+    cache, a batch does not.
+
+    If the winner among all ids is kept, it also is the winner among those that are kept. So the ids are sorted only if
+    it is not, or so close to the edge of those that rounding decides."""
+    probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
-    return noise.log_().neg_().float() if on_cpu else noise
+    noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator).log_().neg_().float()
+    token = (probs / noise).argmax().item()
+    p, kept = probs[0, token].item(), True
+    if tail is not None:  # the others as likely or likelier have less than top_p
+        kept = F.threshold(probs, p * (1 - 1e-6), 0).sum().item() - p < 1 - tail.item() - 1e-4
+    if min_p is not None:
+        kept = kept and p > min_p.item() * probs.amax().item() * 1.0001
+    return token if kept else (confine(x, tail, min_p).softmax(dim=-1) / noise).argmax().item()
 
 
 def check_logits(logits: Tensor) -> None:

@@ -158,18 +158,19 @@ def test_each_row_of_a_batch_has_its_own_limits():
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.5, "min_p": 0.02}])
 def test_a_draw_on_a_cpu_sorts_few_rows_and_is_the_draw_from_the_kept_ids(monkeypatch, params):
-    sorted_rows, confine = [], sampling.confine
-    monkeypatch.setattr(sampling, "confine", lambda x, *args: sorted_rows.append(len(x)) or confine(x, *args))
-    g, n, B = torch.Generator().manual_seed(1), 0, 64
-    rows = rows_of(*[SamplingParams(temperature=t, **params) for t in (0.6, 1.3)] * (B // 2), V=500)
+    n_sorted, confine = [], sampling.confine
+    g, B, V = torch.Generator().manual_seed(1), 64, 500
+    rows = rows_of(*[SamplingParams(temperature=t, **params) for t in (0.6, 1.3)] * (B // 2), V=V)
     for scale in (0.1, 2.0, 6.0):
-        logits = (torch.randn(B, 500, generator=g) * scale).bfloat16().float()  # with many ties
-        noise = torch.empty(B, 500).exponential_(generator=g)
-        got = sampling.draw_on_cpu(sampling.scale(logits, rows), rows.tail, rows.min_p, noise)
-        n += sum(sorted_rows)
-        assert got.equal((keep_likeliest(logits, rows).softmax(dim=-1) / noise).argmax(dim=-1))
-        sorted_rows.clear()
-    assert 0 < n < 3 * B * 0.7
+        logits = (torch.randn(B, V, generator=g) * scale).bfloat16().float()  # with many ties
+        noise = [
+            torch.empty(V, dtype=torch.float64).uniform_(generator=g).log().neg().float() for g in seeded(*range(B))
+        ]
+        want = (keep_likeliest(logits, rows).softmax(dim=-1) / torch.stack(noise)).argmax(dim=-1)
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling, "confine", lambda *args: n_sorted.append(1) or confine(*args))
+            assert choose(logits, rows, seeded(*range(B))).equal(want)
+    assert 0 < len(n_sorted) < 3 * B * 0.7
 
 
 # ---- penalties ------------------------------------------------------------------------------------------------------
