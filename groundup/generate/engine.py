@@ -19,6 +19,7 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from operator import itemgetter
 
 import torch
@@ -324,7 +325,8 @@ class Engine:
         if self.compile and self.device.type != "cuda":
             for *_, span in parts:
                 torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
-        with self.autocast():
+        lean = nullcontext() if self.compile else torch.inference_mode()  # a tenth less time per call than no_grad
+        with lean, self.autocast():
             logits = self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
         return logits.clone() if self.compile else logits  # a CUDA graph overwrites its result at the next step
 
