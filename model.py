@@ -28,9 +28,11 @@ from groundup.errors import UserError
 from groundup.tokens.documents import borders_of, can_border, documents_of, lengths_of, mask_of, positions_of, starts_of
 
 IGNORE = -100  # a target with this value is not trained on
-# Elements of the largest block of logits that the loss holds: 24 MiB in float32, enough for full-speed matrix products.
-# From 32 MiB on glibc's malloc maps new pages every time.
+# Elements of the largest block of logits that the loss holds. On a CPU 24 MiB in float32 are enough for fast products;
+# from 32 MiB on glibc maps new pages every time. A GPU wants thousands of rows at once. What happens to be free
+# has no say: other blocks are other roundings, and a resumed run would differ.
 CHUNK_ELEMENTS = 3 * 2**21
+GPU_CHUNK_ELEMENTS = 2**27
 PLAIN_ATTENTION_LENGTH = 512  # in bfloat16 on a CPU torch's fused attention is slower than plain products up to here
 VARLEN_SHARES_KEYS = torch.__version__ >= (2, 12)  # torch's varlen_attn takes fewer heads of keys than of queries
 
@@ -174,9 +176,11 @@ class Transformer(nn.Module):
 
     def compile_blocks(self, compile_fn: Callable) -> None:
         """Compile each block by itself: the start is fast, as all share one graph, and communication overlaps, as a
-        block's gradients are ready when its backward ends."""
+        block's gradients are ready when its backward ends. On a GPU the loss is compiled, too."""
         for block in self.layers:
             block.forward = compile_fn(block.forward)
+        if self.lm_head.weight.is_cuda:
+            ChunkedCrossEntropy.chunk = staticmethod(torch.compile(fused_chunk))
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -392,15 +396,22 @@ def cross_entropy(
     return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, torch.is_grad_enabled())
 
 
+def chunk_rows(vocab_size: int, device_type: str) -> int:
+    """Return of how many tokens the logits are held at once."""
+    return max(1, (CHUNK_ELEMENTS if device_type == "cpu" else GPU_CHUNK_ELEMENTS) // vocab_size)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head and loss, one chunk of tokens at a time. Forward computes the gradients too, while the logits exist."""
+
+    chunk: Callable | None = None  # a compiled `fused_chunk`
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, dtype: torch.dtype,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        N, chunk, w = hidden.shape[0], max(1, CHUNK_ELEMENTS // weight.shape[0]), weight.to(dtype)
+        N, chunk, w = hidden.shape[0], chunk_rows(weight.shape[0], hidden.device.type), weight.to(dtype)
         loss, nats = hidden.new_zeros((), dtype=torch.float32), hidden.new_empty(N, dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
@@ -408,12 +419,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for part in (slice(start, start + chunk) for start in range(0, N, chunk)):
                 h, t = hidden[part].to(dtype), targets[part]
                 scale = (t != IGNORE).float() if weights is None else weights[part].float() * (t != IGNORE)
-                logits = (h @ w.T).float()
-                nats[part], lse = softmax_cross_entropy(logits, t)
+                if fused := with_grad and hidden.is_cuda and ChunkedCrossEntropy.chunk:
+                    nats[part], grad_logits = fused(h, w, t, scale)
+                else:
+                    logits = (h @ w.T).float()
+                    nats[part], lse = softmax_cross_entropy(logits, t)
                 loss += (nats[part] * scale).sum()
                 if grad_hidden is None and grad_weight is None:
                     continue
-                grad_logits = cross_entropy_gradient(logits, t, lse, scale).to(dtype)
+                if not fused:
+                    grad_logits = cross_entropy_gradient(logits, t, lse, scale).to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = grad_logits @ w
                 if grad_weight is not None:
@@ -434,7 +449,7 @@ def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
     """Return (nats (N,) float32 as in `cross_entropy`, correct (N,) bool: the target is the likeliest token).
 
     hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE, which is never correct."""
-    dtype, chunk = compute_dtype(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
+    dtype, chunk = compute_dtype(hidden), chunk_rows(weight.shape[0], hidden.device.type)
     w, nats, correct = weight.to(dtype), [], []
     with torch.autocast(hidden.device.type, enabled=False):
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
@@ -460,11 +475,22 @@ def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: 
     return p.mul_(scale.unsqueeze(1))
 
 
+def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """h (n, C), w (V, C) -> (nats (n,), gradient of sum(scale * nats) by the logits (n, V)), to be compiled: few
+    kernels behind the product, none of which writes the logits in float32."""
+    logits, valid = (h @ w.T).float(), targets != IGNORE
+    index = targets.clamp(min=0).unsqueeze(1)
+    lse = logits.logsumexp(dim=1, keepdim=True)
+    nats = (lse - logits.gather(1, index)).squeeze(1) * valid
+    hit = torch.arange(w.shape[0], device=w.device) == index
+    return nats, (((logits - lse).exp() - hit.float()) * scale.unsqueeze(1)).to(h.dtype)
+
+
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out (V, C) float32 += a (V, n) @ b (n, C). A sum over many tokens can exceed float16's 65504: float32 there."""
     if a.dtype == torch.float32:
         out.addmm_(a, b)
-    elif a.dtype == torch.float16:
-        out += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    elif a.is_cuda:
+        out += torch.mm(a, b, out_dtype=torch.float32)
     else:
-        out += a @ b
+        out += a.float() @ b.float() if a.dtype == torch.float16 else a @ b

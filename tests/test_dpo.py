@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from test_rl import forget
 
+import model as model_file
 from groundup import errors
 from groundup.align import losses as align_losses
 from groundup.align.losses import (
@@ -132,7 +133,7 @@ def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeyp
     (expected.exp() * factors).sum().backward()  # a loss that is not linear
     grads = [t.grad for t in (hidden, weight)]
     for elements in (11, 40, 10**6):
-        monkeypatch.setattr(align_losses, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(model_file, "CHUNK_ELEMENTS", elements)
         hidden.grad = weight.grad = None
         found = align_losses.token_logps(hidden, weight, targets, temperature)
         torch.testing.assert_close(found, expected)

@@ -557,6 +557,55 @@ def test_a_scale_of_the_loss_is_not_rounded():
     torch.testing.assert_close(sums[1.0057] / sums[1.0], torch.full((2,), 1.0057), rtol=3e-4, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpus_chunk_computes_what_a_cpus_does(dtype):
+    torch.manual_seed(0)
+    h, w, scale = torch.randn(50, 32).to(dtype), torch.randn(97, 32).to(dtype), torch.rand(50)
+    targets = torch.randint(97, (50,))
+    targets[::7] = IGNORE
+    scale = scale * (targets != IGNORE)
+    nats, grad = model.fused_chunk(h, w, targets, scale)
+    logits = (h @ w.T).float()
+    want, lse = model.softmax_cross_entropy(logits, targets)
+    torch.testing.assert_close(nats, want, rtol=1e-5, atol=1e-6)
+    want = model.cross_entropy_gradient(logits, targets, lse, scale).to(dtype)
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad, want, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_compiled_loss_of_a_gpu_equals_the_eager_one(monkeypatch):
+    monkeypatch.setattr(model, "GPU_CHUNK_ELEMENTS", 40 * 97)
+    monkeypatch.setattr(model.ChunkedCrossEntropy, "chunk", None)
+    hidden, weight = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (130, 97))
+    targets = torch.randint(97, (130,), device="cuda")
+    found = []
+    for chunk in (None, torch.compile(model.fused_chunk)):
+        monkeypatch.setattr(model.ChunkedCrossEntropy, "chunk", None if chunk is None else staticmethod(chunk))
+        hidden.grad = weight.grad = None
+        loss = cross_entropy(hidden, weight, targets)[0]
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    for got, want in zip(found[1][1:], found[0][1:], strict=True):
+        assert relative_error(got, want) < 5e-3
+
+
+@pytest.mark.slow
+def test_a_gpus_chunk_is_few_kernels_and_one_graph_for_any_rows():
+    """As inductor counts them for a CPU, whose loops are cut finer."""
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    chunk, made = torch.compile(model.fused_chunk), []
+    for n in (64, 48, 40, 33):
+        chunk(torch.randn(n, 32), torch.randn(97, 32), torch.randint(97, (n,)), torch.rand(n))
+        made.append(metrics.generated_kernel_count)
+    assert made[0] <= 8 and made[1:] == [2 * made[0]] * 3  # for 64 rows, then for any number
+
+
 def test_all_targets_ignored_is_zero_with_zero_gradients():
     net = random_model(tiny_config())
     x = random_ids(net.cfg, 2, 8)

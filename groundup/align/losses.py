@@ -27,11 +27,11 @@ from groundup.train.fsdp import in_step
 from groundup.train.lora import adapters_off
 from groundup.train.run import refuse
 from model import (
-    CHUNK_ELEMENTS,
     IGNORE,
     ModelConfig,
     Transformer,
     add_product,
+    chunk_rows,
     compute_dtype,
     cross_entropy_gradient,
     softmax_cross_entropy,
@@ -77,7 +77,7 @@ class ChunkedLogps(torch.autograd.Function):
         logps, lse = (hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
         w = weight.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(N, weight.shape[0]):
+            for part in chunks(N, weight):
                 logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
                 nats, of_part = softmax_cross_entropy(logits, targets[part])
                 logps[part], lse[part] = -nats, of_part.squeeze(1)
@@ -92,7 +92,7 @@ class ChunkedLogps(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         w, scale = weight.to(ctx.dtype), -grad.float() * (targets != IGNORE) / ctx.temperature
         with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(hidden.shape[0], weight.shape[0]):
+            for part in chunks(hidden.shape[0], weight):
                 h = hidden[part].to(ctx.dtype)
                 logits = (h @ w.T).float().div_(ctx.temperature)
                 grad_logits = cross_entropy_gradient(logits, targets[part], lse[part].unsqueeze(1), scale[part])
@@ -104,9 +104,9 @@ class ChunkedLogps(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def chunks(n_tokens: int, vocab_size: int) -> list[slice]:
-    """Return the blocks of tokens that have CHUNK_ELEMENTS logits each, see model.py."""
-    chunk = max(1, CHUNK_ELEMENTS // vocab_size)
+def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
+    """Return the blocks of tokens whose logits by weight (V, C) are held at once."""
+    chunk = chunk_rows(weight.shape[0], weight.device.type)
     return [slice(start, start + chunk) for start in range(0, n_tokens, chunk)]
 
 

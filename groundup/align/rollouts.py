@@ -35,7 +35,7 @@ from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.lora import trainable_table
 from groundup.train.plan import parameter_table
-from model import CHUNK_ELEMENTS, IGNORE, ModelConfig, Transformer, compute_dtype
+from model import IGNORE, ModelConfig, Transformer, chunk_rows, compute_dtype
 from tokenizer import Tokenizer
 
 Drawing = Callable[..., list[Rollout]]  # `draw` with all arguments but prompts, seeds and n
@@ -265,7 +265,7 @@ def answer_logps(
 def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the entropies of softmax(hidden @ weight.T / temperature) in nats, (N,) float32. hidden (N, C), weight
     (V, C). Like token_logps it never holds all the logits."""
-    dtype, chunk = compute_dtype(hidden), max(1, CHUNK_ELEMENTS // weight.shape[0])
+    dtype, chunk = compute_dtype(hidden), chunk_rows(weight.shape[0], hidden.device.type)
     w, found = weight.to(dtype), [hidden.new_zeros(0, dtype=torch.float32)]
     with torch.autocast(hidden.device.type, enabled=False):
         for h in hidden.split(chunk) if len(hidden) else ():

@@ -11,7 +11,7 @@ from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.device import device_memory, memory_limit
 from groundup.train.log import clock
 from groundup.train.lora import trainable_table
-from model import CHUNK_ELEMENTS, PLAIN_ATTENTION_LENGTH, ModelConfig
+from model import PLAIN_ATTENTION_LENGTH, ModelConfig, Transformer, chunk_rows
 
 # Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
 # it was largest where blocks are recomputed: a third at 23M parameters.
@@ -81,11 +81,14 @@ def memory_table(
     kept = cfg.n_layer * (4 * N * C if recompute else block) + mask
     kept += N * C * (8 + 2 * size)  # the last norm and the gradient of its output
 
-    rows = min(N, max(1, CHUNK_ELEMENTS // V)) if head else 0
+    rows = min(N, chunk_rows(V, device_type)) if head else 0
     grad = 4 * V * C if head and whole >= V * C else 0
     cast_head = head and casts and (grad or not in_half)
-    # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before.
-    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if cast_head else 0)
+    # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before; compiled, only the
+    # logits and their gradient in the compute dtype.
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows))
+    logits = 2 * size * V * rows if device_type != "cpu" and config["compile"] else logits
+    logits += grad + (size * V * C if cast_head else 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
     inside, after = (inside + block, copies / cfg.n_layer) if recompute else (inside, copies)
     moments = (kept + copies, logits), (kept + after, 2 * grad), (kept + after + inside, grad)
@@ -194,8 +197,12 @@ def describe(
     needs = {way: lambda n, changed=changed: sum(memory_of(n, **changed).values()) for way, changed in ways.items()}
     room = 2**30 * config["device_gib"] or (most / n_local if device.type == "cpu" else device_memory(device))
     several = [compare(needs, world_size, room)] if world_size > 1 else []
+    with torch.device("meta"):
+        n_real, n_planned = sum(p.numel() for p in Transformer(cfg).parameters()), parameter_table(cfg)["total"]
+    edited = f"warning     model.py has {n_real:,} parameters, this plan is for {n_planned:,}"
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
+        *([edited] if n_real != n_planned else []),
         f"batch       {batch}",
         f"memory      {need / 2**30:.2f} GiB per rank: {parts}",
         *([short] if local > most else []),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from groundup.align import rollouts
+import model as model_file
 from groundup.align.rewards import Rollout
 from groundup.align.rollouts import Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
 from groundup.demo import debug_data
@@ -153,7 +153,7 @@ def test_entropies_are_torchs(monkeypatch):
     hidden, weight = torch.randn(23, 8), torch.randn(11, 8)
     expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
     for elements in (11, 40, 10**6):
-        monkeypatch.setattr(rollouts, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(model_file, "CHUNK_ELEMENTS", elements)
         torch.testing.assert_close(token_entropies(hidden, weight), expected)
     assert token_entropies(hidden[:0], weight).shape == (0,)
 

@@ -129,6 +129,22 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     assert sum(table.values()) == pytest.approx(measured, rel=0.1)
 
 
+def test_an_edited_model_is_counted_as_it_is(monkeypatch):
+    class Edited(Transformer):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.scale = torch.nn.Parameter(torch.ones(7))
+
+    cfg = ModelConfig(97, block_size=32, n_layer=1, n_head=2, n_embd=16)
+    config = defaults_of(ROOT / "pretrain.py")
+    lines = plan.describe(cfg, config, "", 1.0, 1, CPU, torch.float32, 1e12).splitlines()
+    assert lines[1].startswith("batch")
+    monkeypatch.setattr(plan, "Transformer", Edited)
+    n = plan.parameter_table(cfg)["total"]
+    lines = plan.describe(cfg, config, "", 1.0, 1, CPU, torch.float32, 1e12).splitlines()
+    assert lines[1] == f"warning     model.py has {n + 7:,} parameters, this plan is for {n:,}"
+
+
 @pytest.mark.parametrize(("key", "factors"), [("total_batch_tokens", {"block_size": 32}), ("total_batch_pairs", {})])
 def test_a_step_is_whole_micro_steps_on_all_ranks(key, factors):
     def counted(batch_size: int, total: int, world_size: int) -> int:
