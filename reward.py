@@ -14,7 +14,6 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is 
 
     end_in_one_line()
 
-import math
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from groundup.align.reward_model import RewardModel
 from groundup.demo import debug_data
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
+from groundup.tokens.corpus import steps_of
 from groundup.tokens.pairs import PairCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train import plan as memory_plan
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / pairs_per_step)
+    max_steps = config["max_steps"] = steps_of(config, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs")
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

@@ -34,6 +34,7 @@ from groundup.align.reward_model import find_model
 from groundup.align.rewards import Rewards
 from groundup.demo import debug_data
 from groundup.errors import UserError
+from groundup.tokens.corpus import steps_of
 from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train.base import adapters_of, frozen_base, frozen_dtype, load_start, new_model, open_base
@@ -150,7 +151,8 @@ if __name__ == "__main__":
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_train / prompts_per_step)
+    max_steps = steps_of(config, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
+    config["max_steps"] = max_steps
     order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
     second_model = kl_coef > 0 and reference == "model"
     if source and reference == "model":  # a resumed run must measure its KL to the same weights

@@ -31,6 +31,7 @@ from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
+from groundup.tokens.corpus import steps_of
 from groundup.train import plan as memory_plan
 from groundup.train import ranks, run
 from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
@@ -143,7 +144,7 @@ if __name__ == "__main__":
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = max_steps or math.ceil(epochs * corpus.n_rows / rows_per_step)
+    max_steps = config["max_steps"] = steps_of(config, corpus.n_rows, rows_per_step, "total_batch_tokens")
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

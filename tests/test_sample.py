@@ -327,6 +327,10 @@ def test_a_path_is_not_a_command_and_bad_bytes_are_replaced(runs, tuned):
     assert (ended.err, ended.out) == ("", "".join(text + "\n" for text in want))
 
 
+FULL = "The context is full, as 30 of 160 tokens are kept for the answer (max_new_tokens): the oldest turn is "
+FULL += "forgotten.\n"
+
+
 def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
     net, tokenizer = tuned
     net = random_model(dataclasses.replace(net.cfg, block_size=160), seed=5)
@@ -349,7 +353,7 @@ def test_the_oldest_turns_make_room_and_the_system_message_stays(tuned, capsys):
         assert prompts[-1] == head + sum(turns[max(0, i - fit) : i], []) + ids[i], i
         shown = capsys.readouterr()
         assert shown.out == "a" * 30 + "\n"
-        assert shown.err == ("The context of 160 tokens is full: turns forgotten, the oldest: 1.\n" if i > fit else "")
+        assert shown.err == (FULL if i > fit else "")
 
 
 def test_an_answer_longer_than_the_context_leaves_half_of_it_to_the_history(tuned):

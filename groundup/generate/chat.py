@@ -31,6 +31,7 @@ class Chat:
             raise UserError("sample: a chat has one answer at a time; leave out n, num_beams and best_of")
         self.tokenizer, self.params, self.system = tokenizer, params, system
         self.context = model.cfg.block_size
+        self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
         self.engine = Engine(model, tokenizer, rows=1, compile=compile)
         self.turns: list[dict] = []  # messages: a question, its answer, the next question ...
         self.dropped = 0  # questions that did not fit before the last answer
@@ -49,8 +50,8 @@ class Chat:
                 self.turns += [question, {"role": "assistant", "content": "".join(texts)}]
 
     def _fitted(self, question: dict) -> list[int]:
-        """Return the prompt of an answer. Drop the oldest turns until max_new_tokens fit, at most half the context."""
-        room = self.context - min(self.params.max_new_tokens, self.context // 2)
+        """Return the prompt of an answer. Drop the oldest turns until it fits."""
+        room = self.context - self.kept
         system = [{"role": "system", "content": self.system}] if self.system else []
         self.dropped = 0
         while True:
@@ -71,7 +72,7 @@ def converse(chat: Chat) -> None:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)
-        note(f"A context of {chat.context:,} tokens. {COMMANDS}")
+        note(f"A context of {chat.context:,} tokens, {chat.kept:,} of them for the answer. {COMMANDS}")
     while True:
         try:
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
@@ -116,7 +117,9 @@ def show(chat: Chat, pieces: Iterator[str]) -> None:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
                 if number == 0 and chat.dropped:
-                    note(f"The context of {chat.context} tokens is full: turns forgotten, the oldest: {chat.dropped}.")
+                    forgotten = "the oldest turn is" if chat.dropped == 1 else f"the {chat.dropped} oldest turns are"
+                    kept = f"{chat.kept} of {chat.context} tokens are kept for the answer (max_new_tokens)"
+                    note(f"The context is full, as {kept}: {forgotten} forgotten.")
                 print(piece, end="", flush=True)
                 if pressed:
                     break

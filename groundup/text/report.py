@@ -187,6 +187,9 @@ def print_report(manifest: dict, seconds: float) -> None:
     for line in lines + answer_pairs.describe(info.get("answers", [])):
         print(f"prepare: {line}")
     print_splits(manifest)
+    few = manifest["splits"].get("val", {}).get("tokens", 0) if manifest["format"] != ROWS_FORMAT else 0
+    if 0 < few <= 1024:
+        print(f"prepare: warning: val has {few} tokens, fewer than many a block_size; raise val_fraction")
     print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
 
 

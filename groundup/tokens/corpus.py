@@ -21,6 +21,23 @@ from groundup.tokens.row_reader import SourceRows, read_source
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
 
 
+FEW_STEPS = 5  # the learning rate has to rise and fall within them
+
+
+def steps_of(config: dict, n_rows: int, per_step: int, key: str, noun: str = "rows") -> int:
+    """Return max_steps, or where that is 0 as many steps of `per_step` rows as the epochs take. Raise UserError if
+    those are so few that next to nothing would be learned. key: the setting that decides per_step."""
+    steps = config["max_steps"] or math.ceil(config["epochs"] * n_rows / per_step)
+    if not config["max_steps"] and steps < FEW_STEPS:
+        rows = max(1, min(config["batch_size"], n_rows // 8))
+        flags = {"batch_size": rows, key: config[key] * rows // per_step} if key != "prompts_per_step" else {key: rows}
+        flags["epochs"] = max(config["epochs"], math.ceil(4 * FEW_STEPS * rows / n_rows))
+        more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
+        few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}, too few to learn from"
+        raise UserError(f"data: {few}; smaller steps and more epochs: {more}")
+    return steps
+
+
 class Corpus:
     """The sources that a data setting names (mixture.py has the syntax), opened.
 
@@ -65,9 +82,10 @@ class Corpus:
             f"{times:.2f} epochs of {self.size(data)}" + (f" ({name})" if len(self.names) > 1 else "")
             for name, data, times in zip(self.names, self.train, epochs, strict=True)
         )
+        shares = "lower its weight or set max_epochs" if len(self.names) > 1 else "train for fewer steps"
         return text, [
-            f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little: prepare more "
-            "text, lower its weight or set max_epochs"
+            f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little: "
+            f"give more data or {shares}"
             for name, times, limit in zip(order.names, epochs, order.limits, strict=True)
             if times > MANY_EPOCHS and limit == math.inf
         ]

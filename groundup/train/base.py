@@ -47,6 +47,8 @@ def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> M
         return ModelConfig(token_vocab, block_size, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, dropout=dropout)
     cfg = checkpoint.load_config(source)
     rows, longest = max(cfg.vocab_size, token_vocab), max(cfg.block_size, block_size)
+    if longest > cfg.block_size and os.environ.get("RANK", "0") == "0":
+        print(f"warning     {source} has a context of {cfg.block_size} tokens; block_size={block_size} makes it longer")
     return dataclasses.replace(cfg, vocab_size=rows, block_size=longest, dropout=dropout)
 
 

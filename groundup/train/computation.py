@@ -65,7 +65,7 @@ def record(kind: str) -> dict:
     """Return what config.json says of a model of this kind, beside its sizes."""
     if is_plain(kind):
         return {"model_type": kind}
-    say(f"checkpoint: this model.py is no {kind} as transformers has it; it alone opens what is saved")
+    say(f"checkpoint: this model.py computes something else than transformers' {kind}; only it opens what is saved")
     return {"model_type": CHANGED + kind, "logits_of_fixed_weights": list(logits_of(plain_kind(kind)))}
 
 
@@ -82,7 +82,7 @@ def is_as_saved(hf: dict) -> bool:
 def check_resume(directory: Path, name: str) -> None:
     """Raise UserError unless model.py computes what it did for a checkpoint of a run, by its file `name`."""
     if not is_as_saved(read_json(directory / name)):
-        fix = "put that model.py back, or begin anew with --resume=never --overwrite=True"
+        fix = "put that model.py back, use another out_dir, or begin anew with --resume=never --overwrite=True"
         raise UserError(f"checkpoint: {directory} is of a model.py that computed something else; {fix}")
 
 

@@ -229,7 +229,8 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
     if gone := [f"{key}={value!r}" for key, value in sorted(gone.items())]:
         text += f"; no longer a setting, ignored: {', '.join(gone)}"
     if step >= config["max_steps"]:
-        text += f"; max_steps={config['max_steps']} is reached: raise it to go on, or begin anew with "
+        raises = "epochs or max_steps" if "epochs" in config else "it"
+        text += f"; max_steps={config['max_steps']} is reached: raise {raises} to go on, or begin anew with "
         text += "--resume=never --overwrite=True"
     return text
 
@@ -254,7 +255,10 @@ def check_data_order(saved: dict, settings: dict, now: dict, path: Path, step: i
     if differ:
         detail = {key: f"{key}={saved.get(key)} (asked {now.get(key)})" for key in differ}
         detail = ", ".join((detail | {"data": "another corpus"} if "data" in detail else detail).values())
-        raise UserError(f"config: {path} was trained with {detail}; resume unchanged, or start anew with init_from")
+        if any(key.startswith("total_batch") for key in differ):
+            detail += " (by default it follows batch_size)"
+        ways = "continue with the same, use another out_dir, or begin anew with --resume=never --overwrite=True"
+        raise UserError(f"config: {path} was trained with {detail}; {ways}")
 
 
 def join(config: dict, order: dict, step: int, device: torch.device, dtype: torch.dtype) -> ranks.World:

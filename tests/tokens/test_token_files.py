@@ -16,6 +16,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
+from groundup.tokens.corpus import steps_of
 from groundup.tokens.documents import documents_of as documents_of_ids
 from groundup.tokens.mixture import Mixture, Sampler
 from groundup.tokens.packing import PackedData, Packing, best_fit, pack, pack_rows
@@ -575,6 +576,19 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
     with pytest.raises(UserError, match="max_epochs names .*code, which data_dir does not"):
         TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
+
+
+def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
+    config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64}
+    assert steps_of(config, 320, 64, "total_batch_pairs") == 5
+    with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
+        steps_of(config, 11, 64, "total_batch_pairs", "pairs")
+    config |= {"total_batch_tokens": 128 * 1024}
+    with pytest.raises(UserError, match=r"1 rows .* --batch_size=1 --total_batch_tokens=1024 --epochs=20$"):
+        steps_of(config, 1, 128, "total_batch_tokens")
+    with pytest.raises(UserError, match=r"100 rows make 2 steps .* --batch_size=4 --total_batch_pairs=4 --epochs=1$"):
+        steps_of(config, 100, 64, "total_batch_pairs")
+    assert steps_of(config | {"max_steps": 1}, 11, 64, "total_batch_pairs") == 1  # who asks for one gets one
 
 
 @pytest.mark.parametrize("eval_steps", [0, 1, 5, 1000])

@@ -106,8 +106,8 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
             monkeypatch.setattr(F, "silu", F.gelu)
             computation.logits_of.cache_clear()
             checkpoint.check_saves(cfg, tokenizer)
-            said = "checkpoint: this model.py is no llama as transformers has it; it alone opens what is saved\n"
-            assert capsys.readouterr().err == said
+            said = "checkpoint: this model.py computes something else than transformers' llama; only it opens what is "
+            assert capsys.readouterr().err == said + "saved\n"
             with pytest.raises(UserError, match="else; put .* anew with --resume=never --overwrite=True"):
                 run.find_resume(config | {"out_dir": str(plain.parent)}, cfg, verbose=False)
         directory.mkdir(parents=True)
