@@ -700,6 +700,18 @@ def test_a_resume_with_another_base_is_refused(run, base, tmp_path):
         run(*common, "--max_steps=3")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_trains_as_a_cpu_does(run, tmp_path, compiled):
+    """In float32; sums have other orders."""
+    assert run("--max_steps=4") == 0
+    flags = ["--device=cuda", f"--compile={compiled}", f"--out_dir={tmp_path / 'gpu'}"]
+    assert run("--max_steps=4", *flags) == 0
+    want = tp.losses(tmp_path / "out")
+    assert len(want) == 4 and tp.losses(tmp_path / "gpu") == pytest.approx(want, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_the_debug_run_learns(run, tmp_path, monkeypatch):
     """As it is shipped; the longer answer is not the better one."""

@@ -111,6 +111,17 @@ def column(out: Path, event: str, key: str) -> list:
     return [one[key] for one in tp.events(out, event)]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_as_a_cpu_does(run, tmp_path):
+    """In float32. The same random numbers choose tokens, but logits that differ in the last bit may change one."""
+    for device in ("cpu", "cuda"):
+        assert run("--max_steps=2", f"--device={device}", f"--out_dir={tmp_path / device}") == 0
+    for key in ("reward", "length"):
+        want = column(tmp_path / "cpu", "train", key)
+        assert len(want) == 2 and column(tmp_path / "cuda", "train", key) == pytest.approx(want, rel=0.05)
+
+
 def first_answers(base: Path, n_prompts: int = 4, group_size: int = 4) -> list[Rollout]:
     """What a run with FLAGS draws in step 1."""
     tokenizer = Tokenizer.load(base / "model")

@@ -643,6 +643,18 @@ def traffic(net: Transformer, n: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_generates_what_a_cpu_does(compiled):
+    """Greedily, in float32."""
+    net = random_model(tiny_config(n_kv_head=2, block_size=400))
+    prompts = [ids for ids, _ in traffic(net, 20)]
+    params = SamplingParams(20, temperature=0.0)
+    want = only(generate(net, None, prompts, params))
+    assert only(generate(net.cuda(), None, prompts, params, compile=compiled)) == want
+
+
 @pytest.mark.parametrize("n", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_ids_are_the_same_alone_and_among_others_that_come_and_go(n, monkeypatch):
     """Requests in a shuffled order, at random moments, of which some are cancelled at random moments."""

@@ -80,6 +80,18 @@ def their_warpers(params: SamplingParams):
     return chain
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_keeps_what_a_cpu_keeps():
+    draw, logits = random.Random(0), torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    params, prompts, kept = [random_params(draw, 1000) for _ in range(64)], [[1, 2, 3]] * 64, []
+    for device in ("cpu", "cuda"):
+        rows, seen = RowParams(params, 1000, device), Seen(prompts, 1000, device)
+        n_out = torch.zeros(64, dtype=torch.int64, device=device)
+        kept.append(keep_likeliest(process(logits.to(device, copy=True), rows, seen, n_out), rows).cpu())
+    torch.testing.assert_close(kept[1], kept[0])
+
+
 @pytest.mark.slow
 def test_processors_equal_transformers_bit_for_bit():
     """400 batches of four rows, each row with parameters of its own."""
