@@ -17,7 +17,7 @@ QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo demo-chat demo-real serve race test quick browser lint clean
+.PHONY: install demo demo-chat demo-real serve gpu race test quick browser lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/core: requirements.txt
@@ -83,6 +83,9 @@ demo-real: $(VENV)/real
 
 serve: $(VENV)/serve
 	$(PY) serve.py $(ARGS)
+
+gpu: $(VENV)/core
+	$(PY) tools/gpu_check.py --nanogpt=$(NANOGPT)
 
 race: $(VENV)/core
 	$(PY) tools/race.py --input=$(or $(INPUT),input.txt) --nanogpt=$(NANOGPT)

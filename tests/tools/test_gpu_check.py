@@ -1,0 +1,42 @@
+"""tools/gpu_check.py without a GPU: its figures and files, and sections that fail or take too long."""
+
+import json
+import time
+
+import gpu_check
+import pytest
+from gpu_check import Check
+
+from configurator import defaults_of
+from groundup.errors import UserError
+
+SETTINGS = defaults_of(gpu_check.ROOT / "tools/gpu_check.py")
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_runs_on_tiny_shapes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "machine,training"}) == 0
+    said, found = (tmp_path / "gpu_check.md").read_text("utf-8"), json.loads((tmp_path / "gpu_check.json").read_text())
+    assert "There is no GPU" in said and "## training" in said and "## training" in capsys.readouterr().out
+    assert [section["name"] for section in found] == ["machine", "training"] and not any(s["failed"] for s in found)
+    figures = {row["optimizer"]: row for row in found[1]["figures"]}
+    assert set(figures) == {"adamw", "muon"} and float(figures["muon"]["GiB planned"]) > 0
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_section_that_fails_is_written_down_and_the_next_one_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Check, "tests", lambda self: self.run("-c", "print('why'); raise SystemExit(3)"))
+    slow = "import time; print('slow', flush=True); time.sleep(60)"
+    monkeypatch.setattr(Check, "decode", lambda self: self.run("-c", slow))
+    monkeypatch.setitem(gpu_check.LIMIT_S, "decode", 2)
+    begin = time.monotonic()
+    assert gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "tests,decode,machine"}) == 0
+    assert time.monotonic() - begin < 30
+    tests, decode, machine = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert "exit status 3\nwhy" in tests["failed"] and "no end after 2 s\nslow" in decode["failed"]
+    assert machine["figures"] and not machine["failed"]
+    assert gpu_check.LIMIT_S and sum(gpu_check.LIMIT_S.values()) < 480
+    with pytest.raises(UserError, match="sections='nonsense' is none of all, machine"):
+        gpu_check.main(SETTINGS | {"out_dir": str(tmp_path), "sections": "nonsense"})
