@@ -16,6 +16,7 @@ import model
 from groundup.errors import UserError
 from groundup.generate.kv_cache import KVCache
 from groundup.tokens import documents as docs
+from groundup.train import device as devices
 from groundup.train.base import new_model
 from groundup.train.lora import MODULES, LoRAConfig, set_trainable, trainable_table
 from groundup.train.plan import flops_per_token, memory_table, parameter_table
@@ -458,6 +459,19 @@ def test_a_model_compiled_whole_is_one_graph_for_any_documents(varlen, monkeypat
 def test_filling_is_one_document():
     idx = torch.tensor([[9, 1, 2, 9, 3, 9, 9, 9], [1, 2, 9, 9, 9, 9, 3, 4]])
     assert docs.documents_of(idx, 9).tolist() == [[1, 1, 1, 2, 2, 3, 3, 3], [0, 0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_cudnns_attention_comes_first_from_hopper_on(monkeypatch):
+    order, precision = torch._C._get_sdp_priority_order(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for capability, first in (((8, 9), order[0]), ((9, 0), torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        devices.choose_device("cuda")
+        assert torch._C._get_sdp_priority_order()[0] == first
+    devices.ATTENTION.close()
+    torch.set_float32_matmul_precision(precision)
+    assert torch._C._get_sdp_priority_order() == order
 
 
 def test_who_has_no_flash_attention_takes_the_mask():

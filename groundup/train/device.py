@@ -38,7 +38,22 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        prefer_cudnn()
     return device
+
+
+ATTENTION = contextlib.ExitStack()  # stays open as long as the process lives
+
+
+def prefer_cudnn() -> None:
+    """Try cuDNN's fused attention first, then FlashAttention: the former is written for Hopper and later GPUs, but
+    torch's own order begins with the latter."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    ATTENTION.close()
+    ATTENTION.enter_context(sdpa_kernel(order, set_priority=True))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
