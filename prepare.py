@@ -329,7 +329,7 @@ def main(config: dict) -> int:
         why = difference(info, before)
         if why:
             if out_dir.exists():
-                print(f"prepare: {out_dir} is made anew: {why}; runs on what it held cannot be resumed")
+                print(f"prepare: {out_dir} is made anew: {why}")
             check_replaceable(out_dir, config["overwrite"])
             manifest = build(inputs, recipe, tokenizer, work, config, info, lost)
             write_config(config, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")

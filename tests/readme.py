@@ -39,6 +39,7 @@ NOT_RUN = {  # what is in a command: why it is not run
     "make demo": "minutes; what it runs stands in the Makefile, and .ci does not run it either",
     "make serve": "serves until it is stopped; tests/test_browser.py looks at its page",
     "make browser": "tests",
+    "make race": "minutes of two idle cores",
     "make gpu": "minutes of a GPU; tests/tools/test_gpu_check.py runs it on tiny shapes",
     "curl http": "the server is asked when its own command is run",
     "make test": "runs this",

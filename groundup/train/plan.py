@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 
 from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.device import device_memory, memory_limit
@@ -166,6 +167,14 @@ def compare(needs: Mapping[str, Callable[[int], float]], world_size: int, most: 
     return f"{text}; the least that fits {most / 2**30:.2f} GiB: {fits or f'none, {none}'}"
 
 
+def edited(model: nn.Module, trainable: str) -> str:
+    """Return a warning if a model has other parameters than a plan counts, as after an edit of model.py, else ""."""
+    n_real, n_planned = sum(p.numel() for p in model.parameters()), parameter_table(model.cfg)["total"]
+    if type(model) is not Transformer or "lora" in trainable or n_real == n_planned:
+        return ""
+    return f"warning     model.py has {n_real:,} parameters, the plan above is for {n_planned:,}"
+
+
 def describe(
     cfg: ModelConfig, config: dict, batch: str, tokens: float, world_size: int, device: torch.device,
     dtype: torch.dtype, peak: float, masked: bool = False, other: Mapping[str, float] | None = None, head: bool = True,
@@ -197,12 +206,8 @@ def describe(
     needs = {way: lambda n, changed=changed: sum(memory_of(n, **changed).values()) for way, changed in ways.items()}
     room = 2**30 * config["device_gib"] or (most / n_local if device.type == "cpu" else device_memory(device))
     several = [compare(needs, world_size, room)] if world_size > 1 else []
-    with torch.device("meta"):
-        n_real, n_planned = sum(p.numel() for p in Transformer(cfg).parameters()), parameter_table(cfg)["total"]
-    edited = f"warning     model.py has {n_real:,} parameters, this plan is for {n_planned:,}"
     return "\n".join([
         f"parameters  {trained['total']:,}, trained {trained['trainable']:,} ({config['trainable']})",
-        *([edited] if n_real != n_planned else []),
         f"batch       {batch}",
         f"memory      {need / 2**30:.2f} GiB per rank: {parts}",
         *([short] if local > most else []),

@@ -116,6 +116,7 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     """Within 10 %. As on a GPU: without the attention that only a CPU has."""
     if device_type == "cuda":
         monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+        monkeypatch.setattr(model, "CHUNK_ELEMENTS", model.GPU_CHUNK_ELEMENTS)
     changes, how = SHAPES[shape]
     cfg = ModelConfig(**{"vocab_size": 512, "block_size": 128, "n_layer": 4, "n_head": 4, "n_embd": 128} | changes)
     measured = peak_of_a_step(cfg, 8, 128, dtype, how)
@@ -129,20 +130,13 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     assert sum(table.values()) == pytest.approx(measured, rel=0.1)
 
 
-def test_an_edited_model_is_counted_as_it_is(monkeypatch):
-    class Edited(Transformer):
-        def __init__(self, cfg):
-            super().__init__(cfg)
-            self.scale = torch.nn.Parameter(torch.ones(7))
-
-    cfg = ModelConfig(97, block_size=32, n_layer=1, n_head=2, n_embd=16)
-    config = defaults_of(ROOT / "pretrain.py")
-    lines = plan.describe(cfg, config, "", 1.0, 1, CPU, torch.float32, 1e12).splitlines()
-    assert lines[1].startswith("batch")
-    monkeypatch.setattr(plan, "Transformer", Edited)
-    n = plan.parameter_table(cfg)["total"]
-    lines = plan.describe(cfg, config, "", 1.0, 1, CPU, torch.float32, 1e12).splitlines()
-    assert lines[1] == f"warning     model.py has {n + 7:,} parameters, this plan is for {n:,}"
+def test_an_edited_model_is_counted_as_it_is():
+    net = Transformer(ModelConfig(97, block_size=32, n_layer=1, n_head=2, n_embd=16))
+    assert plan.edited(net, "all") == plan.edited(net, "lora") == ""
+    n = sum(p.numel() for p in net.parameters())
+    net.scale = torch.nn.Parameter(torch.ones(7))
+    assert plan.edited(net, "all") == f"warning     model.py has {n + 7:,} parameters, the plan above is for {n:,}"
+    assert plan.edited(RewardModel(net.cfg), "all") == ""
 
 
 @pytest.mark.parametrize(("key", "factors"), [("total_batch_tokens", {"block_size": 32}), ("total_batch_pairs", {})])
