@@ -71,7 +71,7 @@ def settings_table(config: dict, script: Path) -> str:
 
 def machine(device: torch.device, world_size: int) -> str:
     ranks = f"{world_size} x " if world_size > 1 else ""
-    first = f"{ranks}{hardware(device)}, {os.cpu_count()} cores, {platform.platform()}"
+    first = f"{ranks}{hardware(device)}, {os.cpu_count()} cores, {platform.system()}"
     return first + "  \n" + ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
