@@ -415,17 +415,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         loss, nats = hidden.new_zeros((), dtype=torch.float32), hidden.new_empty(N, dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if with_grad and ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_grad and ctx.needs_input_grad[1] else None
+        learns = grad_hidden is not None or grad_weight is not None
+        fused = ChunkedCrossEntropy.chunk if hidden.is_cuda and learns else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in (slice(start, start + chunk) for start in range(0, N, chunk)):
                 h, t = hidden[part].to(dtype), targets[part]
                 scale = (t != IGNORE).float() if weights is None else weights[part].float() * (t != IGNORE)
-                if fused := with_grad and hidden.is_cuda and ChunkedCrossEntropy.chunk:
+                if fused:
                     nats[part], grad_logits = fused(h, w, t, scale)
                 else:
                     logits = (h @ w.T).float()
                     nats[part], lse = softmax_cross_entropy(logits, t)
                 loss += (nats[part] * scale).sum()
-                if grad_hidden is None and grad_weight is None:
+                if not learns:
                     continue
                 if not fused:
                     grad_logits = cross_entropy_gradient(logits, t, lse, scale).to(dtype)

@@ -434,7 +434,7 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("varlen", [True, False])
 def test_a_model_compiled_whole_is_one_graph_for_any_documents(varlen, monkeypatch):
-    """What a device can do is asked before: asking, or a number of documents, would break the graph."""
+    """Whatever their number: one that is read would break the graph."""
     import torch.nn.attention.varlen  # noqa: F401
 
     monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
@@ -454,6 +454,17 @@ def test_a_model_compiled_whole_is_one_graph_for_any_documents(varlen, monkeypat
         for row in rows_of_documents(net.cfg):
             whole(row.expand(2, -1))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("varlen", [None, True, False])
+def test_what_a_device_can_do_is_asked_only_where_nobody_has_said(varlen, monkeypatch):
+    """For asking breaks the graph of a model that is compiled whole. On meta, which is no CPU."""
+    asked = []
+    monkeypatch.setattr(model, "can_border", lambda *args: asked.append(args) or True)
+    net = random_model(tiny_config())
+    net.varlen = varlen
+    mask, borders = net.confine(torch.ones(2, 32, dtype=torch.bool, device="meta"), torch.bfloat16)
+    assert len(asked) == (varlen is None) and (mask is None) == (varlen is not False) == (borders is not None)
 
 
 def test_filling_is_one_document():

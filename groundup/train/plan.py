@@ -85,11 +85,9 @@ def memory_table(
     rows = min(N, chunk_rows(V, device_type)) if head else 0
     grad = 4 * V * C if head and whole >= V * C else 0
     cast_head = head and casts and (grad or not in_half)
-    # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before; compiled, only the
-    # logits and their gradient in the compute dtype.
-    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows))
-    logits = 2 * size * V * rows if device_type != "cpu" and config["compile"] else logits
-    logits += grad + (size * V * C if cast_head else 0)
+    # Logits and their exponentials of one chunk in float32, beside what is left of the chunk before. (A loss that is
+    # compiled for a GPU needs less.)
+    logits = 4 * V * max(2 * rows, rows + 2 * min(rows, N - rows)) + grad + (size * V * C if cast_head else 0)
     inside = 2 * size * N * cfg.ffn_dim + 8 * N * C  # gradients of SwiGLU's factors and of the stream
     inside, after = (inside + block, copies / cfg.n_layer) if recompute else (inside, copies)
     moments = (kept + copies, logits), (kept + after, 2 * grad), (kept + after + inside, grad)
