@@ -10,6 +10,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.train import checkpoint, fsdp
+from groundup.train.computation import say
 from groundup.train.device import choose_device
 from groundup.train.lora import LoRAConfig, choose, resize_vocab, weight_shapes
 from model import ModelConfig, Transformer
@@ -41,14 +42,14 @@ def open_base(config: dict, debug_data: str) -> Base:
 
 def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> ModelConfig:
     """Return that of the checkpoint `source`, with rows for all token ids and at least the wanted block_size; without a
-    source that of a tiny model, to try a script with."""
+    source that of a tiny model, to try a script with. Say so where block_size makes the context longer."""
     block_size, dropout = config["block_size"], config.get("dropout", 0.0)
     if source is None:
         return ModelConfig(token_vocab, block_size, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, dropout=dropout)
     cfg = checkpoint.load_config(source)
     rows, longest = max(cfg.vocab_size, token_vocab), max(cfg.block_size, block_size)
-    if longest > cfg.block_size and os.environ.get("RANK", "0") == "0":
-        print(f"warning     {source} has a context of {cfg.block_size} tokens; block_size={block_size} makes it longer")
+    if longest > cfg.block_size:
+        say(f"warning     {source} has a context of {cfg.block_size} tokens; block_size={block_size} makes it longer")
     return dataclasses.replace(cfg, vocab_size=rows, block_size=longest, dropout=dropout)
 
 
