@@ -182,7 +182,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
             return
         except csv.Error as error:
             row, detail = [], str(error)
-            reader = csv.reader(texts(), strict=True)  # it stands within a row
+            reader = csv.reader(texts(), strict=True)  # the old one stands within a row
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))

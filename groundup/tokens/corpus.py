@@ -8,6 +8,7 @@ prompts.PromptCorpus        prompts, for rl.py
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,6 @@ from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, par
 from groundup.tokens.row_reader import SourceRows, read_source
 
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
-
-
 FEW_STEPS = 5  # the learning rate has to rise and fall within them
 
 
@@ -29,9 +28,11 @@ def steps_of(config: dict, n_rows: int, per_step: int, key: str, noun: str = "ro
     those are so few that next to nothing would be learned. key: the setting that decides per_step."""
     steps = config["max_steps"] or math.ceil(config["epochs"] * n_rows / per_step)
     if not config["max_steps"] and steps < FEW_STEPS:
-        rows = max(1, min(config["batch_size"], n_rows // 8))
-        flags = {"batch_size": rows, key: config[key] * rows // per_step} if key != "prompts_per_step" else {key: rows}
-        flags["epochs"] = max(config["epochs"], math.ceil(4 * FEW_STEPS * rows / n_rows))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
+        flags = {} if key == "prompts_per_step" else {"batch_size": rows}
+        flags[key] = config[key] * rows * world_size // per_step
+        flags["epochs"] = max(config["epochs"], math.ceil(4 * FEW_STEPS * rows * world_size / max(1, n_rows)))
         more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
         few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}, too few to learn from"
         raise UserError(f"data: {few}; smaller steps and more epochs: {more}")

@@ -100,7 +100,7 @@ def pack(data_dir: str | Path, block_size: int, seed: int = 0, shard_tokens: int
 
 def pack_source(data: TokenData, source: str, block_size: int, seed: int, shard_tokens: int) -> dict:
     """Write the packed rows of one source and return its entry for the record."""
-    starts = data.starts()
+    starts = data.document_starts()
     packing = pack_rows(np.concatenate([np.diff(offsets) for offsets in data.offsets]), block_size + 1, seed)
     name, used = f"{source}/train_pack{block_size}".lstrip("/"), packing.used
     entry = {

@@ -284,14 +284,14 @@ class TokenData:
             filled, k = filled + len(piece), k + 1
         return out
 
-    def starts(self) -> np.ndarray:
+    def document_starts(self) -> np.ndarray:
         """Return (n_documents,) int64: where each document begins in the split."""
         begins = self.ends - [len(shard) for shard in self.shards]
         return np.concatenate([begin + own[:-1] for begin, own in zip(begins, self.offsets, strict=True)])
 
     def most_documents(self, length: int) -> int:
         """Return a bound on the documents in any window of `length` tokens, with one that began before it."""
-        starts = self.starts()
+        starts = self.document_starts()
         return 1 + int((np.searchsorted(starts, starts + length) - np.arange(len(starts))).max())
 
     def valid(self, starts: np.ndarray, length: int) -> np.ndarray:
