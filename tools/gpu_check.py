@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import bench_model
+import curves
 import timing
 
 from configurator import configure
@@ -114,7 +115,7 @@ class Check:
         self.table([*rows, {"what": "reading memory", "found": f"{found / 1e9:.0f} GB/s"}])
 
     def tests(self) -> None:
-        """pytest -m gpu: all of them fail or are skipped alone."""
+        """Every test that is marked gpu; a failure stops none of the others."""
         where = () if self.gpu else ("tests/generate/test_sampling.py",)
         said = self.run("-m", "pytest", "-q", "-m", "gpu", "-rfs", *where)
         self.section.text += ["```", *said.splitlines()[-40:], "```"]
@@ -236,7 +237,7 @@ def main(config: dict) -> int:
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / "runs", ignore_errors=True)
     hardware = devices.hardware(torch.device("cuda" if gpu else "cpu"))
-    head = f"# {hardware}, {time.strftime('%Y-%m-%d')}, commit {commit()}\n"
+    head = f"# {hardware}, {time.strftime('%Y-%m-%d')}, commit {curves.commit()}\n"
     if not gpu:
         head += "\nThere is no GPU: every section ran on tiny shapes on the CPU, and the figures mean nothing.\n"
     (out / "gpu_check.md").write_text(head, "utf-8")
@@ -253,11 +254,6 @@ def main(config: dict) -> int:
     shutil.rmtree(out / "runs", ignore_errors=True)
     print(f"gpu_check: {out}/gpu_check.md and .json")
     return int(gpu and any(section["failed"] for section in found))
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
