@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,14 @@ def events(out: Path, kind: str) -> list[dict]:
 
 def losses(out: Path) -> list[float]:
     return [event["loss"] for event in events(out, "train")]
+
+
+def assert_gpu_trains_as_cpu(run: Callable, folder: Path, compiled: bool) -> None:
+    """In float32; sums have other orders. run: of a script whose out_dir is folder/out by default."""
+    assert run("--max_steps=4") == 0
+    assert run("--max_steps=4", "--device=cuda", f"--compile={compiled}", f"--out_dir={folder / 'gpu'}") == 0
+    want = losses(folder / "out")
+    assert len(want) == 4 and losses(folder / "gpu") == pytest.approx(want, rel=1e-3)
 
 
 def assert_same_run(a: Path, b: Path) -> None:

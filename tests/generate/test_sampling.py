@@ -464,10 +464,8 @@ def test_impossible_parameters_are_one_line(key, value):
         *(
             (params, "num_beams must be 1 unless temperature is 0 and best_of, stop and logprobs are off, got 2")
             for params in (
-                {"num_beams": 2},
-                {"num_beams": 2, "temperature": 0, "logprobs": 1},
-                {"num_beams": 2, "temperature": 0, "best_of": 2},
-                {"num_beams": 2, "temperature": 0, "stop": ("x",)},
+                {"num_beams": 2}, {"num_beams": 2, "temperature": 0, "logprobs": 1},
+                {"num_beams": 2, "temperature": 0, "best_of": 2}, {"num_beams": 2, "temperature": 0, "stop": ("x",)},
             )
         ),
     ],
