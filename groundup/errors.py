@@ -100,8 +100,6 @@ def line_of(error: BaseException) -> str:
         return text
     if isinstance(error, KeyboardInterrupt):
         return f"{script}: interrupted; run the same command again"
-    if found := re.search(r"I/O error: (.*) \(os error \d+\)", text):  # of a library in Rust, as safetensors
-        return f"{script}: {found[1]}"
     if isinstance(error, OSError) and error.strerror:
         what = ": ".join([str(name) for name in (script, error.filename, error.strerror) if name])
         return f"{what}; {ADVICE[error.errno]}" if error.errno in ADVICE else what
@@ -121,11 +119,15 @@ def size_of(text: str) -> str:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Give an OSError the name of the file: of a failed write the system does not tell it."""
+    """Give an OSError the name of the file: of a failed write the system does not tell it, and a library in Rust, as
+    safetensors, has an exception of its own."""
     try:
         yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
+    except Exception as error:
+        if found := re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error)):
+            raise OSError(int(found[2]), found[1], str(path)) from error
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)
         raise
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -661,6 +662,20 @@ def test_a_resume_with_other_pairs_or_parts_is_refused(run, tmp_path):
         with pytest.raises(Exception, match=flag.partition("=")[0].lstrip("-")) as caught:
             run("--max_steps=3", *tp.flags_with_defaults((flag,), ["--trainable=lora"]))
         assert isinstance(caught.value, UserError)
+
+
+def test_no_room_for_the_reference_names_its_file(tmp_path):
+    """safetensors raises an error of its own, without a name. Here no file may be as large."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match="reference") as caught:
+            align_losses.save_reference(tmp_path / "reference.safetensors", torch.zeros(1000, 2), {"pairs": "a"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert caught.value.strerror == "File too large" and not list(tmp_path.iterdir())
+    align_losses.save_reference(tmp_path / "reference.safetensors", torch.ones(1000, 2), {"pairs": "a"})
+    assert align_losses.open_reference(tmp_path / "reference.safetensors", {"pairs": "a"}, 1000).min() == 1
 
 
 @pytest.mark.gpu

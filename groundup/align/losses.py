@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.train import checkpoint, ranks
+from groundup.train import checkpoint, huggingface, ranks
 from groundup.train.device import autocast
 from groundup.train.fsdp import in_step
 from groundup.train.lora import adapters_off
@@ -273,7 +272,7 @@ def save_reference(path: Path, table: Tensor, about: Mapping[str, str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file({"logps": table}, temporary, metadata=dict(about))
+        huggingface.save_weights(temporary, {"logps": table}, **about)
         os.replace(temporary, path)
     finally:  # a full disk, Ctrl-C
         temporary.unlink(missing_ok=True)

@@ -64,8 +64,9 @@ class Corpus:
         order = Mixture(samplers, seed, stages, self.names, limits)
         if order.end is not None and order.end < max_steps * samples_per_step:
             last = order.end // samples_per_step
-            lower = f"lower max_steps={max_steps} to that or " if last else ""
-            raise UserError(f"data: with {max_epochs=} the data end after step {last}; {lower}raise max_epochs")
+            fewer = "train for no more steps or " if last else ""
+            ends = f"with {max_epochs=} the data end after step {last} of {max_steps}"
+            raise UserError(f"data: {ends}; {fewer}raise max_epochs")
         return order
 
     def record(self) -> dict[str, list]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, listed, naming
 from groundup.files.untrusted import check_regular, is_name, read_json
 from groundup.train import computation
 from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
@@ -179,7 +179,8 @@ def save_weights(path: Path, tensors: dict[str, Tensor], **metadata: str) -> Non
     """Write a safetensors file that others may read as the umask says (safetensors 0.8 lets only its owner)."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"} | metadata)
+    with naming(path):
+        save_file(tensors, path, metadata={"format": "pt"} | metadata)
     path.chmod(mode)
 
 
