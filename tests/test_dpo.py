@@ -16,12 +16,13 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import test_pretrain as tp
-import test_pretrain_ranks as tpr
 import torch
 import torch.nn.functional as F
+from jobs import run_on_ranks
 from safetensors.torch import load_file
 from test_rl import forget
 
@@ -523,7 +524,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, str(ROOT / "dpo.py"), *flags_of(base, out, *common)]
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return forks.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     whole, process = start(straight), start(killed)
@@ -597,14 +598,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
     flags = ["--max_steps=8", "--trainable=embed,lm_head"]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
-        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        done = subprocess.run(
-            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        run_on_ranks(2, "dpo.py", part, folder)
     return folder
 
 
@@ -703,11 +697,12 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base):
 
 @pytest.mark.parametrize(
     "during, number",
-    [("reference_logps", signal.SIGTERM), ("save_file", signal.SIGTERM), ("named", signal.SIGINT)],
+    [("reference_logps", signal.SIGTERM), ("save_weights", signal.SIGTERM), ("named", signal.SIGINT)],
 )
 def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monkeypatch, during, number):
     """In the reference, its save or the first evaluation: one line, nothing half-written; the same command trains."""
-    original, called = getattr(align_losses, during), []
+    module = align_losses.huggingface if during == "save_weights" else align_losses
+    original, called = getattr(module, during), []
 
     def interrupted(*args, **options):
         found = original(*args, **options)
@@ -716,7 +711,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monk
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(align_losses, during, interrupted)
+        patch.setattr(module, during, interrupted)
         patch.setattr(errors, "leave", sys.exit)  # not this process
         with pytest.raises(KeyboardInterrupt) as caught:
             run("--max_steps=1")
@@ -749,7 +744,3 @@ def test_the_reference_without_adapters_is_the_model_that_had_none(base, tmp_pat
     torch.testing.assert_close(reference_logps(adapted, batch, *CPU), reference_logps(plain, batch, *CPU))
     assert torch.equal(pair_logps(adapted, batch, *CPU)[0], before)
     assert not torch.allclose(before, reference_logps(plain, batch, *CPU), atol=0.1)
-
-
-if __name__ == "__main__":
-    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "dpo.py")

@@ -6,10 +6,10 @@ import os
 import random
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -129,7 +129,7 @@ def test_two_ranks_give_the_same_to_the_bit(run, base, tmp_path):
     (tmp_path / "both.py").write_text(code, encoding="utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
-    done = subprocess.run([*launcher, tmp_path / "both.py"], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = forks.run([*launcher, tmp_path / "both.py"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / k / "scores.json").read_text(encoding="utf-8")) for k in "12")
     assert (one["run"]["ranks"], two["run"]["ranks"]) == (1, 2)
@@ -278,7 +278,7 @@ def test_prepare_reads_what_is_written(run, base, tmp_path):
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(row) for row in chat), encoding="utf-8")
     flags = [f"--input={tmp_path}/chat.jsonl", "--kind=chat", f"--score=ifd=..{least}", "--val_fraction=0"]
     flags += [f"--out_dir={tmp_path}/chat", "--workers=1", "--near=0", "--rules_off=min_length"]
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", *flags], capture_output=True, text=True, cwd=tmp_path)
+    done = forks.run([sys.executable, ROOT / "prepare.py", *flags], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     split = json.loads((tmp_path / "chat/manifest.json").read_text(encoding="utf-8"))["splits"]["train"]
     kept = (tmp_path / "chat" / split["file"]).read_text(encoding="utf-8").splitlines()

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import test_pretrain as tp
 import torch
@@ -71,7 +72,7 @@ def start(accident: str, *jobs: list[str]) -> list[subprocess.Popen]:
     launcher = [] if accident else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [sys.executable, *launcher, __file__, accident, json.dumps(jobs)]
     how = {"cwd": tp.ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return [subprocess.Popen(command, env=env | mine, **how) for mine in ranks]
+    return [forks.Popen(command, env=env | mine, **how) for mine in ranks]
 
 
 def end(processes: list[subprocess.Popen]) -> None:

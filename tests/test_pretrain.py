@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -84,7 +85,7 @@ def command(*flags: str, ranks: int = 1) -> list[str]:
 
 def start(*flags: str, ranks: int = 1) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return forks.Popen(
         command(*flags, ranks=ranks), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -205,7 +206,7 @@ def test_evaluation_and_sampling_leave_training_unchanged(run, tmp_path):
 def test_config_of_a_run_runs_again(run, tmp_path):
     assert run("--max_steps=4") == 0
     shutil.copy(tmp_path / "out" / "config.py", tmp_path / "again.py")
-    process = subprocess.run(
+    process = forks.run(
         [sys.executable, str(ROOT / "pretrain.py"), str(tmp_path / "again.py"), f"--out_dir={tmp_path / 'again'}"],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, capture_output=True, text=True,
     )  # fmt: skip
@@ -660,7 +661,7 @@ def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
     )
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
+    with forks.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
         assert other.stdout.readline() == b"locked\n"
         assert f"process {other.pid} " in refused(run, capsys, "--max_steps=2")
         for flag in ("--resume=auto", "--overwrite=True --resume=never"):

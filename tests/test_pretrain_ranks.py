@@ -1,10 +1,8 @@
 """pretrain.py on 2 and 4 gloo ranks with every option of ddp.py: each changes what it should, and resumes to the bit.
 
-A start of torchrun takes seconds and a run of eight steps takes half of one, so most runs share a start: this file,
-started by torchrun as a script, executes pretrain.py once per job. What was interrupted is continued by a later start.
+Most runs share a start of the ranks (jobs.py). What was interrupted is continued by a later one.
 """
 
-import json
 import os
 import re
 import runpy
@@ -14,21 +12,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import test_pretrain as tp
 import torch
-from transformers import AutoModelForCausalLM
+from jobs import STOP, run_on_ranks
 
 from groundup.tokens.batches import Batches
 from groundup.tokens.packing import pack
 from groundup.train import checkpoint
-from groundup.train.log import RunLog
 from tokenizer import Tokenizer
 
 data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
 pytestmark = pytest.mark.dist
 
-STEPS, STOP = 8, 5  # a signal stops the runs that are to be interrupted after step 5, where no save was due
+STEPS = 8
 COMMON = ["--n_layer=3", "--bucket_mb=0.01", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=3"]
 COMMON += ["--eval_every=4", "--compress_start_step=1", "--timeout_s=200", "--peak_tflops=1"]  # 5 buckets
 OPTIONS = {  # a run is named by the number of its ranks and these words; Muon unless AdamW is said
@@ -80,30 +78,6 @@ SAME = {  # to the bit
 # ---- many runs in one start ---------------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[tuple[list[str], bool]], script: str = "pretrain.py") -> None:
-    """On each rank: the script with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
-    n_steps, stops = 0, False
-    advance = RunLog.advance
-
-    def count(log: RunLog) -> None:
-        nonlocal n_steps
-        n_steps += 1
-        if stops and n_steps == STOP and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-        advance(log)
-
-    RunLog.advance = count
-    for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
-        n_steps = 0
-        sys.argv = [script, *flags]
-        if "--compile=True" in flags:
-            torch.compiler.reset()
-        try:
-            runpy.run_path(str(tp.ROOT / script), run_name="__main__")
-        except SystemExit as end:
-            assert end.code == (128 + signal.SIGTERM if stops else 0), (flags, end.code)
-
-
 def all_flags(out: Path, data_dir: Path, *more: str) -> list[str]:
     """Command line of the run that the name of its directory describes."""
     ranks, *words = out.name.partition(" from ")[0].split()
@@ -119,17 +93,10 @@ def run_all(folder: Path, data_dir: Path, straight: list[str], stopped: list[str
     jobs = [(folder / "straight" / name, False) for name in straight]
     jobs += [(folder / "broken" / name, True) for name in stopped]
     jobs += [(folder / "broken" / name, False) for name in resumed]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)}
     for ranks in (2, 4):
         mine = [(all_flags(out, data_dir), stops) for out, stops in jobs if out.name.startswith(str(ranks))]
         if mine:
-            (folder / "jobs.json").write_text(json.dumps(mine), encoding="utf-8")
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            done = subprocess.run(
-                [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=tp.ROOT, env=env, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout
+            run_on_ranks(ranks, "pretrain.py", mine, folder)
 
 
 @pytest.fixture(scope="session")
@@ -190,6 +157,8 @@ def test_zero1_trains_like_replicated_state(runs, name, plain):
 ])  # fmt: skip
 def test_fsdp_trains_like_ddp(runs, name, plain, rel):
     """A checkpoint is what transformers reads: files that no rank held together, and an index."""
+    from transformers import AutoModelForCausalLM
+
     straight = runs / "straight"
     for key, within in (("loss", rel), ("grad_norm", 10 * rel)):
         found, expected = ([event[key] for event in tp.events(straight / run, "train")] for run in (name, plain))
@@ -283,8 +252,8 @@ def test_counts_of_sources_are_exact_through_resumptions_on_other_numbers_of_ran
         (tmp_path / "counts" / out).mkdir(parents=True, exist_ok=True)
         mine = tp.flags_with_defaults((*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / out}"), tp.TINY)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        counted = [__file__, "counted", str(tmp_path / "counts" / out), eot_id]
-        done = subprocess.run(
+        counted = [__file__, str(tmp_path / "counts" / out), eot_id]
+        done = forks.run(
             [sys.executable, *launcher, *counted, *mine], cwd=tp.ROOT, env=env, text=True, timeout=200,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -340,7 +309,12 @@ def test_short_runs_end_without_a_word(tmp_path, data_dir):
     """Threads of gloo that outlive the interpreter would abort the process now and then."""
     for name in ("2 float zero1 forward", "2 float powersgd"):
         flags = all_flags(tmp_path / name, data_dir, "--max_steps=2")
-        output = tp.finish(tp.start(*flags, ranks=2))
+        done = subprocess.run(  # no fork: the end is that of an interpreter of its own
+            tp.command(*flags, ranks=2), cwd=tp.ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+        )  # fmt: skip
+        output = done.stdout
+        assert done.returncode == 0, output
         lines = output[output.index("step      0/2") :].splitlines()
         assert [line[:11] for line in lines] == [f"step {step:6d}" for step in (0, 1, 2, 2)], output
 
@@ -376,13 +350,11 @@ def test_a_refused_rank_exits_with_1_and_prints_the_line_alone(tmp_path, data_di
     env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "1", "WORLD_SIZE": "2"}
     out = tmp_path / "2 half zero1 powersgd"
     flags = all_flags(out, data_dir)
-    done = subprocess.run(tp.command(*flags), cwd=tp.ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = forks.run(tp.command(*flags), cwd=tp.ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("config: zero1=True"), done.stderr
     assert not out.exists()
 
 
-if __name__ == "__main__" and sys.argv[1] == "counted":
-    run_counted(*sys.argv[2:])
-elif __name__ == "__main__":
-    run_jobs(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+if __name__ == "__main__":
+    run_counted(*sys.argv[1:])

@@ -8,16 +8,16 @@ import random
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import test_pretrain as tp
-import test_pretrain_ranks as tpr
 import torch
+from jobs import run_on_ranks
 from safetensors.torch import load_file
 
 from groundup.align import reward_model
@@ -378,7 +378,7 @@ def test_a_run_killed_in_a_save_continues_to_the_bit(run, base, tmp_path, flags)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DIES, *flags_of(base, killed, *common)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = forks.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (killed / ".step_000006.tmp" / "model.safetensors").exists() and not (killed / "step_000006").exists()
     assert run(*common, f"--out_dir={killed}") == 0
@@ -642,14 +642,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         (flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), False)
         for name, flags in RANK_CASES.items()
     ]
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    run_on_ranks(2, "reward.py", jobs, folder)
     return folder
 
 
@@ -726,7 +719,3 @@ def test_every_shipped_config_trains(run, tmp_path):
             small = ["--max_steps=2", "--total_batch_pairs=0", "--warmup_steps=1"]
             assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
             assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
-
-
-if __name__ == "__main__":
-    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "reward.py")

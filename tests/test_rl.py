@@ -13,11 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import test_pretrain as tp
-import test_pretrain_ranks as tpr
 import torch
+from jobs import run_on_ranks
 from safetensors.torch import load_file
 
 from groundup.align import policy_gradient as pg
@@ -411,7 +412,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path):
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, str(ROOT / "rl.py"), *flags_of(base, out, *common)]
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return forks.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     whole, process = start(straight), start(killed)
@@ -460,14 +461,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
     flags = ["--max_steps=8", *RANK_CASES["ppo"]]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
-        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        done = subprocess.run(
-            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        run_on_ranks(2, "rl.py", part, folder)
     return folder
 
 
@@ -668,7 +662,3 @@ def test_the_reference_without_adapters_is_the_model_that_had_none(base):
     with torch.no_grad():
         sums = [text_logps(adapted, one).sum().item() for one in drawn]
     assert sums == pytest.approx([one.logprob for one in drawn], abs=1e-3)
-
-
-if __name__ == "__main__":
-    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "rl.py")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import forks
 import pytest
 import torch
 from test_model import as_transformers, random_model, tiny_config
@@ -618,7 +619,7 @@ def test_continued_after_an_interruption(runs, tmp_path, number, code):
     whole = run(tmp_path, *flags, "--out=whole.jsonl")
     line = [sys.executable, *command(*flags, "--out=a.jsonl", "--batch_size=2")]
     out = tmp_path / "a.jsonl"
-    with subprocess.Popen(line, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE) as process:
+    with forks.Popen(line, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE) as process:
         while not out.exists() or out.read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             time.sleep(0.002)
@@ -779,7 +780,7 @@ def test_no_run_yet_is_one_line(tmp_path):
 def test_a_reader_that_leaves_early_is_no_error(runs):
     line = [sys.executable, *command("--init_from=out/newer", "--n=20", "--ignore_eos=True")]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(line, cwd=runs, env=environment(runs), **pipe) as process:
+    with forks.Popen(line, cwd=runs, env=environment(runs), **pipe) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141
 

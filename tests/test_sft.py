@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import test_pretrain as tp
-import test_pretrain_ranks as tpr
 import torch
+from jobs import run_on_ranks
 from safetensors.torch import load_file
 
 import sft
@@ -314,7 +315,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path):
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, str(ROOT / "sft.py"), *flags_of(base, out, *common)]
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return forks.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     tp.finish(start(straight))
@@ -334,7 +335,7 @@ def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, ru
     """prepare.py --kind=chat, with token files and without."""
     common = [sys.executable, str(ROOT / "prepare.py"), f"--input={base / 'talks.jsonl'}", "--kind=chat", "--near=0"]
     for name, more in (("rows", []), ("tokens", [f"--tokenizer_dir={base / 'model'}"])):
-        subprocess.run([*common, f"--out_dir={tmp_path / name}", "--val_fraction=0.2", *more], check=True, cwd=ROOT)
+        forks.run([*common, f"--out_dir={tmp_path / name}", "--val_fraction=0.2", *more], check=True, cwd=ROOT)
         assert run(f"--data={tmp_path / name}", f"--out_dir={tmp_path / 'out'}{name}", "--max_steps=5") == 0
     assert list((tmp_path / "tokens").glob("train_*.mask.npy")) and not list((tmp_path / "rows").glob("*.npy"))
     a, b = (tp.events(tmp_path / f"out{name}", "train") for name in ("rows", "tokens"))
@@ -390,14 +391,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
     jobs += [job("stopped", POWERSGD + ["--max_steps=8"], True)]
     again = [job("stopped", POWERSGD + ["--max_steps=8"], False)]
     for part in (jobs, again):
-        (folder / "jobs.json").write_text(json.dumps(part), encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        done = subprocess.run(
-            [sys.executable, *launcher, __file__, str(folder / "jobs.json")], cwd=ROOT, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        run_on_ranks(2, "sft.py", part, folder)
     return folder
 
 
@@ -467,22 +461,3 @@ def test_every_shipped_config_trains(run, tmp_path):
             small = ["--max_steps=2", "--total_batch_tokens=0", "--warmup_steps=1", "--sample_prompts=Hi"]
             assert run(str(path), f"--out_dir={tmp_path / path.stem}", *small) == 0, path
             assert tp.events(tmp_path / path.stem, "eval")[-1]["step"] == 2
-
-
-def drop_labels_of_rank_1() -> None:
-    """In the run "no labels" rank 1 has none."""
-    load = ChatCorpus.load
-
-    def load_some(corpus: ChatCorpus, sources: list[int], starts: list[int]) -> Batch:
-        batch = load(corpus, sources, starts)
-        if os.environ["RANK"] == "0" or not any(flag.endswith("no labels") for flag in sys.argv):
-            return batch
-        labels = ("index", "targets", "weights", "sources")
-        return batch._replace(**{name: getattr(batch, name)[:0] for name in labels})
-
-    ChatCorpus.load = load_some
-
-
-if __name__ == "__main__":
-    drop_labels_of_rank_1()
-    tpr.run_jobs([tuple(job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))], "sft.py")

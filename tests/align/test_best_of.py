@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import test_pretrain as tp
 import test_sample as ts
@@ -208,7 +209,7 @@ def test_a_killed_file_goes_on_with_the_same_rewards(home, tmp_path):
     assert ts.run(tmp_path, *flags, "--out=whole.jsonl").code == 0
     line = [sys.executable, *ts.command(*flags, "--out=a.jsonl", "--batch_size=2")]
     out = tmp_path / "a.jsonl"
-    with subprocess.Popen(line, cwd=tmp_path, env=ts.environment(tmp_path), stderr=subprocess.DEVNULL) as process:
+    with forks.Popen(line, cwd=tmp_path, env=ts.environment(tmp_path), stderr=subprocess.DEVNULL) as process:
         while not out.exists() or out.read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             time.sleep(0.002)

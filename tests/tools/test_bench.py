@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ DEFAULTS = dict(vars(bench))
 
 def run(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "tools/bench.py", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    return forks.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
 
 
 def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes: object) -> timing.Options:

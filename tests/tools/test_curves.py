@@ -1,10 +1,10 @@
 """tools/curves.py: which curve is a run's reference, and what is said of the run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 from configurator import defaults_of
@@ -137,7 +137,7 @@ def test_shipped_curves_are_of_configs_and_say_where_they_are_from():
 def test_a_real_run_with_a_wrong_learning_rate_is_called_so(tmp_path, capsys, monkeypatch):
     """config/debug.py on the data that it makes, beside its shipped curve."""
     flags = [f"--out_dir={tmp_path}/mine", "--learning_rate=3e-1", "--sample_prompts=", "--save_every=50"]
-    done = subprocess.run([sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags], cwd=tmp_path,
+    done = forks.run([sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", *flags], cwd=tmp_path,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)

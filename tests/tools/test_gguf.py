@@ -4,10 +4,10 @@ llama.cpp itself is tried by hand (docs/ecosystem.md): it is not on the test mac
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import from_gguf
 import gguf
 import numpy as np
@@ -133,7 +133,7 @@ def test_rope_factors_are_those_of_transformers():
 
 
 def error_of(*command: str | Path) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forks.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 

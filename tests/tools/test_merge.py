@@ -3,10 +3,10 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import merge
 import pytest
 import torch
@@ -86,11 +86,11 @@ def test_the_command(run: Path) -> None:
     out = run.parent / "merged"
     out.mkdir()  # an empty directory is as good as none
     command = [sys.executable, ROOT / "tools/merge.py", f"--init_from={run}", f"--out_dir={out}"]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8")
+    done = forks.run(command, capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and not done.stderr, done.stderr
     n = sum(t.numel() for t in load_file(out / "model.safetensors").values())
     assert f"{n:,} parameters" in done.stdout and str(out) in done.stdout
-    again = subprocess.run(command, capture_output=True, encoding="utf-8")
+    again = forks.run(command, capture_output=True, encoding="utf-8")
     assert again.returncode == 1 and "is not empty" in again.stderr and again.stderr.count("\n") == 1
     assert sorted(path.name for path in run.parent.iterdir()) == ["base", "merged", "run"]
 

@@ -2,10 +2,10 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import numpy
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_versions_are_those_of_what_is_installed(monkeypatch):
 def trained(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("card") / "out"
     command = [sys.executable, ROOT / "pretrain.py", ROOT / "config/debug.py", "--max_steps=6", "--log_every=2"]
-    subprocess.run([*command, "--eval_every=3", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True)
+    forks.run([*command, "--eval_every=3", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True)
     return out
 
 
@@ -70,7 +70,7 @@ def test_a_run_leaves_a_card_with_its_figures_settings_and_data(trained):
 def test_its_command_gives_the_same_losses(trained):
     text = (trained / "README.md").read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("python pretrain.py"))
-    subprocess.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, check=True, capture_output=True)
+    forks.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, check=True, capture_output=True)
     again = trained.with_name("out_again")
     losses = [
         [json.loads(row).get("loss") for row in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]

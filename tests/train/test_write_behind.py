@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import forks
 import pytest
 import test_checkpoint as tc
 import test_pretrain as tp
@@ -438,7 +439,7 @@ def begin(out: Path, data_dir: Path, then: str = "", at_each_step: str = "") -> 
     flags = tp.command(f"--data_dir={data_dir}", f"--out_dir={out}", *RESUMED)[2:]
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(tp.ROOT)}
     code = BEGIN.format(then=then or "pass", at_each_step=at_each_step or "pass")
-    return subprocess.run(
+    return forks.run(
         [sys.executable, "-c", code, *flags], cwd=tp.ROOT, env=env, capture_output=True, text=True, timeout=300
     )
 

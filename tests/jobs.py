@@ -1,0 +1,79 @@
+"""Many runs of one trainer in one start of several ranks.
+
+A start of torchrun takes seconds and a run of eight steps takes half of one, so most runs share a start: this file,
+started by torchrun as a script, executes the trainer once per job.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import forks
+import torch
+
+from groundup.train.log import RunLog
+
+ROOT = Path(__file__).parent.parent
+STOP = 5  # a signal stops the runs that are to be interrupted after this step, where no save was due
+Jobs = list[tuple[list[str], bool]]  # flags, and whether it is to be interrupted
+
+
+def run_on_ranks(n: int, script: str, jobs: Jobs, folder: Path) -> None:
+    """Run the jobs one after another on n ranks. The folder gets a file."""
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    done = forks.run(
+        [*launcher, __file__, script, str(folder / "jobs.json")], cwd=ROOT, text=True, timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def run_jobs(script: str, jobs: Jobs) -> None:
+    """On each rank: the script with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
+    n_steps, stops = 0, False
+    advance = RunLog.advance
+
+    def count(log: RunLog) -> None:
+        nonlocal n_steps
+        n_steps += 1
+        if stops and n_steps == STOP and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        advance(log)
+
+    RunLog.advance = count
+    for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
+        n_steps = 0
+        sys.argv = [script, *flags]
+        if "--compile=True" in flags:
+            torch.compiler.reset()
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            assert end.code == (128 + signal.SIGTERM if stops else 0), (flags, end.code)
+
+
+def drop_labels_of_rank_1() -> None:
+    """In the run "no labels" of sft.py rank 1 has none."""
+    from groundup.tokens.conversations import Batch, ChatCorpus
+
+    load = ChatCorpus.load
+
+    def load_some(corpus: ChatCorpus, sources: list[int], starts: list[int]) -> Batch:
+        batch = load(corpus, sources, starts)
+        if os.environ["RANK"] == "0" or not any(flag.endswith("no labels") for flag in sys.argv):
+            return batch
+        labels = ("index", "targets", "weights", "sources")
+        return batch._replace(**{name: getattr(batch, name)[:0] for name in labels})
+
+    ChatCorpus.load = load_some
+
+
+if __name__ == "__main__":
+    drop_labels_of_rank_1()
+    run_jobs(sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
