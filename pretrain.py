@@ -213,7 +213,7 @@ if __name__ == "__main__":
     if doc_mask:
         raw_model.document_id, raw_model.most_documents = tokenizer.eot_id, corpus.most_documents()
     base = frozen_base(resumed.path, source)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
+    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, lengths_vary=False)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     skipped = run.start(parts, resumed, config, __file__)
     batches = Batches(

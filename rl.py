@@ -38,6 +38,7 @@ from groundup.tokens.corpus import steps_of
 from groundup.tokens.prompts import PromptCorpus
 from groundup.train import checkpoint, ranks, run
 from groundup.train.base import adapters_of, frozen_base, frozen_dtype, load_start, new_model, open_base
+from groundup.train.compiled import compile_blocks
 from groundup.train.device import peak_flops, seed_everything
 from groundup.train.log import RunLog
 from groundup.train.lora import adapters_off, set_trainable
@@ -177,7 +178,7 @@ if __name__ == "__main__":
         shared = {id(p): nn.Parameter(p.detach().to(held, copy=True)) for p in raw_model.parameters() if p.ndim == 2}
         first_model = copy.deepcopy(raw_model, shared).requires_grad_(False).to(torch_device)
         if compile:
-            run.compile_blocks(first_model)
+            compile_blocks(first_model, lengths_vary=True)
     set_trainable(raw_model, trainable, adapters_of(config))
     base = frozen_base(resumed.path, source)
     parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, n_updates)

@@ -167,7 +167,7 @@ if __name__ == "__main__":
     set_trainable(raw_model, trainable, adapters_of(config))
     raw_model.neftune_alpha, raw_model.most_documents = neftune_alpha, corpus.most_documents()
     base = frozen_base(resumed.path, source)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
+    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, lengths_vary=not pack)
     model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
     skipped = run.start(parts, resumed, given, __file__)
     batches = Batches(

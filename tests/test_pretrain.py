@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import forks
@@ -32,11 +33,11 @@ from groundup.errors import UserError
 from groundup.tokens.batches import Batches, TextCorpus, val_batches
 from groundup.tokens.packing import pack
 from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
-from groundup.train import checkpoint, ranks
+from groundup.train import checkpoint, compiled, computation, ranks
 from groundup.train import run as frame
 from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
-from groundup.train.run import compile_blocks, describe_resume, warmup_of
+from groundup.train.run import describe_resume, warmup_of
 from model import IGNORE, ModelConfig, Transformer
 from pretrain import sample_texts
 from tokenizer import Tokenizer
@@ -255,21 +256,33 @@ def test_steps_of_warm_up_win_over_a_fraction(script):
     assert warmup_of(defaults | {"warmup_steps": 7}) == 7
 
 
-@pytest.mark.slow
-def test_more_shapes_than_torch_compiles_by_default_are_compiled():
-    """Every trainer compiles by compile_blocks; beyond recompile_limit torch runs eager without a word."""
+def block_graphs(lengths: Iterable[int], lengths_vary: bool) -> int:
+    """Return how many graphs compile_blocks makes for rows of these lengths, with gradients and without."""
     graphs = []
     torch._dynamo.reset()
-    net = Transformer(ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32))
-    original = torch.compile
-    try:
-        torch.compile = lambda f, **how: original(f, backend=lambda g, _: graphs.append(g) or g.forward, **how)
-        compile_blocks(net)
-    finally:
-        torch.compile = original
-    for length in range(2, 22):
-        net(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.int64))
-    assert len(graphs) >= 20
+    net = Transformer(ModelConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=16, block_size=32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward))
+        compiled.compile_blocks(net, lengths_vary)
+    for length in lengths:
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
+                net(torch.zeros(3, length, dtype=torch.int64), torch.zeros(3, length, dtype=torch.int64))
+    return len(graphs)
+
+
+@pytest.mark.slow
+def test_one_graph_serves_rows_of_all_lengths(monkeypatch, capfd):
+    """Of a block, with gradients and without, whatever comes first. Where torch gives up it is said once."""
+    assert block_graphs((20, 4, 32, 8, 2, 16), True) == block_graphs((3, 7), True) == 2
+    assert block_graphs((20, 4, 32, 4), False) == 6
+    assert "gave up" not in capfd.readouterr().err
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 3)
+    computation.say.cache_clear()
+    assert block_graphs((20, 4, 32, 8), False) == 3
+    said = capfd.readouterr().err
+    assert said == "warning     torch compiled a block 3 times and gave up: other shapes run uncompiled, slower\n"
+    assert block_graphs((20, 4, 32, 8), True) == 2
 
 
 @pytest.mark.slow

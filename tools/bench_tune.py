@@ -27,6 +27,7 @@ from groundup.errors import UserError
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus, load_pairs
 from groundup.train import checkpoint, ranks
+from groundup.train.compiled import compile_blocks
 from groundup.train.device import autocast
 from groundup.train.optim import Optimizer, stays_whole
 from model import Transformer, cross_entropy
@@ -125,8 +126,7 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
     device, dtype, batch_size = options.device, options.dtype, options.batch_size
     model = checkpoint.load_model(base, device)
     if way == "blocks":
-        torch._dynamo.config.recompile_limit = 64  # eight lengths, each with gradients and without
-        model.compile_blocks(partial(torch.compile, dynamic=False))
+        compile_blocks(model, lengths_vary=True)
     table = compute_reference(model, corpus, batch_size, ranks.init(device.type), device, dtype)
     on_device = table.to(device)
     parallel = ddp.DDP(model, keep_whole=partial(stays_whole, "adamw"))

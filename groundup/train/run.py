@@ -30,6 +30,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
 from groundup.tokens.documents import can_border
 from groundup.train import checkpoint, computation, fsdp, powersgd, ranks, run_card
+from groundup.train.compiled import compile_blocks
 from groundup.train.device import (
     choose_device,
     choose_dtype,
@@ -292,16 +293,17 @@ class Parts(NamedTuple):
 
 def set_up(
     config: dict, model: Transformer, world: ranks.World, device: torch.device, dtype: torch.dtype,
-    updates_per_step: int = 1, saves: bool = True,
+    updates_per_step: int = 1, saves: bool = True, lengths_vary: bool = True,
 ) -> Parts:  # fmt: skip
-    """Move the model to the device, compile it, and make DDP, optimizer and GradScaler. Freeze parameters before."""
+    """Move the model to the device, compile it, and make DDP, optimizer and GradScaler. Freeze parameters before.
+    lengths_vary: rows of one batch are longer than those of another."""
     if world.is_main and (warning := edited(model, config["trainable"])):
         print(warning, flush=True)
     model.to(device).activation_checkpointing = config["activation_checkpointing"]
     if device.type == "cuda":
         model.varlen = can_border(device, dtype, model.cfg.head_dim)  # to ask would break a compiled graph
     if config["compile"]:
-        compile_blocks(model)
+        compile_blocks(model, lengths_vary)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     first = updates_per_step * warmup_of(config) if config["compress_start_step"] < 0 else config["compress_start_step"]
     hook = powersgd.make_hook(
@@ -319,14 +321,6 @@ def set_up(
         momentum=config["momentum"], muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
     )  # fmt: skip
     return Parts(model, opt, scaler, hook, replicas, world, device, writer)
-
-
-def compile_blocks(model: Transformer) -> None:
-    """Compile the model in place, block by block."""
-    # Padded rows have eight lengths, each with gradients and without, in up to three models. Beyond its limit, 8 by
-    # default, torch runs a new shape uncompiled and says so only in its logs.
-    torch._dynamo.config.recompile_limit = 128
-    model.compile_blocks(partial(torch.compile, dynamic=False))
 
 
 def start(
