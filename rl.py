@@ -195,8 +195,7 @@ if __name__ == "__main__":
     n_answers = prompts_per_step * group_size  # of a step, over all ranks
     own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
     slots = range(own.start // group_size, own.stop // group_size)  # their prompts
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "dtype": torch_dtype}
-    draw = partial(rollouts.draw, model, tokenizer, batch_size=rollouts.rows_at_a_time(config, world_size), **sampling)
+    draw = rollouts.drawing(model, tokenizer, config, world_size, torch_dtype)
     log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
     save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
     logps_of = partial(rollouts.answer_logps, temperature=temperature, device=torch_device, dtype=torch_dtype)

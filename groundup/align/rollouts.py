@@ -10,7 +10,9 @@ between batches and between drawing and training; ids next to never in float32, 
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,8 @@ from torch import Tensor
 from groundup.align.losses import token_logps
 from groundup.align.policy_gradient import flat_groups
 from groundup.align.rewards import Rewards, Rollout
-from groundup.generate.engine import cache_bytes, generate
+from groundup.generate.completion import check
+from groundup.generate.engine import Engine, cache_bytes, generate
 from groundup.generate.kv_cache import row_length
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.batches import in_each
@@ -48,21 +51,40 @@ def seed_of(seed: int, *place: int) -> int:
 
 def draw(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[Prompt], seeds: Sequence[int], n: int,
-    max_new_tokens: int, temperature: float, batch_size: int, dtype: torch.dtype,
+    max_new_tokens: int, temperature: float, batch_size: int, dtype: torch.dtype, engine: Engine | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """Return n rollouts of each prompt, those of the first prompt first. seeds: of `seed_of`, one per prompt.
-    batch_size: answers at a time, 0 = all. dtype: of the matrix products, as in training."""
+    batch_size: answers at a time, 0 = all. dtype: of the matrix products, as in training. engine: with compiled steps,
+    kept from call to call."""
     if not prompts:
         return []
     how = {"temperature": temperature, "eos_ids": tokenizer.stop_ids, "n": n}
     params = [SamplingParams(max_new_tokens, **how, seed=seed) for seed in seeds]
     with autocast(model.embed_tokens.weight.device, dtype):
-        results = generate(model, tokenizer, [prompt.ids for prompt in prompts], params, batch_size)
+        if engine is None:
+            results = generate(model, tokenizer, [prompt.ids for prompt in prompts], params, batch_size)
+        else:
+            engine.update(model)
+            of_each = zip(prompts, params, strict=True)
+            requests = [check(i, prompt.ids, own, model.cfg, tokenizer) for i, (prompt, own) in enumerate(of_each)]
+            deque(engine.run(requests), maxlen=0)
+            results = [request.result() for request in requests]
     return [
         Rollout(prompt, found.ids, found.text, found.finish_reason == "stop", found.cumulative_logprob)
         for prompt, result in zip(prompts, results, strict=True)
         for found in result.completions
     ]
+
+
+def drawing(model: Transformer, tokenizer: Tokenizer, config: Mapping, world_size: int, dtype: torch.dtype) -> Drawing:
+    """Return `draw` as a run uses it: with compile=True steps of drawing are compiled too, where that is faster."""
+    rows, sampling = rows_at_a_time(config, world_size), {key: config[key] for key in ("max_new_tokens", "temperature")}
+    engine = None
+    if config["compile"]:
+        with autocast(model.embed_tokens.weight.device, dtype):
+            engine = Engine(model, tokenizer, rows, True, config["max_new_tokens"])
+    engine = engine if engine and engine.compile else None
+    return partial(draw, model, tokenizer, batch_size=rows, dtype=dtype, engine=engine, **sampling)
 
 
 def rows_at_a_time(config: Mapping, world_size: int) -> int:

@@ -105,7 +105,8 @@ class Engine:
         can_pack = PackedLinear.works(self.device, self.dtype)
         self.compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
         packed = can_pack and not self.compile and steps >= PACKED_STEPS
-        self.model, self.tokenizer = for_inference(model, self.dtype, packed, rows, merged=steps > 0), tokenizer
+        self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=steps > 0)
+        self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = compiled_step(self.device.type) if self.compile else decode_step
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
@@ -121,6 +122,17 @@ class Engine:
         self.drawn_for: list[Sample] = []  # samples that params and seen are for
         self.params: RowParams | None = None
         self.seen: Seen | None = None
+
+    def update(self, model: Transformer) -> None:
+        """Take the weights that `model` has now, between requests. They stay in their place if the step is compiled: a
+        CUDA graph reads them, and the cache, where they were when it was recorded."""
+        assert not self.busy, "an answer would begin with one model and end with another"
+        self.kept, new = [], self.view(model)
+        if self.compile:
+            for old, now in zip(self.model.parameters(), new.parameters(), strict=True):
+                old.data.copy_(now.data)
+        else:
+            self.model = new
 
     @property
     def busy(self) -> bool:

@@ -1,5 +1,6 @@
 """Answers are drawn from the distribution that is trained, to the last token; batches hold their tokens once."""
 
+import copy
 
 import numpy as np
 import pytest
@@ -7,11 +8,13 @@ import torch
 
 import model as model_file
 from groundup.align.rewards import Rollout
-from groundup.align.rollouts import Rollouts, answer_logps, draw, minibatch_of, seed_of, token_entropies
+from groundup.align.rollouts import Rollouts, answer_logps, draw, drawing, minibatch_of, seed_of, token_entropies
 from groundup.demo import debug_data
+from groundup.generate import engine
 from groundup.tokens.prompts import Prompt
 from groundup.train import checkpoint
 from groundup.train.device import autocast
+from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
 
@@ -110,6 +113,31 @@ def test_answers_depend_on_nothing_beside_them(model, tokenizer, prompts, drawn)
     assert len({tuple(one.ids) for one in drawn[:6]}) == 6
     places = [(1, 1, 0, 0), (2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 1, 0), (1, 1, 0, 1)]
     assert len({seed_of(*place) for place in places}) == 5
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(model, tokenizer, prompts, monkeypatch, trainable):
+    """In place: a CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)"""
+    monkeypatch.setattr(engine, "compiled_step", lambda device_type: engine.decode_step)
+    config = {"prompts_per_step": 3, "group_size": 6, "draw_batch_size": 0, "max_new_tokens": 24, "temperature": 1.0}
+    config, policy, found = config | {"compile": True}, copy.deepcopy(model), []
+    set_trainable(policy, trainable, LoRAConfig())
+    kept = drawing(policy, tokenizer, config, 1, torch.bfloat16)
+    own = kept.keywords["engine"]
+    places, cache = [p.data_ptr() for p in own.model.parameters()], None
+    for _ in range(3):
+        alone = drawing(policy, tokenizer, config, 1, torch.bfloat16)
+        found.append([one.ids for one in kept(prompts[:3], [7, 8, 9], n=6)])
+        assert found[-1] == [one.ids for one in alone(prompts[:3], [7, 8, 9], n=6)]
+        caches = list(own.cache.caches.values())
+        assert [p.data_ptr() for p in own.model.parameters()] == places and caches[0] is (cache or caches[0])
+        cache = caches[0]
+        with torch.no_grad():
+            for p in policy.parameters():
+                p.add_(torch.randn_like(p), alpha=0.03)
+    assert found[0] != found[1] != found[2]
+    for key, dtype in ((False, torch.bfloat16), (True, torch.float32)):  # several rows in float32 are faster eager
+        assert drawing(policy, tokenizer, config | {"compile": key}, 1, dtype).keywords["engine"] is None
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
