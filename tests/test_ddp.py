@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -681,7 +682,10 @@ def start_ranks(
 ) -> tuple[list[dict[str, tuple[float, str]]], list[int]]:
     """Run `scenario(world, report)` in `world_size` processes -> each rank's {name: (time, text)} and exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(["test_ddp_step", "test_powersgd"])
+    with pytest.MonkeyPatch.context() as patch:  # else the server finds neither
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

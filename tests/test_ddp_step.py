@@ -37,7 +37,6 @@ from test_ddp import (
     start_ranks,
 )
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -148,6 +147,8 @@ def check_overlap_is_exact(world: ranks.World) -> None:
 
 def check_compiled_blocks(world: ranks.World) -> None:
     """One graph for training and one for evaluation serve all blocks, steps and models; the same bits."""
+    from torch._dynamo.utils import counters  # a second, which the ranks need not wait for
+
     runs = []
     torch._dynamo.reset()
     counters.clear()
