@@ -6,7 +6,7 @@
 
 The sides of a row take turns after a warm-up. A line gives the median of the repeats, their spread (most - least) /
 median, and the speed-up over each peer: median, least and most of the rounds. "of limit" is the share of what the
-machine allows, measured in the same rounds: train, matrix products in the same dtype; ddp, the step without
+machine allows, measured in the same rounds: train and head, matrix products in the same dtype; ddp, the step without
 communication; generate, reading weights and cache once per token; checkpoint, the bare disk. data, tokenize, bpe
 and dedup count CPU seconds; so do train and generate on a CPU with one thread (OMP_NUM_THREADS=1). A row that fails
 becomes a line with the error, the others go on, and the exit status is 1.
@@ -30,7 +30,7 @@ from groundup.errors import UserError
 from groundup.train.device import choose_device, choose_dtype, hardware
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-rows = "all"  # all, or some of train,sft,dpo,ddp,generate,data,tokenize,bpe,dedup,checkpoint
+rows = "all"  # all, or some of train,head,sft,dpo,ddp,generate,data,tokenize,bpe,dedup,checkpoint
 quick = False  # small cases, nothing compiled, three repeats; without sft and dpo
 out = ""  # JSON file with all samples; "" = none
 repeats = 5  # of each side
@@ -38,7 +38,7 @@ device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # train, sft, dpo, generate: auto | float32 | bfloat16
 shapes = ""  # all but ddp and text: some of tiny,10M,25M,124M,350M,1.1B; "" = what the device does in minutes
 compile = "none,blocks"  # train, dpo, generate: ours as it is and compiled: none | blocks | none,blocks
-tokens = 0  # train: tokens in a step; 0 = 4096 on a CPU, else 16384
+tokens = 0  # train, head: tokens in a step; 0 = 4096 on a CPU (head 2048), else 16384
 optimizer = "adamw,muon"  # train, ours: adamw, muon or both
 nanogpt = ""  # train: checkout of karpathy/nanoGPT; "" = without
 data = ""  # sft, dpo: conversations or pairs; "" = made from the documentation of Python
@@ -53,13 +53,13 @@ mbit = 0  # ddp: rate of the link, Mbit/s each way, as root by network namespace
 cases = "compute,torch,ours,forward"  # ddp: all, or some of those in bench_ddp.py
 
 MODULES = {
-    "train": "bench_model", "sft": "bench_tune", "dpo": "bench_tune", "ddp": "bench_ddp", "generate": "bench_model",
-    "data": "bench_text", "tokenize": "bench_text", "bpe": "bench_text", "dedup": "bench_text",
-    "checkpoint": "bench_model",
+    "train": "bench_model", "head": "bench_model", "sft": "bench_tune", "dpo": "bench_tune", "ddp": "bench_ddp",
+    "generate": "bench_model", "data": "bench_text", "tokenize": "bench_text", "bpe": "bench_text",
+    "dedup": "bench_text", "checkpoint": "bench_model",
 }  # fmt: skip
 QUICK = {  # instead of the defaults
-    "rows": "train,ddp,generate,data,tokenize,bpe,dedup,checkpoint", "repeats": 3, "shapes": "10M", "compile": "none",
-    "tokens": 1024, "batch_size": 1, "new_tokens": 32, "corpus_mb": 0.5, "vocab_size": 2048,
+    "rows": "train,head,ddp,generate,data,tokenize,bpe,dedup,checkpoint", "repeats": 3, "shapes": "10M",
+    "compile": "none", "tokens": 1024, "batch_size": 1, "new_tokens": 32, "corpus_mb": 0.5, "vocab_size": 2048,
 }  # fmt: skip
 
 

@@ -1,10 +1,13 @@
-"""Rows train, generate and checkpoint: a training step, greedy generation and a save of the same models.
+"""Rows train, head, generate and checkpoint: a training step, its head and loss, greedy generation and a save.
 
 train: ours is the step of pretrain.py. transformers' LlamaForCausalLM of the same shape runs in a plain loop with
 torch's fused attention, autocast and fused AdamW; it is compiled as a whole where ours is compiled. nanoGPT runs as it
 ships: bfloat16 and compiled on a GPU, float32 and not compiled on a CPU (the command of its README).
 The limit counts the full square of attention (flops_per_token), half of which a causal kernel skips: with long texts
 the share shown is above the share of time in which the device multiplies.
+head: head and loss alone, forward and backward, beside all logits at once, torch's linear_cross_entropy in chunks, and
+on a GPU Liger and Apple's cut cross-entropy where they are installed (pip install liger-kernel cut-cross-entropy). The
+limit: three products at the device's rate.
 generate: tokens/s of whole calls, the prompt included, with the same random weights. The limit: every step reads each
 matrix and the cached keys and values once, at the rate at which a sum reads as many bytes. transformers has its static
 cache, with which it compiles itself on a GPU; on a CPU it does not.
@@ -27,6 +30,7 @@ from statistics import median
 
 import timing
 import torch
+import torch.nn.functional as F
 from timing import Line, Options
 
 import ddp
@@ -38,7 +42,7 @@ from groundup.train.device import autocast, rng_state
 from groundup.train.optim import Optimizer, stays_whole
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.write_behind import Writer
-from model import ModelConfig, Transformer
+from model import ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy, fused_chunk
 
 SHAPES = {
     "tiny": ModelConfig(512, 64, 2, 2, n_embd=64),
@@ -49,6 +53,7 @@ SHAPES = {
     "1.1B": ModelConfig(32000, 2048, 22, 32, 4, n_embd=2048, ffn_dim=5632, tie_embeddings=False),  # TinyLlama
 }
 PEERS = ("transformers", "transformers, compiled", "nanoGPT")
+HEAD_PEERS = "all logits at once", "linear_cross_entropy", "Liger", "cut cross-entropy"
 PROMPT_TOKENS = 16
 
 
@@ -163,6 +168,54 @@ def train_row(options: Options) -> Iterator[Line]:
             if line.side == "nanoGPT" and nanogpt_dtype(device) != dtype:
                 line.limit = 0.0  # measured in another dtype
             yield line
+
+
+# ---- head ------------------------------------------------------------------------------------------------------------
+
+
+def head_losses(device: torch.device) -> dict[str, Callable]:
+    """Return {side: function of hidden states (N, C), the weight (V, C) and targets (N,) that gives the mean loss}."""
+    found = {"ours": lambda h, w, t: cross_entropy(h, w, t)[0] / len(t)}
+    if device.type == "cuda":
+        ChunkedCrossEntropy.chunk = staticmethod(torch.compile(fused_chunk))  # as compile_blocks does
+    found[HEAD_PEERS[0]] = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.12
+        chunks = torch.nn.LinearCrossEntropyOptions()
+        found[HEAD_PEERS[1]] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=chunks)
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found[HEAD_PEERS[2]] = liger_fused_linear_cross_entropy
+    if device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found[HEAD_PEERS[3]] = linear_cross_entropy
+    return found
+
+
+def head_row(options: Options) -> Iterator[Line]:
+    """Tokens/s of head and loss, with the gradients of both inputs. They take inputs in the dtype of the products."""
+    device, dtype = options.device, options.dtype
+    default, n_tokens = ("124M,1.1B", 16384) if device.type == "cuda" else ("25M,124M", 2048)
+    for shape in shapes_of(options, default):
+        timing.release()
+        cfg, N = SHAPES[shape], options.tokens or n_tokens
+        inputs = [torch.randn(n, cfg.n_embd, device=device).mul_(0.02).to(dtype) for n in (N, cfg.vocab_size)]
+        targets, notes = torch.randint(cfg.vocab_size, (N,), device=device), {}
+
+        def step(loss_of: Callable, inputs: list = inputs, targets: torch.Tensor = targets) -> list[torch.Tensor]:
+            h, w = (x.detach().requires_grad_() for x in inputs)
+            loss = loss_of(h, w, targets)
+            loss.backward()
+            return [loss, h.grad.norm(), w.grad.norm()]
+
+        steps = {name: partial(step, loss_of) for name, loss_of in head_losses(device).items()}
+        for name in steps:
+            notes[name] = "loss {:.4f}, gradients {:.3e} {:.3e}".format(*(x.item() for x in steps[name]()))
+        sides = {name: timing.repeated(step, device) for name, step in steps.items()}
+        found = timing.alternate(sides | {"matmul": timing.matmul(device, dtype)}, options.repeats)
+        limit = median(found.pop("matmul")) / (6 * cfg.vocab_size * cfg.n_embd)
+        yield from timing.lines("head", f"{shape}, {N} tokens", found, "tok/s", HEAD_PEERS, N, limit, notes)
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
