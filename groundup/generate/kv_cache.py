@@ -10,12 +10,14 @@ A call of the model computes new positions and keeps them:
 next, and so on. A long text so takes memory and time for itself, not for all others.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from groundup.tokens.documents import can_border
 from model import ModelConfig, cached_attention
 
 Part = tuple[list[Tensor], list[Tensor], Tensor, Tensor]  # of a CacheStep
@@ -34,8 +36,8 @@ class KVCache:
     def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device | str, dtype: torch.dtype):
         shape = (rows, cfg.n_kv_head, max_length + 1, cfg.head_dim)
         self.max_length = max_length
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(cfg.n_layer)]
+        self.keys = [empty(shape, torch.device(device), dtype).zero_() for _ in range(cfg.n_layer)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.span = torch.arange(max_length, device=device)
         self.compiled = False
         self.texts: list[Row | None] = []  # the text in each row, if Rows keeps this cache
@@ -82,10 +84,35 @@ class KVCache:
             layer[:, :, :length] = layer[rows, :, :length]
 
 
+def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a layer (rows, K, length, D). For `attend_by_length` the heads of a position lie side by side."""
+    rows, K, length, D = shape
+    if can_read_by_length(device, dtype, D):
+        return torch.empty(rows, length, K, D, device=device, dtype=dtype).transpose(1, 2)
+    return torch.empty(shape, device=device, dtype=dtype)
+
+
 def resized(x: Tensor, rows: int) -> Tensor:
-    new = x.new_zeros(rows, *x.shape[1:])
+    new = empty((rows, *x.shape[1:]), x.device, x.dtype).zero_()
     new[: len(x)] = x[:rows]
     return new
+
+
+def can_read_by_length(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether torch's flash attention takes a length for each row; older versions take whole rows."""
+    if not can_border(device, dtype, head_dim):
+        return False
+    return "seqused_k" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+
+
+def attend_by_length(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Attention of q (B, H, 1, D) to the first lengths[b] <= width positions of keys and values (B, K, L, D), by a
+    kernel that reads no others and shares a long row out among processors. starts (B + 1,): multiples of L."""
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))  # (B L, K, D), no copy
+    each = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
+    gqa = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    attend = torch.nn.attention.varlen.varlen_attn
+    return attend(q[:, :, 0], k, v, each, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,6 +137,11 @@ class CacheChunk:
         return cached_attention(q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask)
 
 
+def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
+
+
 class CacheStep:
     """The next position of rows of one or more caches, whose rows follow each other in the batch.
 
@@ -120,10 +152,15 @@ class CacheStep:
         self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
         self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
         at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]  # (n, 1)
-        dtype = parts[0][0][0].dtype
-        self.masks = [  # each (n, 1, 1, width)
-            bias_of(span <= n, dtype)[:, None, None] for (*_, span), n in zip(parts, at, strict=True)
-        ]
+        self.where: list[Callable] = []  # of each cache: q, keys, values -> attention of each row to its own positions
+        for (keys, _, _, span), n in zip(parts, at, strict=True):
+            if keys[0].stride(1) <= keys[0].stride(2):  # see `empty`; to ask the device would break a compiled graph
+                starts = torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
+                how = {"starts": starts, "lengths": (n[:, 0] + 1).int(), "width": span.shape[0]}
+                self.where.append(partial(attend_by_length, **how))
+            else:
+                mask = bias_of(span <= n, keys[0].dtype)[:, None, None]  # (n, 1, 1, width)
+                self.where.append(partial(attend_by_mask, mask=mask))
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:
@@ -133,12 +170,13 @@ class CacheStep:
         """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D)."""
         found = []
         new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
-        each = zip(self.parts, self.rows, self.masks, *new, strict=True)
-        for (keys, values, lengths, span), rows, mask, q, k, v in each:
-            keys, values, n, width = keys[layer], values[layer], q.shape[0], span.shape[0]
+        for (keys, values, lengths, _), rows, attention, q, k, v in zip(
+            self.parts, self.rows, self.where, *new, strict=True
+        ):
+            keys, values, n = keys[layer], values[layer], q.shape[0]
             keys[rows, :, lengths] = k[:, :, 0]
             values[rows, :, lengths] = v[:, :, 0]
-            found.append(cached_attention(q, keys[:n, :, :width], values[:n, :, :width], mask))
+            found.append(attention(q, keys[:n], values[:n]))
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

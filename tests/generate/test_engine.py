@@ -643,6 +643,79 @@ def traffic(net: Transformer, n: int) -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
+def lengths_kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, seqused_k, enable_gqa=False):
+    """torch's varlen_attn as decoding calls it, row by row. Shapes (rows, H, D), (positions of all rows, K, D)."""
+    assert len(cu_seq_q) == len(cu_seq_k) == len(q) + 1 == len(seqused_k) + 1 and max_q == 1
+    assert cu_seq_q.tolist() == list(range(len(q) + 1)) and cu_seq_k[-1] == len(k) == len(v)
+    assert {x.dtype for x in (cu_seq_q, cu_seq_k, seqused_k)} == {torch.int32} and seqused_k.max() <= max_k
+    assert k.is_contiguous() and v.is_contiguous() and enable_gqa == (q.shape[1] != k.shape[1])
+    rows = []
+    for i, (begin, n) in enumerate(zip(cu_seq_k.tolist(), seqused_k.tolist(), strict=False)):
+        keys, values = (x[begin : begin + n].repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("hd,lhd->hl", q[i], keys) * q.shape[-1] ** -0.5
+        rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
+    """For texts that come and go in caches of several lengths, which is a GPU's way."""
+    import torch.nn.attention.varlen
+
+    monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
+    net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
+    prompts = [ids for ids, _ in traffic(net, 20)]
+    params, calls = SamplingParams(70, temperature=0.0, logprobs=0), []
+    want = generate(net, None, prompts, params, batch_size=7)
+    monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: True)
+    kernel = lambda *args, **how: calls.append(len(args[0])) or lengths_kernel(*args, **how)  # noqa: E731
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    got = generate(net, None, prompts, params, batch_size=7)
+    assert only(got) == only(want) and max(calls) > 1
+    for a, b in zip(got, want, strict=True):
+        assert a.completions[0].cumulative_logprob == pytest.approx(b.completions[0].cumulative_logprob, abs=1e-4)
+
+
+def test_a_step_that_attends_by_length_is_one_graph(monkeypatch):
+    """With torch's own varlen_attn, traced and not run. Idle rows are in it."""
+    import torch.nn.attention.varlen  # noqa: F401
+
+    monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: True)
+    net, graphs = random_model(tiny_config(n_kv_head=2)), []
+    cache = KVCache(net.cfg, 3, 64, torch.device("cpu"), torch.float32)
+
+    def backend(graph, _inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return lambda *args: (torch.zeros(3, net.cfg.vocab_size),)
+
+    torch._dynamo.reset()
+    step = torch.compile(engine.decode_step, backend=backend, dynamic=False, fullgraph=True)
+    with torch.no_grad():
+        for lengths in ([3, -1, 17], [5, 6, 7]):
+            step(net, torch.tensor([1, 2, 3]), [cache.part(lengths)])
+    assert len(graphs) == 1 and any("varlen_attn" in name for name in graphs[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_attends_by_length_as_by_mask(monkeypatch):
+    """In bfloat16, where the logits of one step after another agree within its rounding."""
+    net = random_model(tiny_config(n_kv_head=2, block_size=400)).cuda()
+    device, found = torch.device("cuda"), []
+    assert kv_cache.can_read_by_length(device, torch.bfloat16, net.cfg.head_dim)
+    for by_length in (True, False):
+        if not by_length:
+            monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: False)
+        cache, logits = KVCache(net.cfg, 3, 300, device, torch.bfloat16), []
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            net.hidden(torch.arange(250, device=device).remainder(90).expand(3, -1), cache.chunk(0, 250))
+            for i in range(5):
+                tokens = torch.tensor([1, 2, 3], device=device)
+                logits.append(engine.decode_step(net, tokens, [cache.part([9 + i, 100 + i, 250 + i])]))
+        found.append(torch.stack(logits))
+    assert (found[0] - found[1]).abs().max() < 0.05 * found[1].abs().max()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
