@@ -14,6 +14,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile --no-loadscope-reorder
 QUESTION := What does the method list.append do?
 # One thread per core: torch counts the machine's, which may be more than this process may use.
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
@@ -92,10 +93,10 @@ race: $(VENV)/core
 	$(PY) tools/race.py --input=$(or $(INPUT),input.txt) --nanogpt=$(NANOGPT)
 
 test: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile
+	$(PYTEST)
 
 quick: lint
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile -m 'not dist and not slow and not network'
+	$(PYTEST) -m 'not dist and not slow and not network'
 
 browser: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser

@@ -14,6 +14,7 @@ functions stay its own.
 import ast
 import contextlib
 import difflib
+import gc
 import importlib.util
 import math
 import os
@@ -33,6 +34,7 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
     Print help and exit with status 0 on --help; print one line and exit with 1 on a mistake."""
     end_in_one_line()
+    gc.enable()
     argv = sys.argv[1:] if argv is None else argv
     keys = {k: v for k, v in namespace.items() if is_key(k, v)}
     try:

@@ -2,6 +2,16 @@
 
 import signal
 
+import pytest
+
 # A shell starts what it runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST = "pretrain_ranks pretrain prepare rl ddp_step plan sft dpo engine ddp fsdp reward readme powersgd startup"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: workers take whole files, and the last one should not keep a core idle."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))

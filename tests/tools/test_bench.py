@@ -1,5 +1,6 @@
 """tools/bench.py and its rows: statistics by hand, turns, every cheap row, missing libraries, errors."""
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -179,8 +180,13 @@ def talk(k: int) -> dict:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_ranks_measure_the_cases_in_turns(tmp_path):
-    """Two ranks send a ring's share of 7M float32 gradients, PowerSGD a twentieth of it."""
+def test_ranks_measure_the_cases_in_turns(tmp_path, monkeypatch):
+    """Two ranks send a ring's share of 3M float32 gradients, PowerSGD a twentieth of it."""
+    monkeypatch.setattr(bench_ddp, "MODEL", dataclasses.replace(bench_ddp.MODEL, n_layer=2))
+    code = f"import json, sys\nsys.path[:0] = {sys.path}\nimport bench_ddp\nfrom model import ModelConfig\n"
+    code += f"bench_ddp.STEPS, bench_ddp.MODEL = 1, {bench_ddp.MODEL}\nbench_ddp.run_rank(*json.loads(sys.argv[1]))\n"
+    (tmp_path / "small.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(bench_ddp, "__file__", str(tmp_path / "small.py"))
     lines = {line.side: line for line in bench_ddp.ddp_row(options(tmp_path, cases="torch,powersgd"))}
     assert list(lines) == ["compute", "torch", "powersgd"]
     sent = {side: float(line.note.split()[0]) for side, line in lines.items()}
