@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         if index is not None:
             return x.flatten(0, 1)[index]
         if targets is None:
-            return project(self.lm_head, x)
+            return self.lm_head(x)
         return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())[0]
 
     def hidden(self, idx: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
@@ -218,9 +218,9 @@ class Attention(nn.Module):
         borders: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         B, T, _ = x.shape
-        q = project(self.q_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
-        k = project(self.k_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
-        v = project(self.v_proj, x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         dropout = self.dropout if self.training else 0.0
         if attend is not None:  # to a key-value cache
@@ -229,7 +229,7 @@ class Attention(nn.Module):
             y = attention_by_document(q, k, v, borders, dropout) if q.is_cpu else flash_attention(q, k, v, borders)
         else:
             y = causal_attention(q, k, v, dropout, mask)
-        return project(self.o_proj, y.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -242,7 +242,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(cfg.ffn_dim, cfg.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class RMSNorm(nn.Module):
@@ -262,15 +262,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products: autocast's if it is on, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """linear(x). A single row in a compiled CPU graph is a matrix-vector product: inductor makes that a loop at the
-    memory's bandwidth, of which the library behind F.linear reaches a third."""
-    if torch.compiler.is_compiling() and type(linear) is nn.Linear and x.numel() == x.shape[-1] and x.is_cpu:
-        y = torch.mv(linear.weight, x.flatten()).view(*x.shape[:-1], -1)
-        return y if linear.bias is None else y + linear.bias.to(y.dtype)
-    return linear(x)
 
 
 def rope_frequencies(cfg: ModelConfig) -> Tensor:
@@ -348,10 +339,6 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     product."""
     B, H, T, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)
-    if torch.compiler.is_compiling() and T == 1 and q.is_cpu:  # inductor fuses these sums
-        scores = (q.float().unsqueeze(3) * k.unsqueeze(2)).sum(-1) * D**-0.5
-        weights = (scores + mask).softmax(dim=-1)
-        return (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(-2).view(B, H, T, D).to(v.dtype)
     if T > 1:
         mask = mask.repeat(H // k.shape[1], 1)
     elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:  # torch's kernel is slower for one query than two

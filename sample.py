@@ -71,7 +71,7 @@ seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
 batch_size = 16  # samples generated together
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = False  # compile the decoding step: takes up to a minute, pays off from some thousand tokens
+compile = False  # compile the decoding step on a GPU; takes up to a minute, pays off from some thousand tokens
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
 FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}
@@ -146,7 +146,7 @@ def print_samples(
 ) -> None:  # fmt: skip
     """Print the samples of one prompt, a single one in pieces as it is generated. `prompt` begins each of them."""
     if params.n_samples == params.num_beams == 1 and not rank:
-        engine = Engine(model, tokenizer, rows=1, compile=compile, steps=params.max_new_tokens)
+        engine = Engine(model, tokenizer, rows=1, compile=compile)
         tokens = engine.stream(ids, params)
         print(prompt, end="", flush=True)
         for token in tokens:

@@ -82,7 +82,7 @@ def drawing(model: Transformer, tokenizer: Tokenizer, config: Mapping, world_siz
     engine = None
     if config["compile"]:
         with autocast(model.embed_tokens.weight.device, dtype):
-            engine = Engine(model, tokenizer, rows, True, config["max_new_tokens"])
+            engine = Engine(model, tokenizer, rows, compile=True)
     engine = engine if engine and engine.compile else None
     return partial(draw, model, tokenizer, batch_size=rows, dtype=dtype, engine=engine, **sampling)
 

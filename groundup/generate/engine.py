@@ -7,10 +7,12 @@
 
 Each step draws a token of each text that generates; a text that ends makes room for the next (continuous batching).
 Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's ids and the sample's
-number: independent of other prompts, samples and seeds. What is drawn is the same in any batch but for near ties, since
-the number of rows changes the rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so
-another id is next to never drawn in float32, now and then in bfloat16 and float16. torch's global generators are not
-touched. Products and cache have the dtype of the autocast around the call, else that of the weights.
+number: independent of other prompts, samples and seeds. torch's global generators are not touched.
+
+On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were alone. Elsewhere, and
+in the pieces in which a prompt is read, the number of rows changes the rounding: log-probabilities differ by some 5e-6
+in float32 and 0.03 in bfloat16, so another id is next to never drawn in float32, now and then in bfloat16 and float16.
+Products and cache have the dtype of the autocast around the call, else that of the weights.
 """
 
 import functools
@@ -29,14 +31,14 @@ from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows, row_length
-from groundup.generate.matrices import CHUNK_TOKENS, PackedLinear, for_inference, free_bytes
+from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
+from groundup.generate.native import NativeLinear, NativeStep, has_kernels
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
 from groundup.train.device import autocast
-from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype, project
+from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype
 from tokenizer import Tokenizer
 
 CHUNK_ROWS = 16  # prompts that are read at once
-PACKED_STEPS = 24  # from this many steps of one row on, packing the matrices saves time
 MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading them
 
 
@@ -47,16 +49,16 @@ def generate(
     """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
     copies=False: use the matrices as they are, without faster copies of them, in half the memory.
 
-    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows; this takes 10 to 60 s and
-    pays off from some thousand tokens. (Several rows in float32 on a CPU are faster eager, and stay so.)
+    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if step.c does not do it;
+    this takes 10 to 60 s and pays off from some thousand tokens.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
         raise UserError(f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}")
     requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
     n_samples = sum(request.params.n_samples for request in requests)
-    rows, steps = min(batch_size or n_samples, n_samples), max(request.limit for request in requests)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, steps if copies else 0))
+    rows = min(batch_size or n_samples, n_samples)
+    results = dict(run_all(model, tokenizer, requests, rows, compile, copies))
     return [results[i] for i in range(len(requests))]
 
 
@@ -73,13 +75,13 @@ def generate_each(
 
 def run_all(
     model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], rows: int, compile: bool,
-    steps: int = PACKED_STEPS,
+    copies: bool = True,
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
-    """Yield (index, Result) in the order of finishing. rows, steps: of the engine that draws samples."""
+    """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
     engines: dict[int, Engine] = {}
     for K, run in itertools.groupby(requests, lambda request: request.params.num_beams):
         if K not in engines:
-            engines[K] = Engine(model, tokenizer, rows if K == 1 else K, compile, steps)
+            engines[K] = Engine(model, tokenizer, rows if K == 1 else K, compile, copies)
         if K > 1:
             yield from ((request.index, engines[K].beam_search(request)) for request in run)
             continue
@@ -96,18 +98,16 @@ class Engine:
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, rows: int, compile: bool = False,
-        steps: int = PACKED_STEPS,
+        copies: bool = True,
     ) -> None:  # fmt: skip
-        """rows: the most texts at a time; steps: about how many steps there will be, 0: make no copies of matrices."""
+        """rows: the most texts at a time; copies: see `generate`."""
         self.device = model.embed_tokens.weight.device
         self.dtype = compute_dtype(model.layers[0].self_attn.q_proj.weight)
-        # For several rows in float32 packed matrices take half the time of inductor's call of the library.
-        can_pack = PackedLinear.works(self.device, self.dtype)
-        self.compile = compile and not (can_pack and rows > 1 and self.dtype == torch.float32)
-        packed = can_pack and not self.compile and steps >= PACKED_STEPS
-        self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=steps > 0)
-        self.model, self.tokenizer = self.view(model), tokenizer
-        self.decode = compiled_step(self.device.type) if self.compile else decode_step
+        self.compile = compile and not (copies and has_kernels(model.cfg, self.device, self.dtype))
+        packed = copies and not self.compile
+        self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies)
+        self.tokenizer = tokenizer
+        self.take(self.view(model))
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
         self.clear()
@@ -123,6 +123,11 @@ class Engine:
         self.params: RowParams | None = None
         self.seen: Seen | None = None
 
+    def take(self, view: Transformer) -> None:
+        native = isinstance(view.lm_head, NativeLinear)
+        step = NativeStep(view) if native else compiled_step(self.device.type) if self.compile else decode_step
+        self.model, self.decode = view, step
+
     def update(self, model: Transformer) -> None:
         """Take the weights that `model` has now, between requests. They stay in their place if the step is compiled: a
         CUDA graph reads them, and the cache, where they were when it was recorded."""
@@ -132,7 +137,7 @@ class Engine:
             for old, now in zip(self.model.parameters(), new.parameters(), strict=True):
                 old.data.copy_(now.data)
         else:
-            self.model = new
+            self.take(new)
 
     @property
     def busy(self) -> bool:
@@ -401,7 +406,7 @@ def n_shared(a: list[int], b: list[int]) -> int:
 def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
     """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
     hidden = model.hidden(tokens.unsqueeze(1), CacheStep(parts))
-    return project(model.lm_head, hidden)[:, 0].float()
+    return model.lm_head(hidden)[:, 0].float()
 
 
 @functools.cache

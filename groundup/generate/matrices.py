@@ -1,27 +1,21 @@
-"""A copy of a model for inference: its matrices in the dtype of the products, on a CPU packed and in fewer layers.
-
-A decoding step of a small model on a CPU is hundreds of small calls, each of which costs some microseconds: queries,
-keys and values come from one product here, gate and up from another, and queries and keys are rotated together.
-"""
+"""A copy of a model for inference: its matrices in the dtype of the products, on a CPU laid out for fast ones."""
 
 import copy
-import functools
 import math
-import timeit
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
+from groundup.generate.native import has_kernels, lay_out
 from groundup.train.lora import LoRALinear, plain_linear
-from model import MLP, Attention, RMSNorm, Transformer
+from model import Transformer
 
 CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which bounds memory
 
 
+@torch.no_grad()
 def for_inference(
     model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0, merged: bool = True
 ) -> Transformer:
@@ -29,9 +23,10 @@ def for_inference(
     are shared with `model`.
 
     Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    merged: add adapters to copies of their matrices. packed: on a CPU, pack the matrices if memory suffices; for one
-    row in float32 only those of a shape that is then multiplied faster, which depends on the CPU."""
+    merged: add adapters to copies of their matrices. packed: on a CPU, lay the matrices out anew if memory suffices:
+    in blocks for step.c (NativeLinear), or where that does not work PackedLinear."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    device = model.embed_tokens.weight.device
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
     compiled = {id(vars(block)["forward"]): None for block in model.layers if "forward" in vars(block)}
     view = copy.deepcopy(model, same | compiled)
@@ -44,86 +39,22 @@ def for_inference(
             if isinstance(child, LoRALinear) and merged:
                 child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False), child.bias)
                 setattr(parent, name, child)
-            if isinstance(child, nn.Linear) and child.weight.dtype != dtype:
-                child.weight = nn.Parameter(child.weight.detach().to(dtype), requires_grad=False)
+    places = [
+        (parent, name) for parent in view.modules() if not isinstance(parent, LoRALinear)
+        for name, child in parent.named_children() if isinstance(child, nn.Linear)
+    ]  # fmt: skip
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    if packed and n_bytes < free_bytes(model.embed_tokens.weight.device) / 2:
-        pack(view, rows == 1 and dtype == torch.float32)
+    packed = packed and n_bytes < free_bytes(device) / 2
+    if packed and has_kernels(model.cfg, device, dtype):
+        lay_out(places, dtype)
+        return view.eval()
+    for place in places:
+        linear = getattr(*place)
+        if linear.weight.dtype != dtype:
+            linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+        if packed and PackedLinear.works(device, dtype, rows):
+            setattr(*place, PackedLinear(linear.weight, linear.bias))
     return view.eval()
-
-
-@torch.no_grad()
-def pack(view: Transformer, if_it_pays: bool) -> None:
-    """Replace the layers by packed ones. if_it_pays: leave matrices as they are where packed ones are slower."""
-    pays: dict[torch.Size, bool] = {}  # of the shapes that were timed
-
-    def layer_of(*linears: nn.Linear) -> nn.Module:
-        """Return a layer whose output is the outputs of these, one after the other."""
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = None if biases[0] is None else torch.cat(biases).to(weight.dtype)
-        if if_it_pays and weight.shape not in pays:
-            pays[weight.shape] = packing_pays(weight)
-        if pays.get(weight.shape, True):
-            return PackedLinear(weight, bias)
-        bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        return plain_linear(nn.Parameter(weight, requires_grad=False), bias)
-
-    for block in view.layers:
-        block.self_attn, block.mlp = MergedAttention(block.self_attn, layer_of), MergedMLP(block.mlp, layer_of)
-    view.lm_head = layer_of(view.lm_head)
-    view.cos, view.sin = torch.cat((view.cos, view.cos), dim=-1), torch.cat((-view.sin, view.sin), dim=-1)
-
-
-class MergedAttention(nn.Module):
-    """`model.Attention` to a key-value cache."""
-
-    def __init__(self, attention: Attention, layer_of: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.qkv_proj = layer_of(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj, self.head_dim = layer_of(attention.o_proj), attention.head_dim
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        n_head, n_kv_head = (proj.weight.shape[0] // self.head_dim for proj in (attention.q_proj, attention.k_proj))
-        self.heads = [n_head, n_kv_head, n_kv_head]
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable, *_: None) -> Tensor:
-        B, T, _ = x.shape
-        y = self.qkv_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H + K + K, T, D)
-        q, k, v = y.split(self.heads, dim=1)
-        if isinstance(self.q_norm, RMSNorm):
-            both = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        else:
-            both = y[:, : -self.heads[2]]
-        q, k = rotate(both, cos, sin).split(self.heads[:2], dim=1)
-        return self.o_proj(attend(q, k, v).transpose(1, 2).reshape(B, T, -1))
-
-
-class MergedMLP(nn.Module):
-    """`model.MLP`."""
-
-    def __init__(self, mlp: MLP, layer_of: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = layer_of(mlp.gate_proj, mlp.up_proj), layer_of(mlp.down_proj)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`model.rotate` in half its time for a single position; cos and sin (..., T, D) are for whole heads."""
-    y = x.float()
-    return (y.roll(y.shape[-1] // 2, dims=-1) * sin).addcmul_(y, cos).type_as(x)
-
-
-@torch.no_grad()
-def packing_pays(weight: Tensor) -> bool:
-    """Return whether a single row is multiplied faster by the packed weight: the best of five times of each."""
-    x, times = weight.new_ones(1, weight.shape[1]), []
-    for multiply in (PackedLinear(weight), functools.partial(F.linear, weight=weight)):
-        multiply(x)
-        times.append(min(timeit.repeat(functools.partial(multiply, x), number=1, repeat=5)))
-    return times[0] < times[1]
 
 
 class PackedLinear(nn.Module):
@@ -132,7 +63,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.bias = bias
+        self.bias = None if bias is None else bias.to(weight.dtype)
         # The layout for many rows is as fast for a few; the one for a single row is slow for more.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, CHUNK_TOKENS)
 
@@ -140,7 +71,10 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     @staticmethod
-    def works(device: torch.device, dtype: torch.dtype) -> bool:
+    def works(device: torch.device, dtype: torch.dtype, rows: int = 0) -> bool:
+        """Return whether it does, and pays, for this many rows (0 = unknown)."""
+        if rows == 1 and dtype == torch.float32:
+            return False
         available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available
 

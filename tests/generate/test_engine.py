@@ -12,11 +12,10 @@ import torch
 from test_model import as_transformers, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
-from groundup.generate import engine, kv_cache, matrices
+from groundup.generate import engine, kv_cache, native
 from groundup.generate.completion import Text, begin_prompt, check, never_sampled
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
-from groundup.generate.matrices import PackedLinear
 from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer, train
@@ -316,7 +315,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
         text = prompt(9) + results[0].completions[0].ids
         want = net(torch.tensor([text[:-1]]))[0, 8:].float().log_softmax(dim=-1)
     assert e.kept[0].layers.dtype == torch.bfloat16
-    assert e.model.lm_head.weight.dtype == e.model.layers[1].mlp.gate_up_proj.weight.dtype == torch.bfloat16
+    assert e.model.lm_head.blocks.dtype == e.model.layers[1].mlp.down_proj.blocks.dtype == torch.bfloat16
     assert e.model.embed_tokens.weight is net.embed_tokens.weight and net.lm_head.weight.dtype == torch.float32
     assert e.model.norm.weight is net.norm.weight
     got = torch.tensor([[found[i] for i in range(97)] for found in results[0].completions[0].logprobs])
@@ -326,40 +325,11 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
     assert len(only(generate(half, None, [prompt(4)], SamplingParams(max_new_tokens=5)))[0]) == 5
 
 
-@pytest.mark.skipif(not PackedLinear.works(torch.device("cpu"), torch.float32), reason="torch without oneDNN")
-def test_one_row_in_float32_is_packed_where_that_is_faster(net, monkeypatch):
-    timed, slow = [], net.layers[0].mlp.down_proj.weight.shape
-    monkeypatch.setattr(matrices, "packing_pays", lambda weight: timed.append(weight.shape) or weight.shape != slow)
-    alone, several = (Engine(net, None, rows, steps=99).model.layers[1] for rows in (1, 2))
-    merged = {m.weight.shape for m in [net.lm_head, net.layers[0].self_attn.o_proj, net.layers[0].mlp.down_proj]}
-    C, cfg = net.cfg.n_embd, net.cfg
-    merged |= {(2 * cfg.ffn_dim, C), ((cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, C)}
-    assert sorted(timed) == sorted(merged)
-    assert type(alone.mlp.down_proj) is torch.nn.Linear
-    assert isinstance(alone.mlp.gate_up_proj, PackedLinear) and isinstance(several.mlp.down_proj, PackedLinear)
-
-
-@pytest.mark.skipif(not PackedLinear.works(torch.device("cpu"), torch.float32), reason="torch without oneDNN")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_matrices_multiply_alike(dtype):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(70, 33, generator=generator).to(dtype)
-    packed = PackedLinear(weight)
-    for shape in ((1, 33), (1, 1, 33), (5, 1, 33), (3, 40, 33)):
-        x = torch.randn(*shape, generator=generator).to(dtype)
-        tolerance = 1e-5 if dtype == torch.float32 else 0.1
-        torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight), atol=tolerance, rtol=1e-2)
-    several = torch.randn(4, 66, generator=generator).to(dtype)
-    torch.testing.assert_close(packed(several[:, ::2]), packed(several[:, ::2].contiguous()))
-    net = random_model(tiny_config())
-    for steps, kind in ((engine.PACKED_STEPS, PackedLinear), (2, torch.nn.Linear)):
-        assert type(engine.Engine(net, None, 2, steps=steps).model.lm_head) is kind
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
-def test_compiled_equals_eager(dtype, batch_sizes):
+def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
+    monkeypatch.setattr(native, "library", lambda dtype: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
@@ -662,6 +632,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
 
+    monkeypatch.setattr(native, "library", lambda dtype: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
     prompts = [ids for ids, _ in traffic(net, 20)]
@@ -859,6 +830,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(native, "library", lambda dtype: None)
     engine.compiled_step.cache_clear()
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)

@@ -1,0 +1,169 @@
+"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls it.
+
+Where there is no C compiler, or model.py computes something else than step.c, torch does the same, more slowly."""
+
+import ctypes
+import functools
+import mmap
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from groundup.generate.kv_cache import Part
+from groundup.train.computation import is_plain, say
+from model import ModelConfig, RMSNorm, Transformer
+
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTH = 32  # as in step.c
+
+
+@functools.cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return step.c, compiled for matrices of this dtype; None if that does not work here."""
+    if dtype not in DTYPES:
+        return None
+    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), "")
+    tune = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = ["-O3", tune, "-fopenmp", "-fPIC", "-shared", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        out, source = Path(directory) / "step.so", Path(__file__).with_name("step.c")
+        command = [compiler, *flags, "-o", str(out), str(source), *openmp(), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            found = ctypes.CDLL(str(out))
+        except (OSError, subprocess.SubprocessError):
+            say(
+                "generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower"
+            )
+            return None
+    pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    found.lay_out.argtypes = [pointer, pointer, long, long, number]
+    found.product.argtypes = [*[pointer] * 4, *[long] * 3, number]
+    found.step.argtypes = [*[pointer] * 7, long, *[pointer] * 3, long, number]
+    found.lay_out.restype = found.product.restype = found.step.restype = None
+    return found
+
+
+def openmp() -> list[str]:
+    """Return the OpenMP library that torch has loaded: another one would have threads of its own."""
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    return re.findall(r"/\S*torch\S*/lib(?:gomp|iomp5|omp)\S*", loaded)[:1]
+
+
+def has_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether step.c computes what model.py does for models of this shape."""
+    if device.type != "cpu" or library(dtype) is None or cfg.n_embd % 2 or cfg.ffn_dim % 2:
+        return False
+    kinds = [kind for kind, has in (("qwen2", cfg.qkv_bias), ("qwen3", cfg.qk_norm)) if has] or ["llama"]
+    return all(map(is_plain, kinds))
+
+
+class NativeLinear(nn.Module):
+    """A linear layer with its weight (N, K) in the blocks of step.c."""
+
+    def __init__(self, linear: nn.Linear, blocks: Tensor) -> None:
+        """blocks: memory for the weight, n_elements of it."""
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        self.blocks, self.bias = blocks, None if linear.bias is None else linear.bias.float()
+        weight, n_words = linear.weight.to(blocks.dtype).contiguous(), self.in_features * blocks.itemsize // 4
+        where = address(weight), address(blocks), self.out_features, n_words
+        library(blocks.dtype).lay_out(*where, torch.get_num_threads())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N) in the dtype of the weight."""
+        x = x.to(self.blocks.dtype).contiguous()
+        y = torch.empty(*x.shape[:-1], self.out_features)
+        sizes = x.numel() // self.in_features, self.in_features, self.out_features
+        where = map(address, (self.blocks, self.bias, x, y))
+        library(x.dtype).product(*where, *sizes, torch.get_num_threads())
+        return y.to(x.dtype)
+
+
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def n_elements(linear: nn.Linear) -> int:
+    return -(-linear.weight.shape[0] // WIDTH) * WIDTH * linear.weight.shape[1]
+
+
+def huge_pages(n_bytes: int) -> Tensor:
+    """Return (n_bytes,) uint8 zeros, on Linux in large pages: memory then gives a third more."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(n_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    """Replace linear layers, given by parent and name, by layers in blocks of `dtype`, all in one stretch of memory."""
+    sizes = [n_elements(getattr(*place)) for place in places]
+    parts = huge_pages(sum(sizes) * dtype.itemsize).view(dtype).split(sizes)
+    for place, part in zip(places, parts, strict=True):
+        setattr(*place, NativeLinear(getattr(*place), part))
+
+
+class Model(ctypes.Structure):
+    """Model of step.c."""
+
+    _fields_ = (
+        [(name, ctypes.c_long) for name in ("n_layer", "C", "H", "K", "D", "F", "V")]
+        + [("eps", ctypes.c_double)]
+        + [(name, ctypes.c_void_p) for name in ("layers", "norm", "head")]
+    )
+
+
+class NativeStep:
+    """engine.decode_step for a model whose matrices lie in blocks."""
+
+    def __init__(self, model: Transformer) -> None:
+        cfg, self.dtype = model.cfg, model.lm_head.blocks.dtype
+        layers: list[Tensor | None] = []
+        for block in model.layers:
+            attn, mlp = block.self_attn, block.mlp
+            matrices = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            norms = attn.q_norm, attn.k_norm, block.input_layernorm, block.post_attention_layernorm
+            layers += [linear.blocks for linear in matrices] + [linear.bias for linear in matrices[:3]]
+            layers += [norm.weight.float() if isinstance(norm, RMSNorm) else None for norm in norms]
+        norm = model.norm.weight.float()
+        table = (ctypes.c_void_p * len(layers))(*map(address, layers))
+        self.kept = layers, norm, table  # C holds their addresses
+        sizes = cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.ffn_dim, cfg.vocab_size
+        ends = ctypes.addressof(table), address(norm), address(model.lm_head.blocks)
+        self.model = Model(*sizes, cfg.norm_eps, *ends)
+
+    def __call__(self, model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
+        """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
+        cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
+        x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
+        positions = torch.cat([lengths for _, _, lengths, _ in parts])
+        angles = [table[positions.clamp(max=cfg.block_size - 1)].float() for table in (model.cos, model.sin)]
+        sizes = torch.tensor([keys[0].shape[2] - 1 for keys, _, lengths, _ in parts for _ in lengths])
+        rows, longest = rows_of(parts), int(positions.max()) + 1
+        D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
+        shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
+        own = torch.empty(n_threads, 32 + B * cfg.n_embd + (1 + n_sharing) * D + n_sharing * longest)
+        inputs = map(address, (x, *angles, positions, sizes))
+        work = *map(address, (logits, shared, own)), own[0].nbytes
+        library(self.dtype).step(ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads)
+        return logits
+
+
+def rows_of(parts: list[Part]) -> np.ndarray:
+    """Return (2 n_layer, B) the addresses of each layer's keys, then values, of each row."""
+    found = []
+    for keys, values, lengths, _ in parts:
+        begin = np.array([layer.data_ptr() for layer in keys + values])[:, None]
+        found.append(begin + np.arange(len(lengths)) * keys[0][0].nbytes)
+    return found[0] if len(found) == 1 else np.concatenate(found, axis=1)

@@ -1,0 +1,137 @@
+"""native.py and step.c against the same model in torch."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from test_model import random_ids, random_model, tiny_config
+
+from groundup.generate import engine, native
+from groundup.generate.completion import check
+from groundup.generate.engine import Engine, decode_step, generate
+from groundup.generate.kv_cache import KVCache
+from groundup.generate.matrices import PackedLinear, for_inference
+from groundup.generate.native import NativeLinear, NativeStep, lay_out
+from groundup.generate.sampling import SamplingParams
+from model import Transformer
+
+pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CPU = torch.device("cpu")
+
+
+def model_with(dtype: torch.dtype = torch.float32, **changes: object) -> tuple[Transformer, Transformer, NativeStep]:
+    """A model for torch, the same for step.c, and its step."""
+    net = random_model(tiny_config(**changes)).to(dtype)
+    fast = for_inference(net, dtype, packed=True)
+    return net.eval(), fast, NativeStep(fast)
+
+
+def filled(net: Transformer, rows: int, length: int, dtype: torch.dtype) -> KVCache:
+    """A cache of random texts."""
+    cache = KVCache(net.cfg, rows, length, CPU, dtype)
+    with torch.no_grad():
+        net.hidden(random_ids(net.cfg, rows, length - 1), cache.chunk(0, length - 1))
+    return cache
+
+
+SHAPES = [
+    {},
+    {"n_kv_head": 2, "tie_embeddings": True},
+    {"n_kv_head": 1, "qk_norm": True, "head_dim": 6, "ffn_dim": 70},
+    {"qkv_bias": True, "n_embd": 36, "n_head": 3, "head_dim": 10, "ffn_dim": 34, "norm_eps": 0.1},
+    {"qkv_bias": True, "qk_norm": True, "block_size": 300},
+]
+
+
+@BOTH
+@pytest.mark.parametrize("changes", SHAPES)
+@torch.no_grad()
+def test_a_step_is_torchs(changes, dtype):
+    """Of rows of any length in caches of two sizes, one of which rests; also what it writes to the cache."""
+    net, fast, step = model_with(dtype, **changes)
+    want, got = ([filled(net, 3, 20, dtype), filled(net, 9, 30, dtype)] for _ in range(2))
+    tokens = random_ids(net.cfg, 1, 12, seed=4)[0]
+    places = [0, 19, -1], [4, 5, 28, 29, 1, 2, 3, 0, 17]
+    parts = [[cache.part(at) for cache, at in zip(caches, places, strict=True)] for caches in (want, got)]
+    a, b = decode_step(net, tokens, parts[0]), step(fast, tokens, parts[1])
+    assert b.dtype == torch.float32
+    awake = torch.arange(12) != 2
+    atol = 2e-5 if dtype == torch.float32 else 0.05 * a.std().item()
+    torch.testing.assert_close(a[awake], b[awake], atol=atol, rtol=1e-4)
+    for one, other in zip(want, got, strict=True):
+        for x, y in zip(one.layers, other.layers, strict=True):  # but for the spare position
+            torch.testing.assert_close(x[:, :, :-1], y[:, :, :-1], atol=atol, rtol=1e-4 if atol < 1e-4 else 0.05)
+
+
+@BOTH
+@torch.no_grad()
+def test_a_row_is_to_the_bit_what_it_is_alone(dtype):
+    """Among others, with another number of threads."""
+    net, fast, step = model_with(dtype, n_kv_head=2, ffn_dim=70)
+    tokens, lengths = random_ids(net.cfg, 1, 15, seed=4)[0], [1, 7, 18, 3, 9] * 3
+    cache, threads = filled(net, 15, 20, dtype), torch.get_num_threads()
+    together = step(fast, tokens, [cache.part(lengths)])
+    try:
+        for n_threads in (1, 2, 5):
+            torch.set_num_threads(n_threads)
+            assert torch.equal(step(fast, tokens, [cache.part(lengths)]), together)
+        for i in range(15):
+            alone = KVCache(net.cfg, 1, 20, CPU, dtype)
+            for to, of in zip(alone.layers, cache.layers, strict=True):
+                to.copy_(of[i : i + 1])
+            assert torch.equal(step(fast, tokens[i : i + 1], [alone.part([lengths[i]])])[0], together[i])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [NativeLinear, PackedLinear])
+def test_layers_multiply_as_torchs_do(kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for N, K, bias in ((70, 34, True), (32, 64, False), (5, 2, True)):
+        linear = torch.nn.Linear(K, N, bias=bias).to(dtype).requires_grad_(False)
+        holder = torch.nn.Sequential(linear)
+        lay_out([(holder, "0")], dtype)
+        layer = holder[0] if kind is NativeLinear else PackedLinear(linear.weight, linear.bias)
+        for shape in ((1, K), (1, 1, K), (5, 1, K), (3, 40, K)):
+            x = torch.randn(*shape, generator=generator).to(dtype)
+            tolerance = 1e-5 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(layer(x), linear(x), atol=tolerance, rtol=1e-2)
+        several = torch.randn(4, 2 * K, generator=generator).to(dtype)
+        torch.testing.assert_close(layer(several[:, ::2]), layer(several[:, ::2].contiguous()))
+
+
+def test_bfloat16_ids_are_the_same_alone_and_among_others():
+    """And prompts of one piece."""
+    net = random_model(tiny_config(n_kv_head=2)).to(torch.bfloat16)
+    params = SamplingParams(max_new_tokens=40, logprobs=0)
+    prompts = [random_ids(net.cfg, 1, 9, seed=i)[0].tolist() for i in range(7)]
+    alone = [generate(net, None, [ids], params)[0].completions[0] for ids in prompts]
+    e, found = Engine(net, None, 7), {}
+    for i, ids in enumerate(prompts):
+        e.add(check(i, ids, params, net.cfg, None))
+        e.step()
+    while e.busy:
+        found |= {sample.request.index: sample for sample, _ in e.step()}
+    for i, one in enumerate(alone):
+        assert found[i].ids == one.ids and found[i].logprobs == one.logprobs
+
+
+def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
+    net, ids = random_model(tiny_config()), random_ids(tiny_config(), 1, 8)[0].tolist()
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+    want = generate(net, None, [ids], params)[0].completions[0].ids
+    assert isinstance(Engine(net, None, 1).decode, NativeStep)
+    for name, value in (("shutil.which", lambda name: None), ("is_plain", lambda kind: False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"groundup.generate.native.{name}", value)
+            native.library.cache_clear()
+            assert Engine(net, None, 2).decode is decode_step
+            assert generate(net, None, [ids], params)[0].completions[0].ids == want
+        native.library.cache_clear()
+    assert Engine(net, None, 1, copies=False).decode is decode_step
+    odd = random_model(dataclasses.replace(net.cfg, ffn_dim=33))
+    assert Engine(odd, None, 1).decode is decode_step and engine.has_kernels(net.cfg, CPU, torch.float32)
+    assert not engine.has_kernels(net.cfg, CPU, torch.float16)
