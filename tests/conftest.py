@@ -1,8 +1,11 @@
 """What holds for all tests."""
 
+import gc
 import signal
 
 import pytest
+
+gc.disable()  # until all files are imported: that leaves no garbage
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -15,3 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first: workers take whole files, and the last one should not keep a core idle."""
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # each full collection would walk through all that was imported
