@@ -45,14 +45,19 @@ $(VENV)/serve: $(VENV)/core requirements-serve.txt
 
 install: $(VENV)/core
 
+# Threads that wait spin, which costs nothing on idle cores and beside other work ten times a step's time.
+demo demo-chat demo-real: export OMP_WAIT_POLICY ?= passive
+
 demo: $(VENV)/core
-	$(PY) prepare.py --input='en: python-docs, weight=0.97; zh: groundup/demo/zh_sample.txt, txt_split=blank, weight=0.03' \
-		--out_dir=data/demo --vocab_size=4096
+	$(PY) prepare.py --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
+		--pattern=zh
 	$(PY) pretrain.py config/demo.py
-	$(PY) sample.py --init_from=out/demo --prompt=The --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
-	$(PY) prepare.py --input=python-docs --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
+	$(PY) sample.py --init_from=out/demo --prompt=When --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
+	$(PY) sample.py --init_from=out/demo --prompt='春天' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
+	$(PY) prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
+		--out_dir=data/demo_chat --tokenizer_dir=data/demo
 	$(PY) sft.py config/demo_sft.py
-	$(PY) sample.py --init_from=out/demo_sft --prompt='$(QUESTION)' --temperature=0
+	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
 
 demo-chat: demo
 	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \

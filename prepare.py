@@ -53,7 +53,7 @@ from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, w
 from tokenizer import SMALLEST, Tokenizer, train
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # files, directories, globs, comma-separated; python-docs; -: standard input; 'name: files, weight=1; ...'
+input = ""  # files, globs, comma-separated; python-docs, demo-en, demo-zh; -: stdin; 'name: files, weight=1; ...'
 out_dir = ""  # directory to make, for example data/x
 tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
 chat_template_kwargs = ""  # settings of the chat template in tokenizer_dir: 'enable_thinking=False'

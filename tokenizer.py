@@ -50,7 +50,7 @@ input = ""  # text to train on: files, directories, globs, comma-separated, a=0.
 text_key = ""  # where the text is in JSON, csv and parquet: text, a.b or title,body; "" = detected
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
-pattern = "qwen"  # how bpe splits text: qwen | gpt4 | gpt2 | zh | cl100k; llama.cpp lacks gpt4 and zh
+pattern = "qwen"  # how bpe splits text: qwen | gpt4 (llama.cpp lacks it) | gpt2 | cl100k | zh (mostly Chinese)
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
 extend = ""  # directory of a tokenizer to which tokens learnt from `input` are added, up to vocab_size, into out_dir
@@ -95,10 +95,12 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
         print(f"tokenizer: vocab_size={vocab_size} is rounded up to {size}, a multiple of {SIZE_STEP}")
     if backend == "sentencepiece":
         return Tokenizer(sentencepiece_files(bpe.train_sentencepiece(texts, size, SPECIALS)))
-    counts = bpe.count_chunks(texts, PATTERNS[pattern])
+    counts, n_merges = bpe.count_chunks(texts, PATTERNS[pattern]), size - 256 - len(SPECIALS)
     if not counts:
         raise UserError("tokenizer: the input holds no text to learn from")
-    tokenizer = Tokenizer(bpe_files(bpe.train_bpe(counts, size - 256 - len(SPECIALS)), PATTERNS[pattern]))
+    counts = bpe.characters_first(counts, n_merges // 2) if pattern == "zh" else counts
+    written = PATTERNS["qwen" if pattern == "zh" else pattern]  # llama.cpp has it; no merge is longer than zh's chunks
+    tokenizer = Tokenizer(bpe_files(bpe.train_bpe(counts, n_merges), written))
     if tokenizer.vocab_size < size:
         print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
     return tokenizer

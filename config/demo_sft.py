@@ -1,7 +1,10 @@
-"""The chat model of `make demo`, two CPU cores, two minutes: 4,100 questions and answers from Python's documentation.
+r"""The chat model of `make demo`, two CPU cores, some 80 s: 6,700 questions and answers about Python and everyday
+things, in English and Chinese.
 
-    python prepare.py --input=python-docs --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
+    python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat \
+        --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
     python sft.py config/demo_sft.py
+    python evaluate.py --init_from=out/demo_sft --tasks=generation --data=groundup/demo/questions.jsonl  # 30 unseen
 
 A quarter of all questions is left for demo_reward.py and demo_dpo.py.
 """
@@ -12,9 +15,11 @@ data = "data/demo_chat"
 compile = False  # a fresh machine may have no C++ compiler
 block_size = 256
 batch_size = 16
-learning_rate = 1e-3
+epochs = 3.0
+optimizer = "muon"
+learning_rate = 2e-3
 warmup_steps = 10
 eval_steps = 0
 eval_new_tokens = 64
 log_every = 20
-sample_prompts = "What does the function math.gcd do?|What does the method list.append do?"
+sample_prompts = "What does the method list.append do?|len \u6709\u4ec0\u4e48\u7528\uff1f"  # what is len for?

@@ -324,6 +324,19 @@ def test_tokenizer_learns_from_train_only(tmp_path, monkeypatch, capsys):
     assert max(map(len, learnt)) == 100 and sorted("".join(learnt)) == sorted(EN * 5 + ZH * 5)
 
 
+@pytest.mark.parametrize("n, times", [(60, 6), (200, selection.MAX_TIMES)])
+def test_a_source_small_for_its_weight_is_read_again_for_the_tokenizer(tmp_path, monkeypatch, capsys, n, times):
+    """Otherwise a vocabulary of 70 KB of Chinese beside 11 MB of English has no Chinese words."""
+    learnt = []
+    monkeypatch.setattr(prepare, "train", lambda texts, *rest: train(learnt.extend(texts) or learnt, *rest))
+    documents = [f"{i:03d} " + EN[:200] for i in range(n + 10)]
+    large, small = (write_jsonl(tmp_path / f"{k}.jsonl", documents[k : k + m]) for k, m in ((10, n), (0, 10)))
+    spec = f"large: {large}, weight=0.5; small: {small}, weight=0.5"
+    run(tmp_path / "out", input=spec, vocab_size=512, val_fraction=0.0, near=0.0)
+    assert collections.Counter(collections.Counter(learnt).values()) == {1: n, times: 10}
+    assert f"tokenizer: source small, weight 0.5, read {times} times: " in capsys.readouterr().out
+
+
 # ---- any number of processes, and what happens when one is lost ------------------------------
 
 

@@ -772,7 +772,8 @@ def test_patterns_travel_with_the_tokenizer(tmp_path: Path, name: str):
     tok = train(CORPUS, 640, pattern=name)
     hf = saved_hf(tok, tmp_path)
     again = Tokenizer.load(tmp_path)
-    assert again.engine.pattern == PATTERNS[name] and again.fingerprint() == tok.fingerprint()
+    assert again.engine.pattern == PATTERNS["qwen" if name == "zh" else name]
+    assert again.fingerprint() == tok.fingerprint()
     for text in TEXTS:
         assert again.encode(text) == hf_ids(hf, text) and again.decode(again.encode(text)) == text
     longest = max(len(tok.token_bytes(i).decode(errors="ignore")) for i in tok.encode(CHINESE))

@@ -16,12 +16,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
 
 import numpy as np
 
+from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
@@ -34,6 +36,7 @@ OWN = {
     "weight": float, "text_key": str, "txt_split": str, "quality": str, "rules_off": str, "rules_on": str,
     "min_chars": int, "max_chars": int,
 }  # fmt: skip
+MADE = {"python-docs": docs_rows, "demo-en": partial(demo_rows, "en"), "demo-zh": partial(demo_rows, "zh")}  # no files
 BOUND = r"(?:(-?\d*\.?\d+(?:e-?\d+)?)%?)?"
 
 
@@ -208,8 +211,8 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
         for name in filter(None, (part.strip() for part in source.input.split(","))):
-            if name in ("python-docs", "-"):
-                made = spool_stdin(work) if name == "-" else write_rows(docs_rows(kind), work / "python-docs.jsonl")
+            if name in ("-", *MADE):
+                made = spool_stdin(work) if name == "-" else write_rows(MADE[name](kind), work / f"{name}.jsonl")
                 files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
             else:
                 files = [look(path, streams.shown_name(path), number) for path in readers.find_files(name)]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from groundup.tokens.chat_files import ConversationWriter
 from groundup.tokens.token_files import ShardWriter, file_sha256, token_dtype
 from tokenizer import Tokenizer
 
+MAX_TIMES = 8  # that a tokenizer reads a small source; its rarest words would fill the vocabulary
 ROW_SPLITS = (*SPLITS, "held_out")  # of conversations: questions that instruction tuning never sees
 
 
@@ -179,7 +181,8 @@ def training_texts(
     parts: list[SourceDocs], chosen: Selection, most: int, recipe: Recipe, work: Path
 ) -> Iterator[str]:
     """Return documents of train to train a tokenizer on: of each source all, or a sample (by hash) of about `most`
-    bytes; of several sources by turns, by their weights, `most` bytes in all."""
+    bytes; of several sources by turns, by their weights, `most` bytes in all. A source too small for its weight is read
+    up to MAX_TIMES times: in training it is repeated, too."""
 
     def of_source(part: SourceDocs) -> Iterator[str]:
         own = part.rows[part.splits == 0]
@@ -199,11 +202,15 @@ def training_texts(
 
     if len(parts) == 1:
         return of_source(parts[0])
+    sizes = [float(chosen.rows["n_bytes"][part.rows].sum()) for part in parts]
+    weights = [part.source.weight or size for part, size in zip(parts, sizes, strict=True)]
+    largest = max((size / weight for size, weight in zip(sizes, weights, strict=True) if weight), default=0.0)
     sources = []
-    for part in parts:
-        size, weight = float(chosen.rows["n_bytes"][part.rows].sum()), part.source.weight
-        label = f"source {part.source.name}, " + (f"weight {weight:g}" if weight else "by its size")
-        sources += [(label, of_source(part), weight or size)] if weight or size else []
+    for part, size, weight in zip(parts, sizes, weights, strict=True):
+        times = min(MAX_TIMES, round(min(largest * weight, most) / size)) if size else 1
+        texts = chain.from_iterable(map(of_source, [part] * max(times, 1)))
+        label = f"source {part.source.name}, " + (f"weight {weight:g}" if part.source.weight else "by its size")
+        sources += [(label + f", read {times} times" * (times > 1), texts, weight)] if weight else []
     return mix_texts(sources, most)
 
 

@@ -31,8 +31,9 @@ PATTERNS = {
     # cl100k with at most two digits per chunk instead of three: better for vocabularies of about 32k (nanochat).
     "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # For mostly Chinese text, where the others make tokens of whole clauses, comma included. Here a token has at most
-    # four characters, the length of an idiom. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
+    # To learn from mostly Chinese text, where the others make tokens of whole clauses, comma included. Here a token has
+    # at most four characters, the length of an idiom. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
+    # The tokenizer splits text by "qwen", so that words lie where they are and not at every fourth character.
     "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "cl100k": CL100K,
@@ -44,6 +45,8 @@ SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special
 MIN_COUNT = 2  # a pair seen once is not worth an id
 MAX_BYTES = 24_000_000  # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
+HAN = regex.compile(r"\p{Han}")
+COVERED = 0.9999  # one Han character in ten thousand is left to its bytes
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
 
 # tiktoken's regular expressions overflow their stack on about a million white-space characters, so it gets text in
@@ -101,6 +104,25 @@ def drop_rarest(counts: Counter[str]) -> Counter[str]:
     lost = len(counts) - len(kept)
     print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are dropped")
     return Counter(kept)
+
+
+def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
+    """Return the counts with the frequent Han characters as chunks of their own, so often that they are merged before
+    any word: then a model writes characters, not parts of them. Those that make up COVERED of all Han characters, the
+    most frequent first; with the two-byte beginnings that they share at most `most` merges."""
+    seen: Counter[str] = Counter()
+    for chunk, count in counts.items():
+        for character in HAN.findall(chunk.decode()):
+            seen[character] += count
+    found, beginnings, left = [], set(), seen.total() * COVERED
+    for character, count in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
+        beginnings.add(character.encode()[:2])
+        if left <= 0 or len(found) + len(beginnings) >= most:
+            break
+        found.append(character.encode())
+        left -= count
+    often = sum(counts.values()) + 1
+    return counts | {character: counts.get(character, 0) + often for character in found}
 
 
 def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:

@@ -140,7 +140,7 @@ def error_of(*command: str | Path) -> str:
 
 @pytest.mark.slow
 def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path, tokenizer):
-    make("llama", tmp_path / "hf", train(TEXTS, vocab_size=512, pattern="zh"))
+    make("llama", tmp_path / "hf", train(TEXTS, vocab_size=512, pattern="gpt4"))
     assert "pattern=qwen" in error_of("tools/to_gguf.py", tmp_path / "hf", tmp_path / "m.gguf")
     (tmp_path / "text.gguf").write_text("no GGUF", encoding="utf-8")
     assert "text.gguf" in error_of("tools/from_gguf.py", tmp_path / "text.gguf", tmp_path / "out")
