@@ -126,7 +126,7 @@ def arguments(command: str) -> tuple[str, list[str]]:
     if script == "evaluate.py" and "--tasks=generation" in given:
         small["max_new_tokens"] = 4
     if script == "sample.py" and any(word.startswith("--prompts") for word in given):
-        small |= {"max_new_tokens": 64, "stop": "e|a|t|n|s|o| "}  # pairs are made of finished answers
+        small |= {"max_new_tokens": 64, "stop": "e|a|t|n|s|o| |\ufffd"}  # pairs are of whole answers
     kept = [word for word in given if word.lstrip("-").partition("=")[0] not in small]
     return script, kept + [f"--{key}={value}" for key, value in small.items()]
 
