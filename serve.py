@@ -24,6 +24,7 @@ import json
 import queue
 import re
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -459,6 +460,17 @@ def check_config(config: dict) -> None:
         )
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket of this address, before the models are loaded. Raise UserError if another program has it."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise UserError(f"serve: cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}") from None
+    return listening
+
+
 if __name__ == "__main__":
     config = configure(globals())
     check_config(config)
@@ -467,6 +479,7 @@ if __name__ == "__main__":
         import uvicorn
     except ImportError:
         raise UserError("serve: this needs two libraries; pip install -r requirements-serve.txt") from None
+    listening = bind(host, port)
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     found = directories(init_from)
@@ -474,7 +487,8 @@ if __name__ == "__main__":
     for model in models.values():
         model.start()
     print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
-    uvicorn.run(
-        Server(models, config).app(), host=host, port=port, log_level="warning", server_header=False,
-        timeout_graceful_shutdown=drain_seconds, limit_concurrency=4 * max_queue, timeout_keep_alive=KEEP_SECONDS,
+    how = uvicorn.Config(
+        Server(models, config).app(), log_level="warning", server_header=False, limit_concurrency=4 * max_queue,
+        timeout_graceful_shutdown=drain_seconds, timeout_keep_alive=KEEP_SECONDS,
     )  # fmt: skip
+    uvicorn.Server(how).run(sockets=[listening])

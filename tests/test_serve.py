@@ -332,3 +332,13 @@ def test_a_model_that_breaks_answers_500_and_goes_on(directory, monkeypatch):
         assert httpx.post(url + "/v1/completions", json=body).status_code == 500
         monkeypatch.undo()
         assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+
+
+def test_a_port_that_is_taken_is_one_line_before_the_models_are_loaded():
+    taken = serve.bind("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(UserError, match=rf"cannot listen at 127.0.0.1:{port}: .*in use; try --port={port + 1}"):
+        serve.bind("127.0.0.1", port)
+    taken.close()
+    serve.bind("127.0.0.1", port).close()
