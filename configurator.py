@@ -14,7 +14,6 @@ functions stay its own.
 import ast
 import contextlib
 import difflib
-import gc
 import importlib.util
 import math
 import os
@@ -25,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from groundup.errors import UserError, end_in_one_line, naming, printable
+from groundup.errors import UserError, end_in_one_line, imports_are_done, naming, printable
 
 TYPES = (bool, int, float, str)
 
@@ -34,7 +33,7 @@ def configure(namespace: dict, argv: list[str] | None = None) -> dict:
     """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
     Print help and exit with status 0 on --help; print one line and exit with 1 on a mistake."""
     end_in_one_line()
-    gc.enable()
+    imports_are_done()
     argv = sys.argv[1:] if argv is None else argv
     keys = {k: v for k, v in namespace.items() if is_key(k, v)}
     try:

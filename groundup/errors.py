@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import NoReturn
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 UNINTERRUPTED = threading.Lock()  # held by a thread that completes a checkpoint: waits for the disk, not for ranks
 WATCH_S = 0.5  # between two looks at torchrun's agent
+PYTHONS = signal.default_int_handler  # of Ctrl-C: KeyboardInterrupt
 INTERRUPTED, READER_GONE = 130, 141  # exit status: 128 + SIGINT, 128 + SIGPIPE, as a shell says
 ADVICE = {
     errno.ENOSPC: "make room, then run the same command again",
@@ -61,6 +63,8 @@ def printable(text: str, keep: str = "") -> str:
 def end_in_one_line() -> None:
     """Print one line for whatever the user or the machine ended this process with. A script calls it before its slow
     imports. From here on no character is too strange for the terminal, and none can drive it."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is PYTHONS:
+        signal.signal(signal.SIGINT, interrupted)  # until configure(), too
     gc.disable()  # until configure(): the imports leave no garbage, and to look for it takes a sixth of their time
     sys.excepthook = one_line_excepthook
     atexit.register(flush_output)
@@ -74,6 +78,19 @@ def end_in_one_line() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.isatty():
             write = partial(type(stream).write, stream)
             stream.write = lambda text, write=write, keep=keep: write(printable(text, keep))
+
+
+def imports_are_done() -> None:
+    """What end_in_one_line has put off comes back: the garbage collector, and Ctrl-C as an exception."""
+    gc.enable()
+    if signal.getsignal(signal.SIGINT) is interrupted:
+        signal.signal(signal.SIGINT, PYTHONS)
+
+
+def interrupted(number: int, frame: object) -> NoReturn:
+    """Ctrl-C during slow imports: an exception there is lost in some library, or leaves it half imported."""
+    print(f"{Path(sys.argv[0]).stem}: interrupted; run the same command again", file=sys.stderr, flush=True)
+    leave(INTERRUPTED)
 
 
 def one_line_excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
