@@ -472,7 +472,8 @@ def finish(
     parts.writer.close()
     saved = parts.writer.saved
     if stopped_by:
-        how = "the same command continues" if saved else "the last save failed"
+        without = ", without --resume=never --overwrite=True" if config["resume"] == "never" else ""
+        how = f"the same command continues{without}" if saved else "the last save failed"
         log.print(f"stopped by a signal after step {log.step}; {how}")
     if batches:
         batches.close()

@@ -342,9 +342,11 @@ def test_a_signal_while_a_checkpoint_is_written(run: Callable, tmp_path: Path, m
 
     monkeypatch.setattr(checkpoint, "write_state", write_state)
     out = tmp_path / "out"
-    assert run("--max_steps=100000", "--save_every=200", "--keep_last=9", "--eval_every=9999") == 128 + signal.SIGTERM
+    flags = ["--max_steps=100000", "--save_every=200", "--keep_last=9", "--eval_every=9999"]
+    assert run(*flags, "--resume=never", "--overwrite=True") == 128 + signal.SIGTERM  # which a user may well repeat
     stopped = tp.events(out, "train")[-1]["step"]
-    assert f"stopped by a signal after step {stopped}; the same command continues" in capsys.readouterr().out
+    hint = "the same command continues, without --resume=never --overwrite=True\n"
+    assert f"stopped by a signal after step {stopped}; {hint}" in capsys.readouterr().out
     assert [e["step"] for e in tp.events(out, "save")] == [200, stopped] and 200 < stopped < 400
     assert checkpoint.find_latest(out, pytest.fail).name == f"step_{stopped:06d}" == os.readlink(out / "latest")
     checkpoint.check_bytes(out / "step_000200")
