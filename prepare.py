@@ -274,7 +274,8 @@ def difference(info: dict, old: dict) -> str:
     if old.get("prepare") != VERSION:
         return "prepare.py"
     now, was = (
-        {key: one.get(key) for key in ("tokenizer", "answers")} | one["recipe"]
+        {key: one.get(key) for key in ("tokenizer", "answers")}
+        | {"a setting of input" if key == "sources" else key: value for key, value in one["recipe"].items()}
         | {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in one["inputs"]}
         for one in (info, old)
     )  # fmt: skip

@@ -257,7 +257,7 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, ord
     run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2, order=order)
     said = capsys.readouterr().out
     assert "2 documents are few: each gives its end, 10 % to val and 20 % to test; if a text file" in said
-    assert re.search(r"warning: val has \d+ tokens, and an evaluation needs more than block_size", said)
+    assert re.search(r"warning: val has \d+ tokens; for a block_size of that many or more raise val_fraction", said)
     found, places = read_back(tmp_path / "out"), {}
     for text in (long, short):
         val, test = int(len(text) * (1 - 0.2 - 0.1)), int(len(text) * 0.8)

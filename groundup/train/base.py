@@ -49,7 +49,8 @@ def tuned_architecture(config: dict, source: Path | None, token_vocab: int) -> M
     cfg = checkpoint.load_config(source)
     rows, longest = max(cfg.vocab_size, token_vocab), max(cfg.block_size, block_size)
     if longest > cfg.block_size:
-        say(f"warning     {source} has a context of {cfg.block_size} tokens; block_size={block_size} makes it longer")
+        keeps = f"--block_size={cfg.block_size} keeps to what it was trained with"
+        say(f"warning     block_size={block_size} exceeds the {cfg.block_size} tokens of {source}; {keeps}")
     return dataclasses.replace(cfg, vocab_size=rows, block_size=longest, dropout=dropout)
 
 

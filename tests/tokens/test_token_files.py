@@ -186,6 +186,9 @@ def test_errors_at_open(tmp_path: Path) -> None:
     assert message() == f"data: no directory {tmp_path}/x; {run}"
     (tmp_path / "x").mkdir()
     assert message() == f"data: {tmp_path}/x is not prepared, or not completely: no manifest.json; {run}"
+    (tmp_path / "x" / "my.txt").write_text("mine", encoding="utf-8")
+    assert message().endswith(f"if it holds texts, run: python prepare.py --input={tmp_path}/x --out_dir=data/x")
+    (tmp_path / "x" / "my.txt").unlink()
     documents = random_documents()
     write(tmp_path / "x", documents, shard_tokens=512)
     shard = tmp_path / "x" / "train_00001.npy"
