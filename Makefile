@@ -45,7 +45,7 @@ $(VENV)/serve: $(VENV)/core requirements-serve.txt
 
 install: $(VENV)/core
 
-# Threads that wait spin, which costs nothing on idle cores and beside other work ten times a step's time.
+# Threads that wait spin: beside two busy processes a step takes seven times as long (docs/measurements.md).
 demo demo-chat demo-real: export OMP_WAIT_POLICY ?= passive
 
 demo: $(VENV)/core

@@ -1,5 +1,5 @@
-r"""What `make demo` trains, on two CPU cores in some two minutes: stories and knowledge in English and Chinese of this
-repository's own, and the prose of Python's documentation.
+r"""What `make demo` trains, on two idle CPU cores in two and a half minutes: stories and knowledge in English
+and Chinese of this repository's own, and the prose of Python's documentation.
 
     python prepare.py --out_dir=data/demo --vocab_size=6144 --pattern=zh \
         --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5'

@@ -6,8 +6,8 @@ r"""The reward model of `make demo-chat`, one CPU core, two minutes: tells right
         --length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/demo_pairs
     python reward.py config/demo_reward.py
 
-The pairs are about questions that demo_sft.py left out. Not run since the demo learns Chinese, too; before, 83.7 % of
-288 held-out pairs came out right.
+The pairs are about questions that demo_sft.py left out. Of 311 held-out ones 65.6 % come out right (83.7 % of 288
+before the demo learnt Chinese, too); the longer answer wins 53.7 %.
 """
 
 out_dir = "out/demo_reward"

@@ -1,5 +1,5 @@
-r"""The chat model of `make demo`, two CPU cores, some 80 s: 6,700 questions and answers about Python and everyday
-things, in English and Chinese.
+r"""The chat model of `make demo`, two idle CPU cores, under two minutes: 6,700 questions and answers about Python and
+everyday things, in English and Chinese.
 
     python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat \
         --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo

@@ -179,7 +179,7 @@ def head_losses(device: torch.device) -> dict[str, Callable]:
     if device.type == "cuda":
         ChunkedCrossEntropy.chunk = staticmethod(torch.compile(fused_chunk))  # as compile_blocks does
     found[HEAD_PEERS[0]] = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.12
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         chunks = torch.nn.LinearCrossEntropyOptions()
         found[HEAD_PEERS[1]] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=chunks)
     if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):

@@ -106,8 +106,10 @@ class Engine:
         self.compile = compile and not (copies and has_kernels(model.cfg, self.device, self.dtype))
         packed = copies and not self.compile
         self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies)
-        self.tokenizer = tokenizer
-        self.take(self.view(model))
+        self.model, self.tokenizer = self.view(model), tokenizer
+        self.decode = compiled_step(self.device.type) if self.compile else decode_step
+        if isinstance(self.model.lm_head, NativeLinear):
+            self.decode = NativeStep(self.model)
         self.autocast = functools.partial(autocast, self.device, self.dtype)
         self.n_rows = rows
         self.clear()
@@ -123,21 +125,13 @@ class Engine:
         self.params: RowParams | None = None
         self.seen: Seen | None = None
 
-    def take(self, view: Transformer) -> None:
-        native = isinstance(view.lm_head, NativeLinear)
-        step = NativeStep(view) if native else compiled_step(self.device.type) if self.compile else decode_step
-        self.model, self.decode = view, step
-
     def update(self, model: Transformer) -> None:
-        """Take the weights that `model` has now, between requests. They stay in their place if the step is compiled: a
+        """Take the weights that `model` has now, between requests, with compiled steps. They stay in their place: a
         CUDA graph reads them, and the cache, where they were when it was recorded."""
-        assert not self.busy, "an answer would begin with one model and end with another"
-        self.kept, new = [], self.view(model)
-        if self.compile:
-            for old, now in zip(self.model.parameters(), new.parameters(), strict=True):
-                old.data.copy_(now.data)
-        else:
-            self.take(new)
+        assert self.compile and not self.busy, "an answer would begin with one model and end with another"
+        self.kept = []
+        for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
+            old.data.copy_(new.data)
 
     @property
     def busy(self) -> bool:

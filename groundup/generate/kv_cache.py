@@ -115,6 +115,11 @@ def attend_by_length(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, le
     return attend(q[:, :, 0], k, v, each, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
 
 
+def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
+
+
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is added to the scores: 0 where mask is true, else -inf. Once for all layers: from bools torch's
     attention would make it in each."""
@@ -135,11 +140,6 @@ class CacheChunk:
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
         return cached_attention(q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask)
-
-
-def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    width = mask.shape[-1]
-    return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
 
 
 class CacheStep:

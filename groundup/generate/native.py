@@ -26,7 +26,7 @@ WIDTH = 32  # as in step.c
 
 
 @functools.cache
-def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return step.c, compiled for matrices of this dtype; None if that does not work here."""
     if dtype not in DTYPES:
         return None
@@ -40,9 +40,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             found = ctypes.CDLL(str(out))
         except (OSError, subprocess.SubprocessError):
-            say(
-                "generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower"
-            )
+            say("generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower")
             return None
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     found.lay_out.argtypes = [pointer, pointer, long, long, number]
@@ -61,7 +59,7 @@ def openmp() -> list[str]:
 
 def has_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether step.c computes what model.py does for models of this shape."""
-    if device.type != "cpu" or library(dtype) is None or cfg.n_embd % 2 or cfg.ffn_dim % 2:
+    if device.type != "cpu" or kernels(dtype) is None or cfg.n_embd % 2 or cfg.ffn_dim % 2:
         return False
     kinds = [kind for kind, has in (("qwen2", cfg.qkv_bias), ("qwen3", cfg.qk_norm)) if has] or ["llama"]
     return all(map(is_plain, kinds))
@@ -77,7 +75,7 @@ class NativeLinear(nn.Module):
         self.blocks, self.bias = blocks, None if linear.bias is None else linear.bias.float()
         weight, n_words = linear.weight.to(blocks.dtype).contiguous(), self.in_features * blocks.itemsize // 4
         where = address(weight), address(blocks), self.out_features, n_words
-        library(blocks.dtype).lay_out(*where, torch.get_num_threads())
+        kernels(blocks.dtype).lay_out(*where, torch.get_num_threads())
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N) in the dtype of the weight."""
@@ -85,7 +83,7 @@ class NativeLinear(nn.Module):
         y = torch.empty(*x.shape[:-1], self.out_features)
         sizes = x.numel() // self.in_features, self.in_features, self.out_features
         where = map(address, (self.blocks, self.bias, x, y))
-        library(x.dtype).product(*where, *sizes, torch.get_num_threads())
+        kernels(x.dtype).product(*where, *sizes, torch.get_num_threads())
         return y.to(x.dtype)
 
 
@@ -156,7 +154,7 @@ class NativeStep:
         own = torch.empty(n_threads, 32 + B * cfg.n_embd + (1 + n_sharing) * D + n_sharing * longest)
         inputs = map(address, (x, *angles, positions, sizes))
         work = *map(address, (logits, shared, own)), own[0].nbytes
-        library(self.dtype).step(ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads)
+        kernels(self.dtype).step(ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads)
         return logits
 
 

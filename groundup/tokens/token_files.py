@@ -174,10 +174,10 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
     how = f"run: python prepare.py --input=... --out_dir={data_dir}"
     if not Path(data_dir).is_dir():
         raise UserError(f"data: no directory {data_dir}; {how}")
-    if not path.exists() and any(Path(data_dir).iterdir()) and not (Path(data_dir) / "config.py").exists():
-        name = Path(data_dir).absolute().name
-        how = f"if it holds texts, run: python prepare.py --input={data_dir} --out_dir=data/{name}"
     if not path.exists():
+        if any(Path(data_dir).iterdir()) and not (Path(data_dir) / "config.py").exists():
+            name = Path(data_dir).absolute().name
+            how = f"if it holds texts, run: python prepare.py --input={data_dir} --out_dir=data/{name}"
         raise UserError(f"data: {data_dir} is not prepared, or not completely: no manifest.json; {how}")
     manifest = read_json(path, "data", how, MANIFEST_BYTES)
     try:

@@ -36,6 +36,6 @@ def for_all_lengths(block: Callable) -> Callable:
 def say_that_torch_gave_up(record: logging.LogRecord) -> bool:
     """Say it once and in one line; torch takes six. A filter of its logger."""
     if gave_up := "hit config." in str(record.msg):
-        what = f"torch compiled a block {MOST_GRAPHS} times and gave up"
+        what = f"torch compiled a block {record.args[1]} times and gave up"
         say(f"warning     {what}: other shapes run uncompiled, slower")
     return not gave_up

@@ -119,8 +119,8 @@ def test_answers_depend_on_nothing_beside_them(model, tokenizer, prompts, drawn)
 def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(model, tokenizer, prompts, monkeypatch, trainable):
     """In place: a CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)"""
     monkeypatch.setattr(engine, "compiled_step", lambda device_type: engine.decode_step)
-    library = native.library
-    monkeypatch.setattr(native, "library", lambda dtype: None)
+    kernels = native.kernels
+    monkeypatch.setattr(native, "kernels", lambda dtype: None)
     config = {"prompts_per_step": 3, "group_size": 6, "draw_batch_size": 0, "max_new_tokens": 24, "temperature": 1.0}
     config, policy, found = config | {"compile": True}, copy.deepcopy(model), []
     set_trainable(policy, trainable, LoRAConfig())
@@ -139,8 +139,8 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(model, tokeni
                 p.add_(torch.randn_like(p), alpha=0.03)
     assert found[0] != found[1] != found[2]
     assert drawing(policy, tokenizer, config | {"compile": False}, 1, torch.bfloat16).keywords["engine"] is None
-    monkeypatch.setattr(native, "library", library)
-    if native.library(torch.float32):  # a CPU has its step in C
+    monkeypatch.setattr(native, "kernels", kernels)
+    if native.kernels(torch.float32):  # a CPU has its step in C
         assert drawing(policy, tokenizer, config, 1, torch.float32).keywords["engine"] is None
 
 

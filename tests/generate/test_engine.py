@@ -329,7 +329,7 @@ def test_matrices_and_cache_have_the_dtype_of_the_products():
 @pytest.mark.parametrize(("dtype", "batch_sizes"), [(torch.float32, (1,)), (torch.bfloat16, (2,))])
 def test_compiled_equals_eager(dtype, batch_sizes, monkeypatch):
     """Also across widths, rows that rest, and a cache that grows; without another compilation for each length."""
-    monkeypatch.setattr(native, "library", lambda dtype: None)
+    monkeypatch.setattr(native, "kernels", lambda dtype: None)
     net = random_model(tiny_config(n_kv_head=2, block_size=300, n_layer=1, qkv_bias=True))
     texts = [prompt(n, seed=n) for n in (3, 50, 20)]
     params = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=frozenset({11}))
@@ -632,7 +632,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
 
-    monkeypatch.setattr(native, "library", lambda dtype: None)
+    monkeypatch.setattr(native, "kernels", lambda dtype: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
     prompts = [ids for ids, _ in traffic(net, 20)]
@@ -830,7 +830,7 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
     with pytest.raises(UserError, match="batch_size=-1"):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(native, "library", lambda dtype: None)
+    monkeypatch.setattr(native, "kernels", lambda dtype: None)
     engine.compiled_step.cache_clear()
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)

@@ -127,10 +127,10 @@ def test_torch_does_it_without_a_compiler_or_for_another_model(monkeypatch):
     for name, value in (("shutil.which", lambda name: None), ("is_plain", lambda kind: False)):
         with monkeypatch.context() as patch:
             patch.setattr(f"groundup.generate.native.{name}", value)
-            native.library.cache_clear()
+            native.kernels.cache_clear()
             assert Engine(net, None, 2).decode is decode_step
             assert generate(net, None, [ids], params)[0].completions[0].ids == want
-        native.library.cache_clear()
+        native.kernels.cache_clear()
     assert Engine(net, None, 1, copies=False).decode is decode_step
     odd = random_model(dataclasses.replace(net.cfg, ffn_dim=33))
     assert Engine(odd, None, 1).decode is decode_step and engine.has_kernels(net.cfg, CPU, torch.float32)
