@@ -280,6 +280,9 @@ def difference(info: dict, old: dict) -> str:
         for one in (info, old)
     )  # fmt: skip
     changed = [name for name in was | now if was.get(name) != now.get(name)]
+    both = was["tokenizer"], now["tokenizer"]
+    if "tokenizer" in changed and all(of.startswith("trained") for of in both):
+        changed[changed.index("tokenizer")] = f"tokenizer ({' -> '.join(both)})"
     return ", ".join(changed[:5]) or ("the order of the inputs" if list(was) != list(now) else "")
 
 

@@ -116,7 +116,8 @@ if __name__ == "__main__":
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = steps_of(config, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs")
+    n_rows, lost = corpus.n_rows, corpus.left_out()
+    max_steps = config["max_steps"] = steps_of(config, n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost)
     mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

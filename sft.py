@@ -144,7 +144,8 @@ if __name__ == "__main__":
     corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
     corpus.need_validation(val_fraction)
     given = dict(config)  # out_dir/config.py keeps max_steps=0
-    max_steps = config["max_steps"] = steps_of(config, corpus.n_rows, rows_per_step, "total_batch_tokens")
+    n_rows, lost = corpus.n_rows, corpus.left_out()
+    max_steps = config["max_steps"] = steps_of(config, n_rows, rows_per_step, "total_batch_tokens", "rows", lost)
     mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     order = {key: config[key] for key in DATA_KEYS} | corpus.record()
     if rank == 0:

@@ -257,7 +257,7 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, ord
     run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2, order=order)
     said = capsys.readouterr().out
     assert "2 documents are few: each gives its end, 10 % to val and 20 % to test; if a text file" in said
-    assert re.search(r"warning: val has \d+ tokens; for a block_size of that many or more raise val_fraction", said)
+    assert re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs a larger", said)
     found, places = read_back(tmp_path / "out"), {}
     for text in (long, short):
         val, test = int(len(text) * (1 - 0.2 - 0.1)), int(len(text) * 0.8)
@@ -618,7 +618,7 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 
 def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
-    for vocab_size, expected in ((512, "is done"), (512, "is up to date"), (640, "made anew: tokenizer")):
+    for vocab_size, expected in ((512, "is done"), (512, "is up to date"), (640, "anew: tokenizer (trained, bpe 512 ")):
         run(tmp_path / "out", input=path, vocab_size=vocab_size)
         assert expected in capsys.readouterr().out
     for expected in ("is done", "is up to date"):

@@ -750,7 +750,7 @@ def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "step_000002 after step 2; changed: learning_rate 0.01 -> 0.5, max_steps 2 -> 4" in text
     assert run("--max_steps=4", "--learning_rate=0.5") == 0
-    assert "max_steps=4 is reached" in capsys.readouterr().out
+    assert "max_steps=4 is reached: raise it to train these weights on, or begin anew with" in capsys.readouterr().out
     assert len(losses(tmp_path / "out")) == 4
 
 

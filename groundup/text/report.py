@@ -189,7 +189,8 @@ def print_report(manifest: dict, seconds: float) -> None:
     print_splits(manifest)
     few = manifest["splits"].get("val", {}).get("tokens", 0) if manifest["format"] != ROWS_FORMAT else 0
     if 0 < few <= 1024:
-        print(f"prepare: warning: val has {few} tokens; for a block_size of that many or more raise val_fraction")
+        more = f"a run whose block_size is {few} or more needs a larger val_fraction"
+        print(f"prepare: warning: val has {few} tokens; {more}")
     print(f"prepare: {seconds:.1f} s, {n_bytes['read'] / 1e6 / seconds:.1f} MB/s")
 
 

@@ -17,15 +17,25 @@ import numpy as np
 
 from groundup.errors import UserError
 from groundup.tokens.mixture import Mixture, Sampler, Stage, parse_data_dir, parse_number, parse_weights, quotas
-from groundup.tokens.row_reader import SourceRows, read_source
+from groundup.tokens.row_reader import RowReader, SourceRows, read_source
 
 MANY_EPOCHS = 4  # Muennighoff et al. 2023: up to here repeated tokens are worth nearly as much as new ones
 FEW_STEPS = 5  # the learning rate has to rise and fall within them
 
 
-def steps_of(config: dict, n_rows: int, per_step: int, key: str, noun: str = "rows") -> int:
+def left_out(readers: Sequence[RowReader], parts: Sequence) -> str:
+    """Return which rows were left out of `parts`, and where the first is, as the end of a sentence; "" if none was."""
+    dropped = sum((reader.dropped for reader in readers), Counter())
+    for data in parts:
+        dropped.update({what.removeprefix("left out: "): n for what, n in data.counts.items()})
+    text = ": left out " + ", ".join(f"{n:,} ({reason})" for reason, n in dropped.items()) if dropped else ""
+    places = [place for reader in readers for place in reader.places]
+    return text + (f"; first: {places[0]}" if places else "")
+
+
+def steps_of(config: dict, n_rows: int, per_step: int, key: str, noun: str = "rows", lost: str = "") -> int:
     """Return max_steps, or where that is 0 as many steps of `per_step` rows as the epochs take. Raise UserError if
-    those are so few that next to nothing would be learned. key: the setting that decides per_step."""
+    those are so few that next to nothing would be learned. key: the setting that decides per_step; lost: `left_out`."""
     steps = config["max_steps"] or math.ceil(config["epochs"] * n_rows / per_step)
     if not config["max_steps"] and steps < FEW_STEPS:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -35,7 +45,7 @@ def steps_of(config: dict, n_rows: int, per_step: int, key: str, noun: str = "ro
         flags["epochs"] = max(config["epochs"], math.ceil(4 * FEW_STEPS * rows * world_size / max(1, n_rows)))
         more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
         few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}, too few to learn from"
-        raise UserError(f"data: {few}; smaller steps and more epochs: {more}")
+        raise UserError(f"data: {few}{lost}; smaller steps and more epochs: {more}")
     return steps
 
 
@@ -143,17 +153,14 @@ class RowCorpus(Corpus):
         if self.val:
             return
         readers = [rows.reader for rows in self.val_found.values() or self.found]
-        dropped = sum((reader.dropped for reader in readers), Counter())
-        for data in self.all_val:
-            dropped.update({what.removeprefix("left out: "): n for what, n in data.counts.items()})
-        text = f"data: no {readers[0].noun} is held out for validation"
-        if dropped:
-            text += ": left out " + ", ".join(f"{n:,} ({reason})" for reason, n in dropped.items())
-        if places := [place for reader in readers for place in reader.places]:
-            text += f"; first: {places[0]}"
-        too_long = any("block_size" in reason or "no room" in reason for reason in dropped)
+        lost = left_out(readers, self.all_val)
+        too_long = "block_size" in lost or "no room" in lost
         more = "give more rows" if val_fraction or self.val_found else "raise val_fraction"
+        text = f"data: no {readers[0].noun} is held out for validation{lost}"
         raise UserError(f"{text}; {'raise block_size, ' * too_long}{more} or name others in val_data")
+
+    def left_out(self) -> str:
+        return left_out([rows.reader for rows in self.found], self.train)
 
     def read(self, path: str, val_fraction: float) -> SourceRows:
         return read_source(path, self.reader(), val_fraction)

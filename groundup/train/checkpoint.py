@@ -330,6 +330,8 @@ def resolve(init_from: str | Path) -> Path:
         if path.suffix == ".gguf":
             raise UserError(f"checkpoint: init_from={str(init_from)!r}: first: python tools/from_gguf.py {path} DIR")
         reason = "is a file, give its directory" if path.exists() else "no such directory (hub models: download first)"
+        if path.name in BEST and find_latest(path.parent):
+            reason = f"no checkpoint of this run has been evaluated yet; --init_from={path.parent} is its newest"
         raise UserError(f"checkpoint: init_from={str(init_from)!r}: {reason}")
     if (path / "checksums.json").exists():
         check_bytes(path)

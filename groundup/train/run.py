@@ -232,8 +232,9 @@ def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
         text += f"; no longer a setting, ignored: {', '.join(gone)}"
     if step >= config["max_steps"]:
         raises = "epochs or max_steps" if "epochs" in config else "it"
-        text += f"; max_steps={config['max_steps']} is reached: raise {raises} to go on, or begin anew with "
-        text += "--resume=never --overwrite=True"
+        anew = f" from {config['init_from']} as it is now" if config["init_from"] else ""
+        text += f"; max_steps={config['max_steps']} is reached: raise {raises} to train these weights on, or begin anew"
+        text += f"{anew} with --resume=never --overwrite=True"
     return text
 
 

@@ -586,6 +586,8 @@ def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
     assert steps_of(config, 320, 64, "total_batch_pairs") == 5
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
+    with pytest.raises(UserError, match=r"too few to learn from: left out 1 \(bad_json\); first: f:5; smaller"):
+        steps_of(config, 11, 64, "total_batch_pairs", "pairs", ": left out 1 (bad_json); first: f:5")
     config |= {"total_batch_tokens": 128 * 1024}
     with pytest.raises(UserError, match=r"1 rows .* --batch_size=1 --total_batch_tokens=1024 --epochs=20$"):
         steps_of(config, 1, 128, "total_batch_tokens")

@@ -1177,6 +1177,13 @@ def test_init_from_names_a_run_a_step_a_link_or_a_model(tmp_path: Path) -> None:
     assert checkpoint.resolve(tmp_path / "hf") == tmp_path / "hf"
 
 
+def test_best_of_a_run_without_an_evaluation_says_so(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    said = error_line(checkpoint.resolve, tmp_path / "run" / "best")
+    assert "no checkpoint of this run has been evaluated yet" in said and f"--init_from={tmp_path / 'run'} is" in said
+    assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "best")
+
+
 def test_a_gguf_file_names_its_converter(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert f"python tools/from_gguf.py {tmp_path}/m.gguf DIR" in error_line(checkpoint.resolve, tmp_path / "m.gguf")
