@@ -277,7 +277,7 @@ class Engine:
         """Free the row of a sample; keep a copy of its text, as long as there is memory, for texts that begin so."""
         (self.running if sample in self.running else self.reading).remove(sample)
         row = sample.row
-        if row is None:
+        if row is None or row.cache is None or row not in row.cache.texts:  # the last two: Ctrl-C while it was placed
             return
         if not any(text.held[: len(row.held)] == row.held for text in self.kept):
             self.kept = [text for text in self.kept if row.held[: len(text.held)] != text.held]

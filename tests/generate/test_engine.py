@@ -265,6 +265,26 @@ def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
     assert sorted(read) == [0, 1]
 
 
+@pytest.mark.parametrize("where", ["fit", "append"])
+def test_interrupted_while_a_row_is_placed(net, monkeypatch, where):
+    engine, params = Engine(net, None, rows=2), SamplingParams(temperature=0.0, max_new_tokens=4)
+    want = [token.id for token in engine.stream(prompt(9), params)]
+    fit = engine.cache.fit
+
+    def interrupt(row, *args) -> None:
+        if where == "append":  # the row has its place, its cache does not know it yet
+            fit(row, *args)
+            row.cache.texts.remove(row)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.cache, "fit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(prompt(9, seed=4), params))
+    monkeypatch.undo()
+    assert not (engine.waiting or engine.reading or engine.running)
+    assert [token.id for token in engine.stream(prompt(9), params)] == want
+
+
 def test_untouched_by_dropout_documents_and_training_and_leaves_all_alone():
     net = random_model(tiny_config(dropout=0.5)).train()
     net.document_id = 7
