@@ -89,11 +89,11 @@ def test_importing_prints_nothing_and_makes_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_every_key_with_a_comment(script):
-    """In three seconds; of a trainer, the shared settings under a heading of their own."""
+    """In seconds; of a trainer, the shared settings under a heading of their own."""
     begin = time.monotonic()
     done = subprocess.run([sys.executable, ROOT / f"{script}.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - begin < 3 or os.getloadavg()[0] > os.cpu_count()
+    assert time.monotonic() - begin < 6 or os.getloadavg()[0] > os.cpu_count()  # 1.8 on an idle core
     own, _, shared = done.stdout.partition("keys (")[2].partition("shared keys, ")
     assert bool(shared) == (script in TRAINERS)
     keys = [line for part in (own, shared) for line in part.strip().splitlines()[1:] if line]
