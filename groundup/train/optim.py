@@ -1,8 +1,8 @@
 """Optimizers on flat buckets, and learning-rate schedules.
 
-AdamW (fused), and Muon for the 2-D weights of the blocks. Both work on the flat buffers of ddp.py's buckets: AdamW sees
-consecutive parameters as one tensor, Muon sees adjacent matrices of equal shape as one stack. State is saved by
-parameter name, so a checkpoint does not know about buckets.
+AdamW (fused), and Muon with even rows (NorMuon) for the 2-D weights of the blocks. Both work on the flat buffers of
+ddp.py's buckets: AdamW sees consecutive parameters as one tensor, Muon sees adjacent matrices of equal shape as one
+stack. State is saved by parameter name, so a checkpoint does not know about buckets.
 """
 
 import math
@@ -18,6 +18,7 @@ from groundup.errors import UserError
 # Quintic Newton-Schulz, tuned to be steep at zero while singular values stay near 1 (Keller Jordan, Muon).
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
+ROW_DECAY = 0.95  # NorMuon: of the mean of squares of a row
 
 
 class Bucket(Protocol):
@@ -53,7 +54,8 @@ class AdamWSegment:
 
 
 class MuonStack:
-    """Muon on equal-shaped matrices as one (K, n, m) stack: momentum, then the nearest orthogonal matrix of each.
+    """Muon on equal-shaped matrices as one (K, n, m) stack: momentum, the nearest orthogonal matrix of each, and rows of
+    one size (NorMuon, arXiv:2510.05491).
 
     The step is scaled by 0.2 sqrt(max(n, m)), which gives it the size of AdamW's, so that both share one learning rate
     and one weight decay (Moonlight, arXiv:2502.16982, section 2.2).
@@ -67,7 +69,8 @@ class MuonStack:
             raise UserError("optim: Muon needs whole matrices, but a shard ends inside one; see DDP's keep_whole")
         stack = (end - self.begin) // shape.numel(), *shape
         self.param, self.grad = (flat[self.begin : end].view(stack) for flat in (bucket.param, bucket.grad))
-        self.state = {"momentum": torch.zeros_like(self.param)}
+        rows = stack[:2] + (1,) if shape[0] >= shape[1] else (stack[0], 1, stack[2])  # a wide matrix: its columns
+        self.state = {"momentum": torch.zeros_like(self.param), "mean_square": self.param.new_zeros(rows)}
         self.scalars: dict[str, Tensor] = {}
         self.momentum, self.decay, self.dtype = momentum, decay, dtype
         self.lr_scale = 0.2 * math.sqrt(max(shape))
@@ -78,6 +81,7 @@ class MuonStack:
         buffer = self.state["momentum"]
         buffer.lerp_(grad, (1 - self.momentum) * apply)
         direction = orthogonalize(grad.lerp_(buffer, self.momentum), self.dtype)  # Nesterov's look-ahead
+        direction = even_rows(direction.to(self.param.dtype), self.state["mean_square"], apply)
         self.param.mul_(1 - lr * self.decay * apply)
         self.param.add_(direction * (-lr * self.lr_scale * apply))
 
@@ -92,6 +96,17 @@ def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return y.mT if tall else y
+
+
+def even_rows(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> Tensor:
+    """Divide the rows of each x (K, n, m) by a running root mean square of theirs, which `mean_square` (K, n, 1) keeps,
+    and give each matrix its Frobenius norm back; with (K, 1, m), the columns. The average begins at zero: what it lacks
+    at first is the same factor for all rows, and goes with the norm."""
+    of_this_step = x.square().mean(2 if mean_square.shape[2] == 1 else 1, keepdim=True)
+    mean_square.lerp_(of_this_step, (1 - ROW_DECAY) * apply)
+    even = x / mean_square.sqrt().add(1e-7)  # a row without a gradient stays zero
+    before, after = (torch.linalg.matrix_norm(t, keepdim=True) for t in (x, even))
+    return even * (before / after.clamp(min=1e-7))
 
 
 class Optimizer:
@@ -123,7 +138,8 @@ class Optimizer:
     def state_dict(
         self, gather: Callable[[Bucket, Tensor], None] | None = None, keep: bool = True
     ) -> dict[str, dict[str, Tensor]]:
-        """Return {parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum"}}, in the parameter's shape: views.
+        """Return {parameter name: {"exp_avg", "exp_avg_sq", "step"} or {"momentum", "mean_square"}}: views, in the
+        parameter's shape, mean_square in that of its rows (n, 1) or columns (1, m).
 
         With ZeRO-1, all ranks must pass `gather` (DDP.gather), which completes a flat tensor laid out as bucket.param;
         the result is then a copy on the CPU, and empty on ranks that do not `keep` it.
@@ -135,9 +151,14 @@ class Optimizer:
                 for i in group.items:
                     state = saved[bucket.names[i]] = dict(group.scalars)
                     for key, mine in group.state.items():
-                        flat, begin = (whole[key], 0) if gather else (mine.view(-1), group.begin)
-                        offset, shape = bucket.offsets[i] - begin, bucket.params[i].shape
-                        state[key] = flat[offset : offset + shape.numel()].view(shape)
+                        offset, shape = bucket.offsets[i], bucket.params[i].shape
+                        size = mine.shape[1:] if mine.ndim > 1 else shape  # of this parameter's state
+                        if gather:
+                            repeated = whole[key][offset : offset + shape.numel()].view(shape)
+                            state[key] = repeated[tuple(map(slice, size))].contiguous()
+                        else:
+                            begin = (offset - group.begin) * size.numel() // shape.numel()
+                            state[key] = mine.view(-1)[begin : begin + size.numel()].view(size)
         return saved
 
     def load_state_dict(self, saved: dict[str, dict[str, Tensor]]) -> None:
@@ -155,8 +176,10 @@ class Optimizer:
             for i in group.items:
                 state, (begin, end) = saved[bucket.names[i]], own_span(bucket, [i])
                 for key, mine in group.state.items():
-                    theirs = state[key].flatten()[begin - bucket.offsets[i] : end - bucket.offsets[i]]
-                    mine.view(-1)[begin - group.begin : end - group.begin].copy_(theirs)
+                    per = bucket.params[i].numel() // state[key].numel()  # weights that share one number: a row's
+                    first, last = ((at - bucket.offsets[i]) // per for at in (begin, end))
+                    to = (begin - group.begin) // per
+                    mine.view(-1)[to : to + last - first].copy_(state[key].flatten()[first:last])
                 for key, scalar in group.scalars.items():
                     scalar.copy_(state[key])
 
@@ -164,13 +187,14 @@ class Optimizer:
 def gather_states(
     bucket: Bucket, groups: list[AdamWSegment | MuonStack], gather: Callable[[Bucket, Tensor], None], keep: bool
 ) -> dict[str, Tensor]:
-    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts."""
+    """Gather {key: state of the whole bucket (padded,), on the CPU} from the ranks' parts. What a row has one number of
+    is repeated over the row."""
     whole = {}
     for key in dict.fromkeys(key for group in groups for key in group.state):
         flat = torch.zeros_like(bucket.param)
         for group in groups:
             if key in group.state:
-                flat[group.begin : group.begin + group.param.numel()] = group.state[key].view(-1)
+                flat[group.begin : group.begin + group.param.numel()].view(group.param.shape).copy_(group.state[key])
         gather(bucket, flat)
         if keep:
             whole[key] = flat.cpu()
