@@ -34,7 +34,7 @@ from groundup.errors import UserError
 input = "input.txt"  # char-rnn's tinyshakespeare
 nanogpt = ""  # checkout of karpathy/nanoGPT; "" = its seconds and loss as they were on the machine of docs/race.md
 entry = "config/shakespeare.py"  # settings of the runs
-flags = "--eval_every=25"  # more of them, separated by spaces
+flags = ""  # more of them, separated by spaces: --eval_every=25
 vocab_size = 1024  # of the tokenizer, trained on the text
 seeds = "1,2,3"  # one run for each
 out = "out/race"  # token files and runs; emptied run by run

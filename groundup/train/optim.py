@@ -54,8 +54,8 @@ class AdamWSegment:
 
 
 class MuonStack:
-    """Muon on equal-shaped matrices as one (K, n, m) stack: momentum, the nearest orthogonal matrix of each, and rows of
-    one size (NorMuon, arXiv:2510.05491).
+    """Muon on equal-shaped matrices as one (K, n, m) stack: momentum, the nearest orthogonal matrix of each, and rows
+    of one size (NorMuon, arXiv:2510.05491).
 
     The step is scaled by 0.2 sqrt(max(n, m)), which gives it the size of AdamW's, so that both share one learning rate
     and one weight decay (Moonlight, arXiv:2502.16982, section 2.2).
@@ -81,9 +81,9 @@ class MuonStack:
         buffer = self.state["momentum"]
         buffer.lerp_(grad, (1 - self.momentum) * apply)
         direction = orthogonalize(grad.lerp_(buffer, self.momentum), self.dtype)  # Nesterov's look-ahead
-        direction = even_rows(direction.to(self.param.dtype), self.state["mean_square"], apply)
+        scales = row_scales(direction, self.state["mean_square"], apply)
         self.param.mul_(1 - lr * self.decay * apply)
-        self.param.add_(direction * (-lr * self.lr_scale * apply))
+        self.param.add_(direction * (scales * (-lr * self.lr_scale * apply)))
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -98,15 +98,16 @@ def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return y.mT if tall else y
 
 
-def even_rows(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> Tensor:
-    """Divide the rows of each x (K, n, m) by a running root mean square of theirs, which `mean_square` (K, n, 1) keeps,
-    and give each matrix its Frobenius norm back; with (K, 1, m), the columns. The average begins at zero: what it lacks
-    at first is the same factor for all rows, and goes with the norm."""
-    of_this_step = x.square().mean(2 if mean_square.shape[2] == 1 else 1, keepdim=True)
-    mean_square.lerp_(of_this_step, (1 - ROW_DECAY) * apply)
-    even = x / mean_square.sqrt().add(1e-7)  # a row without a gradient stays zero
-    before, after = (torch.linalg.matrix_norm(t, keepdim=True) for t in (x, even))
-    return even * (before / after.clamp(min=1e-7))
+def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> Tensor:
+    """Return the factors (K, n, 1) that divide the rows of each x (K, n, m) by a running root mean square of theirs, in
+    `mean_square` (K, n, 1), and leave each matrix its Frobenius norm; with (K, 1, m), those of the columns. The
+    average begins at zero: what it lacks at first is the same factor for all rows, and the norm takes it back."""
+    along = 2 if mean_square.shape[2] == 1 else 1
+    squares = torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=mean_square.dtype).square()
+    mean_square.lerp_(squares / x.shape[along], (1 - ROW_DECAY) * apply)
+    scales = 1 / mean_square.sqrt().add(1e-7)  # a row without a gradient stays zero
+    before, after = squares.sum((1, 2), keepdim=True), (squares * scales.square()).sum((1, 2), keepdim=True)
+    return scales * (before / after.clamp(min=1e-7)).sqrt()
 
 
 class Optimizer:

@@ -559,7 +559,8 @@ def test_muon_takes_whole_matrices_and_adamw_the_adapters() -> None:
     state = opt.state_dict()
     assert state.keys() == trained(model)
     for name, tensors in state.items():
-        assert tensors.keys() == ({"momentum", "mean_square"} if "down_proj" in name else {"exp_avg", "exp_avg_sq", "step"})
+        muon, adamw = {"momentum", "mean_square"}, {"exp_avg", "exp_avg_sq", "step"}
+        assert tensors.keys() == (muon if "down_proj" in name else adamw)
 
 
 ROWS = 4
