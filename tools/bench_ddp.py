@@ -10,6 +10,7 @@ bucket leaves once it is ready (measured without communication) and the link is 
 f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last).
 """
 
+import gc
 import json
 import os
 import signal
@@ -188,6 +189,10 @@ def run_rank(cases: list[str], rounds: int) -> None:
         add_ideal(results, built["compute"])
     if world.is_main:
         print(json.dumps(results))
+    # torch's reducers end before the process group. Its last owner destroys it, which a reducer does with the GIL held,
+    # and gloo's thread may wait for the GIL: for ever, seen beside other work.
+    built.clear()
+    gc.collect()
     close()
 
 
