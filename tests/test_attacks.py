@@ -8,6 +8,7 @@ import pickle
 import re
 import struct
 import sys
+import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from test_checkpoint import save
 
 from groundup.align import reward_model
 from groundup.errors import UserError
-from groundup.files import readers, streams
+from groundup.files import readers, streams, untrusted
 from groundup.tokens import templates
 from groundup.train import checkpoint
 from groundup.train.log import RunLog
@@ -276,6 +277,13 @@ def test_a_template_that_explodes_later_is_stopped(forged, monkeypatch):
     tokenizer.render(CONVERSATION)
     for _ in range(100):
         assert "takes more than 0.3 s" in refusal(lambda: tokenizer.render([*CONVERSATION, CONVERSATION[0]]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")
+def test_a_copy_that_waits_for_ever_is_ended(monkeypatch):
+    """As one may, whose lock another thread held when it was made: it takes no time of a CPU."""
+    monkeypatch.setattr(untrusted, "STUCK_S", 1)
+    assert untrusted.why_unusable(lambda: time.sleep(99)) == "it takes more than 1 s"
 
 
 def test_a_compressed_state_is_refused(forged):

@@ -25,6 +25,7 @@ OWNERS = {
     "log.jsonl": "run",
 }  # fmt: skip
 MANIFEST_BYTES = 2**28  # of what prepare.py writes, which names every input
+STUCK_S = 60  # of the clock, after which a copy of this process is ended that another thread's lock may have stopped
 BYTES_PER_VALUE = 16  # at most so many values for its size: Python needs up to 100 bytes for each
 
 
@@ -113,6 +114,8 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
         status = 1
         try:
             limit(seconds, megabytes)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(STUCK_S)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where Rust tells its panics
             action()
             status = 0
@@ -121,7 +124,7 @@ def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int 
         finally:
             os._exit(status)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended in (-signal.SIGKILL, -signal.SIGXCPU):
+    if ended in (-signal.SIGKILL, -signal.SIGXCPU, -signal.SIGALRM):
         return f"it takes more than {seconds} s"
     return f"it fails, or needs more than {megabytes} MB" if ended else ""
 
