@@ -43,7 +43,7 @@ from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir
-from groundup.text.recipe import Counts, Input, Recipe, find_inputs, look, parse_score, parse_sources
+from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources
 from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.bpe import PATTERNS
@@ -59,7 +59,7 @@ tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" =
 chat_template_kwargs = ""  # settings of the chat template in tokenizer_dir: 'enable_thinking=False'
 vocab_size = 32_768  # of the tokenizer, if one is trained
 backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
-pattern = "qwen"  # how a trained bpe tokenizer splits text: qwen | gpt4 | gpt2 | zh (mostly Chinese) | cl100k
+pattern = "qwen"  # how a trained bpe tokenizer splits text: qwen | gpt4 | gpt2 | cl100k | zh (for text with Chinese)
 kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
 text_key = ""  # fields: 'text', 'a.b' or 'title,body'; of rows 'question=KEY,answer=KEY'; "" = detected
 txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
@@ -275,7 +275,9 @@ def difference(info: dict, old: dict) -> str:
         return "prepare.py"
     now, was = (
         {key: one.get(key) for key in ("tokenizer", "answers")}
-        | {"a setting of input" if key == "sources" else key: value for key, value in one["recipe"].items()}
+        | {key: value for key, value in one["recipe"].items() if key != "sources"}
+        | {f"{key} of {source['name']}".removesuffix(" of "): value for source in one["recipe"]["sources"]
+           for key, value in source.items() if key != "name" and value != getattr(Source, key)}
         | {f"input {entry['path']}": [entry["source"], entry["sha256"]] for entry in one["inputs"]}
         for one in (info, old)
     )  # fmt: skip

@@ -491,4 +491,7 @@ if __name__ == "__main__":
         Server(models, config).app(), log_level="warning", server_header=False, limit_concurrency=4 * max_queue,
         timeout_graceful_shutdown=drain_seconds, timeout_keep_alive=KEEP_SECONDS,
     )  # fmt: skip
-    uvicorn.Server(how).run(sockets=[listening])
+    try:
+        uvicorn.Server(how).run(sockets=[listening])
+    except KeyboardInterrupt:  # uvicorn has let the answers under way come to their end
+        print("serve: stopped", file=sys.stderr)

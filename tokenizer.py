@@ -50,7 +50,7 @@ input = ""  # text to train on: files, directories, globs, comma-separated, a=0.
 text_key = ""  # where the text is in JSON, csv and parquet: text, a.b or title,body; "" = detected
 out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
-pattern = "qwen"  # how bpe splits text: qwen | gpt4 (llama.cpp lacks it) | gpt2 | cl100k | zh (mostly Chinese)
+pattern = "qwen"  # how bpe splits text: qwen | gpt4 (llama.cpp lacks it) | gpt2 | cl100k | zh (for text with Chinese)
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
 max_mb = 256  # megabytes of text to read; more changes a tokenizer little
 extend = ""  # directory of a tokenizer to which tokens learnt from `input` are added, up to vocab_size, into out_dir
@@ -102,7 +102,8 @@ def train(texts: Iterable[str], vocab_size: int, backend: str = "bpe", pattern: 
     written = PATTERNS["qwen" if pattern == "zh" else pattern]  # llama.cpp has it; no merge is longer than zh's chunks
     tokenizer = Tokenizer(bpe_files(bpe.train_bpe(counts, n_merges), written))
     if tokenizer.vocab_size < size:
-        print(f"tokenizer: every pair left is rare; vocab_size is {tokenizer.vocab_size} instead of {size}")
+        why = "every pair left is rare. Phrases that repeat are tokens by now, so a smaller one may learn better"
+        print(f"tokenizer: vocab_size is {tokenizer.vocab_size} instead of {size}: {why}")
     return tokenizer
 
 

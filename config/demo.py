@@ -21,6 +21,6 @@ schedule = "wsd"
 decay_fraction = 0.4
 eval_every = 60
 eval_steps = 16
-save_every = 120
+save_every = 60
 log_every = 20
 sample_prompts = "One|\u665a\u4e0a"  # in the evening

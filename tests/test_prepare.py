@@ -256,7 +256,7 @@ def test_of_few_files_each_gives_its_end(tmp_path, tok, capsys, monkeypatch, ord
         (tmp_path / f"{name}.txt").write_text(text, "utf-8")
     run(tmp_path / "out", input=tmp_path, tokenizer_dir=tok, val_fraction=0.1, test_fraction=0.2, order=order)
     said = capsys.readouterr().out
-    assert "2 documents are few: each gives its end, 10 % to val and 20 % to test; if a text file" in said
+    assert "only 2 documents: the end of each becomes val (10 %) and test (20 %); if a .txt file" in said
     assert re.search(r"warning: val has (\d+) tokens; a run whose block_size is \1 or more needs a larger", said)
     found, places = read_back(tmp_path / "out"), {}
     for text in (long, short):
@@ -287,7 +287,7 @@ def test_ten_documents_are_few_and_eleven_are_not(tmp_path, tok, capsys):
         run(tmp_path / str(n), input=path, tokenizer_dir=tok, val_fraction=0.3)
         found = read_back(tmp_path / str(n))
         assert len(found["train"]) + len(found["val"]) == {10: 20, 11: 11}[n]
-        assert ("are few" in capsys.readouterr().out) == (n == 10)
+        assert ("only 10 documents" in capsys.readouterr().out) == (n == 10)
         run(tmp_path / f"{n}lines", input=path, tokenizer_dir=tok, fold="1/3", val_fraction=0.3)
         assert sum(map(len, read_back(tmp_path / f"{n}lines").values())) == n  # folds are of whole documents
 
@@ -603,6 +603,7 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
     os.utime(path, ns=(1, 1))
     again("is up to date")
     again(said + "val_fraction\n", val_fraction=0.3)
+    again(said + "min_chars\n", min_chars=3)
     again(said + "tokenizer\n", tokenizer_dir=str(tmp_path / "tok2"))
     write_jsonl(path, texts(49) + ["new"])
     again(said + "input .*x.jsonl\n")

@@ -119,7 +119,7 @@ def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[
     starts_of: dict[str, np.ndarray] = {}
     ends = [("val", recipe.val_fraction), ("test", recipe.test_fraction)]
     by_file = any(source.txt_split == "file" for source in recipe.sources)
-    hint = "; if a text file holds many documents, txt_split=blank or line tells them apart" if by_file else ""
+    hint = "; if a .txt file holds many documents, --txt_split=blank or line separates them" if by_file else ""
     names = [source.name for source in recipe.sources]
     for name, rows in [("", kept)] if by_prompt else zip(names, rows_of, strict=True):
         of, held_out = f" of source {name}" if name else "", chosen.rows["held_out"][rows]
@@ -130,9 +130,9 @@ def split_sources(chosen: Selection, units: list[Unit], recipe: Recipe) -> list[
         splits[rows], moved = assign(positions, recipe.val_fraction, recipe.test_fraction, recipe.fold, by_prompt)
         if recipe.kind == "text" and len(starts := few_documents(rows, chosen, recipe)):
             starts_of[name], splits[rows] = starts, 0
-            what = f"{len(starts)} documents{of} are few: each" if len(starts) > 1 else f"there is one document{of}: it"
-            parts = [f"{100 * share:g} % to {split}" for split, share in ends if share]
-            print(f"prepare: {what} gives its end, {' and '.join(parts)}{hint}")
+            few = f"{len(starts)} documents{of}: the end of each" if len(starts) > 1 else f"1 document{of}: its end"
+            parts = [f"{split} ({100 * share:g} %)" for split, share in ends if share]
+            print(f"prepare: only {few} becomes {' and '.join(parts)}{hint}")
         elif moved:
             share = n_bytes[splits[rows] == 1].sum() / n_bytes.sum()
             wanted = recipe.fold or recipe.val_fraction

@@ -99,7 +99,7 @@ class Corpus:
             f"warning     {name} is seen {times:.1f} times; beyond {MANY_EPOCHS} repetition adds little: "
             f"give more data or {shares}"
             for name, times, limit in zip(order.names, epochs, order.limits, strict=True)
-            if times > MANY_EPOCHS and limit == math.inf
+            if round(times) > MANY_EPOCHS and limit == math.inf  # whole steps round epochs=4 up to 4.4
         ]
 
     def val_shares(self) -> list[float]:

@@ -577,6 +577,9 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
     text, warnings = corpus.describe(limited, 10**5)
     assert f"0.50 epochs of {corpus.train[1].n_tokens:,} (code)" in text or "0.49 epochs" in text
     assert len(warnings) == 1 and "wiki is seen" in warnings[0] and "beyond 4 repetition" in warnings[0]
+    for times, warned in ((4.4, False), (4.6, True)):  # whole steps make up to 4.4 of epochs=4
+        warnings = corpus.describe(corpus.order(1, 8, 10), round(times * (n_wiki + n_code)))[1]
+        assert any(f"wiki is seen {times} times" in line for line in warnings) == warned
     with pytest.raises(UserError, match="max_epochs names .*code, which data_dir does not"):
         TextCorpus(f"{tmp_path}/wiki", 16).order(1, 8, 10, max_epochs=f"{tmp_path}/code=1")
 
