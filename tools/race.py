@@ -1,7 +1,7 @@
 """The race: tinyshakespeare on two CPU cores, beside nanoGPT. Rules and records: docs/race.md.
 
     python tools/race.py --input=input.txt                             # make race: three seeds, seconds and losses
-    python tools/race.py --input=input.txt --nanogpt=../nanoGPT        # nanoGPT's command first, on these two cores
+    python tools/race.py --input=input.txt --nanogpt=../nanoGPT        # nanoGPT's command before each, on these cores
 
 Each run is a process of its own, bound to two cores; the clock starts with it and is read when the line of an
 evaluation arrives, so start-up and evaluations count. Ours is measured on all of the validation text in bits per byte;
@@ -49,6 +49,7 @@ NANOGPT = (  # the command of its README for a CPU
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 "
     "--dropout=0.0"
 )
+THEIR_LOSS = r"step \d+: .*val loss ([\d.]+)"
 
 
 def timed(command: Sequence[object], directory: Path, pattern: str) -> list[tuple[float, float]]:
@@ -91,14 +92,17 @@ def loss_at(limit: float, curve: Sequence[tuple[float, float]]) -> float:
     return next((nats for seconds, nats in reversed(curve) if seconds <= limit), math.inf)
 
 
-def table(found: dict[str, list[tuple[float, float]]], reference_s: float) -> list[str]:
-    """Return a line for each seed and one of the medians."""
-    rows = {seed: (time_to(GOAL, curve), loss_at(reference_s, curve), *curve[-1]) for seed, curve in found.items()}
+def table(found: dict[str, list[tuple[float, float]]], reference_s: dict[str, float]) -> list[str]:
+    """Return a line for each seed and one of the medians. reference_s: nanoGPT's seconds, of each seed's round."""
+    rows = {}
+    for seed, curve in found.items():
+        seconds, limit = time_to(GOAL, curve), reference_s[seed]
+        rows[seed] = seconds, seconds / limit, limit, loss_at(limit, curve), *curve[-1]
     rows["median"] = tuple(map(median, zip(*rows.values(), strict=True)))
-    after = f"nats at {reference_s:.1f} s"
-    lines = [f"{'seed':8} {f's to {GOAL}':>12} {'of nanoGPT':>10} {after:>16} {'end, s':>8} nats"]
-    for name, (seconds, nats, end_s, end) in rows.items():
-        lines.append(f"{name:8} {seconds:12.1f} {seconds / reference_s:10.3f} {nats:16.4f} {end_s:8.1f} {end:.4f}")
+    head = "seed", f"s to {GOAL}", "of nanoGPT", "nanoGPT, s", "nats then", "end, s", "nats"
+    lines = ["{:8} {:>12} {:>10} {:>10} {:>9} {:>8} {}".format(*head)]
+    for name, (seconds, part, limit, nats, end_s, end) in rows.items():
+        lines.append(f"{name:8} {seconds:12.1f} {part:10.3f} {limit:10.1f} {nats:9.4f} {end_s:8.1f} {end:.4f}")
     return lines
 
 
@@ -106,22 +110,23 @@ def main(config: dict) -> None:
     path, folder = Path(config["input"]), Path(config["out"])
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
         raise UserError(f"race: --input={config['input']} is not tinyshakespeare; get it: curl -LO {URL}")
-    reference_s, measured = NANOGPT_S, f"{NANOGPT_S} s, taken from docs/race.md: of another machine or another hour"
     print(f"{curves.processor() or 'unknown processor'}, two cores, load average {os.getloadavg()[0]:.1f}", flush=True)
-    if config["nanogpt"]:
-        theirs = Path(config["nanogpt"])
-        if not (theirs / "train.py").is_file():
+    if theirs := config["nanogpt"]:
+        if not Path(theirs, "train.py").is_file():
             raise UserError(f"race: --nanogpt={theirs} has no train.py; git clone https://github.com/karpathy/nanoGPT")
-        characters(path.read_text(encoding="utf-8"), theirs / "data/shakespeare_char")
-        curve = timed([sys.executable, *NANOGPT.split()], theirs, r"step \d+: .*val loss ([\d.]+)")
-        reference_s, measured = curve[-1][0], f"{curve[-1][0]:.1f} s, {curve[-1][1]} nats, measured now"
-    print(f"nanoGPT: {measured}", flush=True)
-    data, found = folder / f"data_{config['vocab_size']}", {}
+        characters(path.read_text(encoding="utf-8"), Path(theirs, "data/shakespeare_char"))
+    else:
+        print(f"nanoGPT: {NANOGPT_S} s, taken from docs/race.md: of another machine or another hour", flush=True)
+    data, found, reference_s = folder / f"data_{config['vocab_size']}", {}, {}
     if not (data / "manifest.json").exists():
         split = [f"--vocab_size={config['vocab_size']}", "--val_fraction=0.1"]
         command = [sys.executable, ROOT / "prepare.py", f"--input={path}", f"--out_dir={data}", *split]
         print(f"prepare.py: {timed(command, Path(), 'prepare: ([0-9.]+) s')[-1][1]} s, which no run counts", flush=True)
     for seed in config["seeds"].split(","):
+        reference_s[seed] = NANOGPT_S
+        if theirs:  # before each seed: a machine in a cloud has its moods
+            reference_s[seed], nats = timed([sys.executable, *NANOGPT.split()], Path(theirs), THEIR_LOSS)[-1]
+            print(f"nanoGPT: {reference_s[seed]:.1f} s, {nats} nats, measured now", flush=True)
         own = [f"--data_dir={data}", f"--out_dir={folder}/{seed}", f"--seed={seed}"]
         own += ["--resume=never", "--overwrite=True", *config["flags"].split()]
         command = [sys.executable, ROOT / "pretrain.py", config["entry"], *own]
