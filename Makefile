@@ -52,7 +52,7 @@ demo: $(VENV)/core
 	$(PY) prepare.py --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
 		--pattern=zh
 	$(PY) pretrain.py config/demo.py
-	$(PY) sample.py --init_from=out/demo --prompt=One --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
+	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
