@@ -25,7 +25,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groundup.errors import UserError
-from groundup.tokens.documents import borders_of, can_border, documents_of, lengths_of, mask_of, positions_of, starts_of
+from groundup.tokens.documents import (
+    borders_of,
+    can_border,
+    documents_of,
+    firsts_of,
+    lengths_of,
+    mask_of,
+    positions_of,
+    starts_of,
+)  # fmt: skip
+from groundup.train import cpu_attention
 
 IGNORE = -100  # a target with this value is not trained on
 # Elements of the largest block of logits that the loss holds. On a CPU 24 MiB in float32 are enough for fast products;
@@ -33,7 +43,7 @@ IGNORE = -100  # a target with this value is not trained on
 # has no say: other blocks are other roundings, and a resumed run would differ.
 CHUNK_ELEMENTS = 3 * 2**21
 GPU_CHUNK_ELEMENTS = 2**27
-PLAIN_ATTENTION_LENGTH = 512  # in bfloat16 on a CPU torch's fused attention is slower than plain products up to here
+MASKED_LENGTH = 512  # up to here a CPU masks attention between documents; above, it computes each by itself
 VARLEN_SHARES_KEYS = torch.__version__ >= (2, 12)  # torch's varlen_attn takes fewer heads of keys than of queries
 
 
@@ -128,7 +138,7 @@ class Transformer(nn.Module):
         cache: `positions` (1, T) or (B, 1) of the new tokens; layer(i)(q, k, v), which stores keys and values
         (B, K, T, D) of layer i and returns the attention of q (B, H, T, D) to all so far."""
         assert cache is None or documents is None, "with a cache each row is one document"
-        starts = mask = borders = None
+        starts = mask = borders = firsts = None
         if cache is not None:
             positions = cache.positions.unsqueeze(1)  # (1, 1, T) or (B, 1, 1)
         else:
@@ -140,13 +150,15 @@ class Transformer(nn.Module):
             positions = slice(T) if starts is None else positions_of(starts).unsqueeze(1)
         cos, sin = self.cos[positions], self.sin[positions]  # (T, D/2) or (.., 1, T, D/2)
         x = self.embed(idx, starts)
-        if starts is not None:
+        if cache is None and cpu_attention.works(self.cfg, x.device, compute_dtype(x)):
+            firsts = torch.zeros_like(idx) if starts is None else firsts_of(starts)
+        elif starts is not None:
             mask, borders = self.confine(starts, compute_dtype(x))
         for i, block in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, None, mask, borders, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, None, mask, borders, firsts, use_reentrant=False)
             else:
-                x = block(x, cos, sin, None if cache is None else cache.layer(i), mask, borders)
+                x = block(x, cos, sin, None if cache is None else cache.layer(i), mask, borders, firsts)
         return self.norm(x)
 
     def embed(self, idx: Tensor, starts: Tensor | None) -> Tensor:
@@ -167,7 +179,7 @@ class Transformer(nn.Module):
         if by_borders is None:
             by_borders = starts.is_cpu or can_border(starts.device, dtype, self.cfg.head_dim)
         if starts.is_cpu:
-            by_borders = by_borders and T > PLAIN_ATTENTION_LENGTH  # shorter rows gain nothing
+            by_borders = by_borders and T > MASKED_LENGTH
         elif self.training and self.cfg.dropout > 0:
             by_borders = False
         if by_borders:
@@ -175,10 +187,10 @@ class Transformer(nn.Module):
         return mask_of(starts, dtype), None
 
     def compile_blocks(self, compile_fn: Callable) -> None:
-        """Compile each block by itself: the start is fast, as all share one graph, and communication overlaps, as a
-        block's gradients are ready when its backward ends. On a GPU the loss is compiled, too."""
-        for block in self.layers:
-            block.forward = compile_fn(block.forward)
+        """Compile each block by itself, and the last norm: the start is fast, as all blocks share one graph, and
+        communication overlaps, as a block's gradients are ready when its backward ends. On a GPU the loss, too."""
+        for part in (*self.layers, self.norm):
+            part.forward = compile_fn(part.forward)
         if self.lm_head.weight.is_cuda:
             ChunkedCrossEntropy.chunk = staticmethod(torch.compile(fused_chunk))
 
@@ -215,7 +227,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable | None = None, mask: Tensor | None = None,
-        borders: Tensor | None = None,
+        borders: Tensor | None = None, firsts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
@@ -225,6 +237,8 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if attend is not None:  # to a key-value cache
             y = attend(q, k, v)
+        elif firsts is not None:
+            y = cpu_attention.attend(q, k, v, firsts)
         elif borders is not None:
             y = attention_by_document(q, k, v, borders, dropout) if q.is_cpu else flash_attention(q, k, v, borders)
         else:
@@ -305,7 +319,7 @@ def rope_scale(cfg: ModelConfig) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (x[i], x[i + D/2]) of x (B, H, T, D) by the angles given as cos and sin (..., T, D/2)."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x)), dim=-1)
 
 
 # ---- attention: softmax(q k^T / sqrt(D)) v, q (B, H, T, D), k and v (B, K, S, D) ------------------------------------
@@ -314,24 +328,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
     """Return causal attention, by the fastest kernel. mask (B, 1, T, T): see `mask_of`; None = the whole past."""
     n_sharing = q.shape[1] // k.shape[1]  # heads that share keys
-    if q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= PLAIN_ATTENTION_LENGTH:
-        return plain_causal_attention(q, k, v, dropout, mask)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=n_sharing > 1)
     if n_sharing > 1:  # on a GPU no fused kernel both takes a mask and shares keys among heads
         k, v = (t.repeat_interleave(n_sharing, dim=1) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-
-
-def plain_causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
-    """`causal_attention` with all T x T scores in memory."""
-    B, H, T, D = q.shape
-    q = (q * D**-0.5).view(B, k.shape[1], -1, D)  # heads that share keys become more rows of one product
-    if mask is None:
-        mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    scores = (q @ k.mT).view(B, H, T, T) + mask
-    weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return (weights.view(B, k.shape[1], -1, T) @ v).view(B, H, T, D)
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -157,42 +157,6 @@ def test_fused_eager_and_cached_attention_agree(shape, monkeypatch):
         torch.testing.assert_close(other, fused, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("H", "K", "T"), [(4, 4, 9), (6, 2, 9), (4, 1, 1)])
-def test_attention_in_two_products_equals_eager(H, K, T):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, T, 8, generator=generator, requires_grad=True) for heads in (H, K, K))
-    weight = torch.randn(2, H, T, 8, generator=generator)
-    got = model.plain_causal_attention(q, k, v, dropout=0.0)
-    want = eager_attention(q, k, v, is_causal=True, enable_gqa=K < H)
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-    got_grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
-    for a, b in zip(got_grads, torch.autograd.grad((want * weight).sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_attention_in_two_products_drops_weights():
-    q, k = torch.zeros(1, 2, 200, 4), torch.zeros(1, 1, 200, 4)
-    v = torch.arange(200).eq(0).float().view(1, 1, 200, 1)  # row t then gives the weight of key 0: 1 / (t + 1), or 0
-    torch.manual_seed(0)
-    ratio = model.plain_causal_attention(q, k, v.expand(1, 1, 200, 4), dropout=0.2)[..., 0] * torch.arange(1.0, 201)
-    assert set(ratio.mul(100).round().unique().tolist()) == {0.0, 125.0}  # dropped, or 1 / (1 - 0.2)
-    assert ratio.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.06)  # 400 draws: three standard deviations
-
-
-def test_both_attentions_are_as_exact_in_bfloat16(monkeypatch):
-    net = random_model(tiny_config(n_kv_head=2))
-    idx = random_ids(net.cfg, 4, 32)
-    error = {}
-    with torch.no_grad():
-        exact = net(idx)
-        for length in (0, 512):
-            monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", length)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                error[length] = relative_error(net(idx), exact)
-    assert error[0] != error[512]  # they are two computations
-    assert error[512] < 1.3 * error[0] and error[0] < 0.02
-
-
 def test_cache_refuses_more_than_it_holds():
     cfg = tiny_config()
     cache = KVCache(cfg, 1, 4, "cpu", torch.float32)
@@ -235,8 +199,8 @@ def test_documents_of_a_row_are_as_if_alone(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "plain"])
-def test_gradients_of_documents_are_as_if_alone(way, monkeypatch):
+@pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled"])
+def test_gradients_of_documents_are_as_if_alone(way):
     net = random_model(tiny_config(n_kv_head=2))
     rows = torch.stack(rows_of_documents(net.cfg))
     targets = random_ids(net.cfg, 2, 32, seed=5)
@@ -247,13 +211,6 @@ def test_gradients_of_documents_are_as_if_alone(way, monkeypatch):
     if way == "compiled":
         torch._dynamo.reset()
         net.compile_blocks(lambda f: torch.compile(f, backend="aot_eager", dynamic=False))
-    if way == "plain":  # the path of bfloat16 on a CPU, in float32
-
-        def plain(q, k, v, attn_mask, dropout_p):
-            return model.plain_causal_attention(q, k, v, dropout_p, attn_mask)
-
-        monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
-        net.varlen = False
     got = gradients(net, net(rows, targets))
     for name in want:
         assert relative_error(got[name], want[name]) < 1e-5, name
@@ -325,7 +282,7 @@ def test_positions_lengths_and_borders_of_documents():
 @pytest.mark.parametrize("shape", ["llama", "llama grouped queries", "qwen3"])
 def test_packed_conversations_are_as_if_alone(shape, longest, monkeypatch):
     """Losses and gradients of the documents given by number, each against a call of its own."""
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", longest)
+    monkeypatch.setattr(model, "MASKED_LENGTH", longest)
     net = random_model(tiny_config(**SHAPES[shape]))
     documents, x, y = packed(), random_ids(net.cfg, 2, 32), random_ids(net.cfg, 2, 32, seed=5)
     y[documents == -1] = IGNORE
@@ -387,7 +344,7 @@ def test_attention_by_borders_equals_that_by_mask(shape, checkpointing, shares_k
     masked = net(x, y, documents=documents)
     want = gradients(net, masked)
     net.varlen, net.most_documents = True, max(len(row) for row in NUMBERS)
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+    monkeypatch.setattr(model, "MASKED_LENGTH", 0)
     monkeypatch.setattr(
         model, "attention_by_document", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders)
     )
@@ -413,7 +370,7 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
     """varlen_attn itself, whose kernel is a GPU's: traced, not run."""
     import torch.nn.attention.varlen  # noqa: F401
 
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+    monkeypatch.setattr(model, "MASKED_LENGTH", 0)
     monkeypatch.setattr(
         model, "attention_by_document", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders)
     )
@@ -428,7 +385,7 @@ def test_blocks_with_borders_compile_to_one_graph_for_any_documents(monkeypatch)
     with torch.no_grad():
         for length in (32, 16, 20):
             net(random_ids(net.cfg, 2, 32), documents=(torch.arange(32) // length).expand(2, -1))
-    assert len(graphs) == 1 and any("_varlen_attn" in str(target) for target in graphs[0])
+    assert len(graphs) == 2 and any("_varlen_attn" in str(target) for target in graphs[0])  # and the last norm
 
 
 @pytest.mark.slow
@@ -437,7 +394,7 @@ def test_a_model_compiled_whole_is_one_graph_for_any_documents(varlen, monkeypat
     """Whatever their number: one that is read would break the graph."""
     import torch.nn.attention.varlen  # noqa: F401
 
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+    monkeypatch.setattr(model, "MASKED_LENGTH", 0)
     monkeypatch.setattr(
         model, "attention_by_document", lambda q, k, v, borders, _: model.flash_attention(q, k, v, borders)
     )
@@ -876,9 +833,10 @@ def test_activation_checkpointing_recomputes_and_gives_the_same_gradients(dropou
         assert torch.equal(plain[name], recomputed[name]), name
 
 
-@pytest.mark.parametrize("plain_length", [0, 512])  # torch's fused attention, and the one in two products
-def test_bfloat16_autocast_computes_in_bfloat16(plain_length, monkeypatch):
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", plain_length)
+@pytest.mark.parametrize("in_c", [True, False])
+def test_bfloat16_autocast_computes_in_bfloat16(in_c, monkeypatch):
+    if not in_c:
+        monkeypatch.setattr(model.cpu_attention, "works", lambda *_: False)
     net = random_model(tiny_config(qk_norm=True, n_kv_head=2))
     x, y = batch_with_ignored(net.cfg)
     seen = {}
@@ -895,7 +853,7 @@ def test_bfloat16_autocast_computes_in_bfloat16(plain_length, monkeypatch):
     assert all(grad.dtype == torch.float32 for grad in gradients(net, loss).values())
 
 
-def test_blocks_compile_to_one_graph():
+def test_blocks_compile_to_one_graph_and_the_last_norm_to_another():
     net, plain = random_model(tiny_config(n_layer=3)), random_model(tiny_config(n_layer=3))
     x, y = batch_with_ignored(net.cfg)
     graphs = []
@@ -908,7 +866,7 @@ def test_blocks_compile_to_one_graph():
     net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
     assert list(net.state_dict()) == names
     got, want = gradients(net, net(x, y)), gradients(plain, plain(x, y))
-    assert len(graphs) == 1
+    assert len(graphs) == 2
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
 
@@ -1036,8 +994,9 @@ def test_memory_of_frozen_parts():
 def test_flops_equal_torchs_count(changes, monkeypatch):
     """With attention as two plain matrix products torch counts exactly flops_per_token: full T x T scores, backward
     twice the forward, nothing for the embedding. Under bfloat16, because torch's counter has no formula for the addmm_
-    that sums the head's gradient in float32. (Nor has it one for the CPU's fused attention; a GPU's recomputes the
+    that sums the head's gradient in float32. (Nor has it one for a CPU's attention; a GPU's recomputes the
     scores in backward: 14 instead of 12 L H D T.)"""
+    monkeypatch.setattr(model.cpu_attention, "works", lambda *_: False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
     monkeypatch.setattr(model, "CHUNK_ELEMENTS", 9 * 97)
     net = Transformer(tiny_config(**changes))
@@ -1050,6 +1009,7 @@ def test_flops_equal_torchs_count(changes, monkeypatch):
 
 def test_flops_of_frozen_matrices_equal_torchs_count(monkeypatch):
     """Beside adapters, which take 6 per parameter; the first block's input gets no gradient."""
+    monkeypatch.setattr(model.cpu_attention, "works", lambda *_: False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", eager_attention)
     net = Transformer(tiny_config())
     set_trainable(net, "lora", LoRAConfig(2, 4.0, 0.0, ("q_proj", "k_proj", "v_proj", "up_proj")))

@@ -17,10 +17,10 @@ from groundup.train import settings
 ROOT = Path(__file__).parent.parent
 # Floors, bottom to top: a file imports from floors below, or from its own room.
 FLOORS = (
-    ("configurator", "groundup.errors"),
+    ("configurator", "groundup.errors", "groundup.compile_c"),
     ("groundup.files", "groundup.demo"),
     ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates"),
-    ("groundup.tokens", "model"),
+    ("groundup.tokens", "model", "groundup.train.cpu_attention"),
     ("groundup.text",),
     ("groundup.train", "ddp"),
     ("groundup.generate",),

@@ -106,7 +106,7 @@ def linked(folder: Path) -> Path:
 def test_documents_one_by_one_are_in_no_graph(monkeypatch):
     """What keeps them out is torch's own decorator that imports torch._dynamo late. Other numbers of documents: no
     graph is made anew; without the decorator each number has its own."""
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_LENGTH", 0)
+    monkeypatch.setattr(model, "MASKED_LENGTH", 0)
     graphs = []
 
     def graphs_of(lengths: tuple[int, ...]) -> int:

@@ -5,11 +5,6 @@ Where there is no C compiler, or model.py computes something else than step.c, t
 import ctypes
 import functools
 import mmap
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from groundup.compile_c import compile_c
 from groundup.generate.kv_cache import Part
 from groundup.train.computation import is_plain, say
 from model import ModelConfig, RMSNorm, Transformer
@@ -30,31 +26,17 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Return step.c, compiled for matrices of this dtype; None if that does not work here."""
     if dtype not in DTYPES:
         return None
-    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), "")
-    tune = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = ["-O3", tune, "-fopenmp", "-fPIC", "-shared", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        out, source = Path(directory) / "step.so", Path(__file__).with_name("step.c")
-        command = [compiler, *flags, "-o", str(out), str(source), *openmp(), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            found = ctypes.CDLL(str(out))
-        except (OSError, subprocess.SubprocessError):
-            say("generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower")
-            return None
+    flags = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
+    found = compile_c(Path(__file__).with_name("step.c"), *flags)
+    if found is None:
+        say("generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower")
+        return None
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     found.lay_out.argtypes = [pointer, pointer, long, long, number]
     found.product.argtypes = [*[pointer] * 4, *[long] * 3, number]
     found.step.argtypes = [*[pointer] * 7, long, *[pointer] * 3, long, number]
     found.lay_out.restype = found.product.restype = found.step.restype = None
     return found
-
-
-def openmp() -> list[str]:
-    """Return the OpenMP library that torch has loaded: another one would have threads of its own."""
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
-    return re.findall(r"/\S*torch\S*/lib(?:gomp|iomp5|omp)\S*", loaded)[:1]
 
 
 def has_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:

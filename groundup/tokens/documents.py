@@ -26,10 +26,14 @@ def starts_of(documents: Tensor) -> Tensor:
     return starts
 
 
+def firsts_of(starts: Tensor) -> Tensor:
+    """(B, T) int64: where in the row each token's document begins."""
+    return (torch.arange(starts.shape[1], device=starts.device) * starts).cummax(1).values
+
+
 def positions_of(starts: Tensor) -> Tensor:
     """(B, T) int64: each token's position in its document."""
-    span = torch.arange(starts.shape[1], device=starts.device)
-    return span - (span * starts).cummax(1).values
+    return torch.arange(starts.shape[1], device=starts.device) - firsts_of(starts)
 
 
 def lengths_of(starts: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from groundup.train import cpu_attention
 from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.device import device_memory, memory_limit
 from groundup.train.log import clock
 from groundup.train.lora import trainable_table
-from model import PLAIN_ATTENTION_LENGTH, ModelConfig, Transformer, chunk_rows
+from model import MASKED_LENGTH, ModelConfig, Transformer, chunk_rows
 
 # Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
 # it was largest where blocks are recomputed: a third at 23M parameters.
@@ -58,19 +59,19 @@ def memory_table(
     masked: documents share rows. head: False for a reward model, which has no logits. Weights, gradients and optimizer
     state are float32, but for the frozen weights of base_dtype. Activations are what autograd keeps of a block: two
     streams (the residual and the normalised one) in float32; in the compute dtype the inputs of the linear layers,
-    query, key, value, the output of attention (with its weights where attention is plain), three tensors of SwiGLU, and
-    autocast's copies of the matrices. torch.compile recomputes the normalised stream and two of SwiGLU's tensors; with
-    checkpointing a block keeps only its input. The peak is the largest of three moments: the logits; the head's
-    gradient; the gradients inside the last block."""
+    query, key, value, the output of attention, three tensors of SwiGLU, and autocast's copies of the matrices.
+    torch.compile recomputes the normalised stream and two of SwiGLU's tensors; with checkpointing a block keeps only
+    its input. The peak is the largest of three moments: the logits; the head's gradient; the gradients inside the last
+    block."""
     B, T, recompute = config["batch_size"], config["block_size"], config["activation_checkpointing"]
     size, N, table = dtype.itemsize, B * T, parameter_table(cfg)
     C, HD, KD, V = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim, cfg.vocab_size
     matrices, adapters = table["attention"] + table["mlp"], trained["adapters"]
     whole = trained["trainable"] - adapters  # trained without an adapter
     trained_matrices = min(matrices, max(0, whole - table["embedding"] - table["head"]))
-    short = device_type == "cpu" and T <= PLAIN_ATTENTION_LENGTH
-    plain = short and dtype == torch.bfloat16
-    attention = 2 * HD + 2 * (HD if masked and not plain else KD) + (cfg.n_head * T if plain else 0)
+    short = device_type == "cpu" and T <= MASKED_LENGTH
+    masked = masked and not cpu_attention.suits(cfg, torch.device(device_type), dtype)
+    attention = 2 * HD + 2 * (HD if masked else KD)
     read = 2 * C + HD + cfg.ffn_dim if trained_matrices or adapters else 0  # inputs of the linear layers
     streams, factors = (2, 1) if config["compile"] else (4 if trained_matrices else 2, 3)
     block = N * (4 * C * streams + size * (read + attention + factors * cfg.ffn_dim))

@@ -1,0 +1,116 @@
+"""Causal attention on a CPU in bfloat16, by attention.c; torch.compile calls both directions as they are."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from groundup.compile_c import compile_c
+
+
+def suits(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:  # noqa: F821 - model.py imports this
+    """Return whether attention.c is written for this model and processor."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or cfg.head_dim % 8 or cfg.dropout:
+        return False
+    flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell
+    return bool(flags.get("avx512_bf16"))
+
+
+def works(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:  # noqa: F821
+    """Return whether `attend` can be called: it also needs a C compiler."""
+    return suits(cfg, device, dtype) and library() is not None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return attention.c, compiled; None without a compiler."""
+    found = compile_c(Path(__file__).with_name("attention.c"))
+    if found is not None:
+        found.attention.argtypes = found.attention_backward.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        found.attention.restype = found.attention_backward.restype = None
+    return found
+
+
+class Heads(ctypes.Structure):
+    """Tensor of attention.c."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("row", "head", "position"))]
+
+
+class Attention(ctypes.Structure):
+    """Attention of attention.c."""
+
+    _fields_ = (
+        [(name, Heads) for name in ("q", "k", "v", "y", "dy", "dq", "dk", "dv")]
+        + [("lse", ctypes.c_void_p), ("firsts", ctypes.c_void_p)]
+        + [(name, ctypes.c_long) for name in ("B", "H", "K", "T", "D")]
+        + [("scale", ctypes.c_float)]
+    )
+
+
+def call(function: str, lse: Tensor, firsts: Tensor, **tensors: Tensor) -> None:
+    """Call a function of attention.c with these of its tensors (B, heads, T, D)."""
+    assert all(x.stride(3) == 1 and x.dtype == torch.bfloat16 for x in tensors.values())
+    heads = {name: Heads(x.data_ptr(), *x.stride()[:3]) for name, x in tensors.items()}
+    (B, H, T, D), K = tensors["q"].shape, tensors["k"].shape[1]
+    firsts = firsts.contiguous()
+    pointers = {"lse": lse.data_ptr(), "firsts": firsts.data_ptr()}
+    struct = Attention(**heads, **pointers, B=B, H=H, K=K, T=T, D=D, scale=D**-0.5)
+    getattr(library(), function)(ctypes.byref(struct), torch.get_num_threads())
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return (B, heads, T, D) with the heads of a position side by side, as the linear layers have them."""
+    B, heads, T, D = x.shape
+    return x.new_empty(B, T, heads, D).transpose(1, 2)
+
+
+@torch.library.custom_op("groundup::cpu_attention", mutates_args=())
+def forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `attend` and what its backward needs: the log of each query's sum of exponentials (B, H, T)."""
+    y, lse = shapes(q, k, v, firsts)
+    call("attention", lse, firsts, q=q, k=k, v=v, y=y)
+    return y, lse
+
+
+@forward.register_fake
+def shapes(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("groundup::cpu_attention_backward", mutates_args=())
+def gradients(
+    dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    dq, dk, dv = gradient_shapes(dy, lse, q, k, v, firsts)
+    dy = dy if dy.stride(3) == 1 else dy.contiguous()
+    call("attention_backward", lse, firsts, q=q, k=k, v=v, dy=dy, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@gradients.register_fake
+def gradient_shapes(
+    dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def keep(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *inputs)
+
+
+def backward(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *gradients(dy, *ctx.saved_tensors), None
+
+
+forward.register_autograd(backward, setup_context=keep)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v, causal. q (B, H, T, D), k and v (B, K, T, D) bfloat16, D a multiple of 8;
+    firsts (B, T) int64: the first key that each query sees, at most its own."""
+    return forward(q, k, v, firsts)[0]
