@@ -12,6 +12,7 @@ A quarter of all questions is left for demo_reward.py and demo_dpo.py.
 out_dir = "out/demo_sft"
 init_from = "out/demo"
 data = "data/demo_chat"
+val_fraction = 0.1  # of few conversations; data/demo_chat has a validation split
 compile = False  # a fresh machine may have no C++ compiler
 block_size = 256
 batch_size = 16

@@ -35,6 +35,7 @@ from groundup.tokens.packing import pack
 from groundup.tokens.token_files import ShardWriter, TokenData, write_manifest
 from groundup.train import checkpoint, compiled, computation, ranks
 from groundup.train import run as frame
+from groundup.train.device import autocast
 from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
 from groundup.train.run import describe_resume, warmup_of
@@ -256,8 +257,8 @@ def test_steps_of_warm_up_win_over_a_fraction(script):
     assert warmup_of(defaults | {"warmup_steps": 7}) == 7
 
 
-def block_graphs(lengths: Iterable[int], lengths_vary: bool) -> int:
-    """Return how many graphs compile_blocks makes for rows of these lengths, with gradients and without."""
+def block_graphs(lengths: Iterable[int], lengths_vary: bool, dtype: torch.dtype = torch.float32) -> int:
+    """Return how many graphs of a block compile_blocks makes for these lengths, with gradients and without."""
     graphs = []
     torch._dynamo.reset()
     net = Transformer(ModelConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=16, block_size=32))
@@ -266,15 +267,16 @@ def block_graphs(lengths: Iterable[int], lengths_vary: bool) -> int:
         compiled.compile_blocks(net, lengths_vary)
     for length in lengths:
         for with_gradients in (True, False):
-            with torch.set_grad_enabled(with_gradients):
+            with torch.set_grad_enabled(with_gradients), autocast(torch.device("cpu"), dtype):
                 net(torch.zeros(3, length, dtype=torch.int64), torch.zeros(3, length, dtype=torch.int64))
-    return len(graphs)
+    return sum(any("linear" in str(node.target) for node in graph.graph.nodes) for graph in graphs)
 
 
 @pytest.mark.slow
 def test_one_graph_serves_rows_of_all_lengths(monkeypatch, capfd):
     """Of a block, with gradients and without, whatever comes first. Where torch gives up it is said once."""
     assert block_graphs((20, 4, 32, 8, 2, 16), True) == block_graphs((3, 7), True) == 2
+    assert block_graphs((20, 4, 32, 8), True, torch.bfloat16) == 2
     assert block_graphs((20, 4, 32, 4), False) == 6
     assert "gave up" not in capfd.readouterr().err
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 3)
@@ -752,6 +754,34 @@ def test_resume_says_what_it_continues_and_what_changed(run, tmp_path, capsys):
     assert run("--max_steps=4", "--learning_rate=0.5") == 0
     assert "max_steps=4 is reached: raise it to train these weights on, or begin anew with" in capsys.readouterr().out
     assert len(losses(tmp_path / "out")) == 4
+
+
+def test_a_run_that_trains_nothing_keeps_its_records(run, tmp_path, capsys):
+    """Its settings and its card, which would name settings that no step had."""
+    out = tmp_path / "out"
+    assert run("--max_steps=3") == 0
+    before = [(out / name).read_text(encoding="utf-8") for name in ("config.py", "README.md")]
+    assert run("--max_steps=2", "--learning_rate=0.5") == 0
+    assert "max_steps=2 is reached" in capsys.readouterr().out
+    assert [(out / name).read_text(encoding="utf-8") for name in ("config.py", "README.md")] == before
+    assert run("--max_steps=4") == 0
+    assert "max_steps = 4\n" in (out / "config.py").read_text(encoding="utf-8")
+
+
+def test_a_run_that_continues_says_what_it_began_with(run, tmp_path, capsys):
+    assert run("--max_steps=1", f"--out_dir={tmp_path / 'base'}") == 0
+    assert run("--max_steps=1", f"--init_from={tmp_path / 'base'}", "--seed=5") == 0
+    capsys.readouterr()
+    assert run("--max_steps=2", f"--init_from={tmp_path / 'base' / 'latest'}", "--seed=5") == 0
+    assert "latest' has no effect: a run that continues has its own weights" in capsys.readouterr().out
+    assert f"init_from = {str(tmp_path / 'base')!r}\n" in (tmp_path / "out/config.py").read_text(encoding="utf-8")
+
+
+def test_a_run_of_another_script_is_called_so(run, tmp_path, capsys):
+    assert run("--max_steps=1") == 0
+    config = tmp_path / "out/config.py"
+    config.write_text(config.read_text(encoding="utf-8").replace("pretrain.py", "sft.py", 1), encoding="utf-8")
+    assert f"{tmp_path / 'out'} is a run of sft.py; use another out_dir for pretrain.py" in refused(run, capsys)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(run, tmp_path):

@@ -155,9 +155,10 @@ class RowCorpus(Corpus):
         readers = [rows.reader for rows in self.val_found.values() or self.found]
         lost = left_out(readers, self.all_val)
         too_long = "block_size" in lost or "no room" in lost
-        more = "give more rows" if val_fraction or self.val_found else "raise val_fraction"
+        could = not self.val_found and (self.n_rows > 1 or not val_fraction)
+        more = f"raise val_fraction above {val_fraction:g}" if could else "give more rows"
         text = f"data: no {readers[0].noun} is held out for validation{lost}"
-        raise UserError(f"{text}; {'raise block_size, ' * too_long}{more} or name others in val_data")
+        raise UserError(f"{text}; {more}{', raise block_size' * too_long} or name others in val_data")
 
     def left_out(self) -> str:
         return left_out([rows.reader for rows in self.found], self.train)

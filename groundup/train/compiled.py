@@ -21,14 +21,16 @@ def compile_blocks(model: Transformer, lengths_vary: bool) -> None:
     model.compile_blocks((lambda forward: for_all_lengths(compiled(forward))) if lengths_vary else compiled)
 
 
-def for_all_lengths(block: Callable) -> Callable:
-    """Return a compiled block that takes the length of its rows as a variable. (dynamic=True would take all sizes so,
-    and equal ones as one: another graph for each length that is n_embd or batch_size.)"""
+def for_all_lengths(part: Callable) -> Callable:
+    """Return a compiled block or norm that takes the length of its rows as a variable. (dynamic=True would take all
+    sizes so, and equal ones as one: another graph for each length that is n_embd or batch_size.)"""
 
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, *where: object) -> Tensor:
-        for tensor in (x, cos, sin):  # (..., T, features)
+    def forward(*inputs: object) -> Tensor:
+        for tensor in filter(torch.is_tensor, inputs[:3]):  # x, cos, sin: (..., T, features)
             torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 2)
-        return block(x, cos, sin, *where)
+        if len(inputs) > 3 and inputs[-1] is not None:  # firsts: (B, T)
+            torch._dynamo.maybe_mark_dynamic(inputs[-1], 1)
+        return part(*inputs)
 
     return forward
 

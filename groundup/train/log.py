@@ -23,7 +23,8 @@ class RunLog:
     def __init__(
         self, out_dir: str, max_steps: int, start_step: int, enabled: bool, tensorboard: bool = False
     ) -> None:  # fmt: skip
-        self.enabled, self.max_steps, self.step, self.board = enabled, max_steps, start_step, None
+        self.enabled, self.max_steps, self.board = enabled, max_steps, None
+        self.first_step = self.step = start_step
         if not enabled:
             return
         if tensorboard:

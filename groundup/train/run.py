@@ -136,6 +136,8 @@ class Resume(NamedTuple):
     step: int
     state: dict
     rank_state: dict
+    origin: str = ""  # the init_from of these weights
+    is_over: bool = False  # max_steps is reached
 
 
 def find_checkpoint(config: dict, cfg: ModelConfig, order: dict) -> Resume:
@@ -150,7 +152,9 @@ def find_checkpoint(config: dict, cfg: ModelConfig, order: dict) -> Resume:
     check_same_parts(path, state["config"], config)
     if rank == 0:
         print(describe_resume(path, state["step"], state["config"], config), flush=True)
-    return Resume(path, state["step"], state, rank_state)
+    was = state["config"]["init_from"]
+    origin = was if not was or Path(was).exists() else config["init_from"]  # or it has moved
+    return Resume(path, state["step"], state, rank_state, origin, state["step"] >= config["max_steps"])
 
 
 def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
@@ -167,6 +171,7 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
         if used:
             check_overwrite(config, out)
         return None
+    check_stage(out, Path(sys.argv[0]).name)
     path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
     if path is None:
         refuse(config["resume"] == "must", f"resume='must' but {out} has no checkpoint")
@@ -177,10 +182,20 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     saved = checkpoint.load_config(path)
     keys = [field.name for field in dataclasses.fields(cfg) if field.compare and field.name != "dropout"]
     if differ := [key for key in keys if getattr(saved, key) != getattr(cfg, key)]:
-        detail = ", ".join(f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)})" for key in differ)
+        by = {"vocab_size": " by the data's tokenizer"}
+        parts = [f"{key}={getattr(saved, key)} (asked {getattr(cfg, key)}{by.get(key, '')})" for key in differ]
+        detail = ", ".join(parts)
         raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or to "
                         "begin anew --resume=never --overwrite=True")
     return path
+
+
+def check_stage(out: Path, script: str) -> None:
+    """Raise UserError if another script's run is in `out`: the first line of its config.py says which."""
+    config = out / "config.py"
+    lines = config.read_text(encoding="utf-8", errors="replace").splitlines() if config.is_file() else []
+    other = re.search(r"re-run with: python (\w+\.py) ", lines[0]) if lines else None
+    refuse(other and other[1] != script, f"{out} is a run of {other and other[1]}; use another out_dir for {script}")
 
 
 def check_overwrite(config: dict, out: Path) -> None:
@@ -225,8 +240,11 @@ def is_ours(out: Path) -> bool:
 
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
     """Return what a resumed run prints: the checkpoint, changed settings, and whether max_steps is reached."""
-    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in saved.keys() & config if saved[key] != config[key]]
+    keys = [key for key in saved.keys() & config if saved[key] != config[key]]
+    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
     text = f"continuing {path} after step {step}" + (f"; changed: {', '.join(sorted(changed))}" if changed else "")
+    if "init_from" in keys:
+        text += f"; init_from={config['init_from']!r} has no effect: a run that continues has its own weights"
     gone = {key: saved[key] for key in REMOVED.keys() & saved.keys() - config.keys() if saved[key] != REMOVED[key]}
     if gone := [f"{key}={value!r}" for key, value in sorted(gone.items())]:
         text += f"; no longer a setting, ignored: {', '.join(gone)}"
@@ -345,8 +363,9 @@ def start(
             parts.hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in saved])
         resumed.state.clear()  # as large as the optimizer's
         resumed.rank_state.clear()
+        config = config | {"init_from": resumed.origin}
     if parts.world.is_main:
-        prepare_out_dir(config, Path(script).name)
+        prepare_out_dir(config, Path(script).name, keeps_config=resumed.is_over)
         if resumed.path and checkpoint.STEP_NAME.fullmatch(resumed.path.name):  # killed before the links were moved
             checkpoint.tidy(resumed.path.parent, resumed.step, config["keep_last"], config["keep_best"])
     gc.collect()
@@ -361,8 +380,9 @@ def load_state(parts: Parts, state: dict) -> None:
         parts.scaler.load_state_dict(state["scaler"])
 
 
-def prepare_out_dir(config: dict, script: str) -> None:
-    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` runs again."""
+def prepare_out_dir(config: dict, script: str, keeps_config: bool = False) -> None:
+    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` runs again. keeps_config: not
+    over the one that is there, for nothing is trained by these settings."""
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -377,7 +397,8 @@ def prepare_out_dir(config: dict, script: str) -> None:
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
     again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
-    write_config(again, f"{out}/config.py", command=f"python {script} {out}/config.py")
+    if not (keeps_config and (out / "config.py").exists()):
+        write_config(again, f"{out}/config.py", command=f"python {script} {out}/config.py")
 
 
 def save(
@@ -479,7 +500,8 @@ def finish(
     if batches:
         batches.close()
     log.close()
-    if parts.world.is_main:
+    trained = log.step > log.first_step or not Path(config["out_dir"], "README.md").exists()
+    if parts.world.is_main and trained:
         why = "stopped by a signal" if stopped_by else why
         run_card.write(config["out_dir"], script, config, data, parts.device, parts.world.world_size, why)
     ranks.close()

@@ -140,6 +140,13 @@ def test_what_was_too_long_for_validation_is_said(tmp_path, tokenizer, corpus, l
 
 def test_without_validation_the_line_says_what_would_help(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "What?"}])
-    for fraction, advice in ((0.02, "give more rows"), (0.0, "raise val_fraction")):
+    for fraction, advice in ((0.02, "give more rows"), (0.0, "raise val_fraction above 0")):
         with pytest.raises(UserError, match=f"no prompt is held out for validation; {advice} or name"):
             PromptCorpus(str(path), tokenizer, 30, seed=1, val_fraction=fraction).need_validation(fraction)
+    for n in range(9):  # until the one that is held out is too long
+        rows = [{"prompt": f"What is {n}{i}?", "response": "good " * (60 if i % 4 else 1)} for i in range(8)]
+        corpus = ChatCorpus(str(write(path, rows)), tokenizer, 30, False, seed=1, val_fraction=0.02)
+        if not corpus.val:
+            break
+    with pytest.raises(UserError, match="left out 1 .*; raise val_fraction above 0.02, raise block_size or name"):
+        corpus.need_validation(0.02)
