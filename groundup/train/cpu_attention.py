@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,10 +13,7 @@ from groundup.compile_c import compile_c
 
 def suits(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:  # noqa: F821 - model.py imports this
     """Return whether attention.c is written for this model and processor."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or cfg.head_dim % 8 or cfg.dropout:
-        return False
-    flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell
-    return bool(flags.get("avx512_bf16"))
+    return not cfg.head_dim % 8 and not cfg.dropout and has_instructions(device, dtype)
 
 
 def works(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:  # noqa: F821
@@ -23,10 +21,21 @@ def works(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:
     return suits(cfg, device, dtype) and library() is not None
 
 
+def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
+    flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell
+    return device.type == "cpu" and dtype == torch.bfloat16 and bool(flags.get("avx512_bf16"))
+
+
+@functools.cache
+def compiling() -> Future:
+    """Begin to compile attention.c beside what this thread does: it takes a second."""
+    return ThreadPoolExecutor(1).submit(compile_c, Path(__file__).with_name("attention.c"))
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return attention.c, compiled; None without a compiler."""
-    found = compile_c(Path(__file__).with_name("attention.c"))
+    found = compiling().result()
     if found is not None:
         found.attention.argtypes = found.attention_backward.argtypes = [ctypes.c_void_p, ctypes.c_int]
         found.attention.restype = found.attention_backward.restype = None

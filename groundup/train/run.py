@@ -29,7 +29,7 @@ from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
 from groundup.tokens.documents import can_border
-from groundup.train import checkpoint, computation, fsdp, powersgd, ranks, run_card
+from groundup.train import checkpoint, computation, cpu_attention, fsdp, powersgd, ranks, run_card
 from groundup.train.compiled import compile_blocks
 from groundup.train.device import (
     choose_device,
@@ -126,6 +126,8 @@ def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
     refuse(reason, reason)
     reason = fsdp.conflict(config, dtype) if config["parallel"] == "fsdp" else ""
     refuse(reason, reason)
+    if cpu_attention.has_instructions(device, dtype) and not config["plan_only"]:
+        cpu_attention.compiling()  # while data and model are read
     return device, dtype
 
 

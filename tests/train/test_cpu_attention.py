@@ -140,6 +140,8 @@ def test_torch_does_it_without_a_compiler_with_dropout_or_other_heads(monkeypatc
         loss_and_gradients(random_model(cfg), random_ids(cfg, 1, 8), random_ids(cfg, 1, 8), torch.bfloat16)
     monkeypatch.setattr("groundup.compile_c.shutil.which", lambda name: None)
     attention.library.cache_clear()
+    attention.compiling.cache_clear()
     loss_and_gradients(random_model(tiny_config()), random_ids(cfg, 1, 8), random_ids(cfg, 1, 8), torch.bfloat16)
     assert not calls
     attention.library.cache_clear()
+    attention.compiling.cache_clear()
