@@ -865,15 +865,14 @@ def peak_mb(out_dir: Path, path: Path, tok: str, workers: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_memory_does_not_grow_with_the_input(tmp_path, tok, workers):
+def test_memory_does_not_grow_with_the_input(tmp_path, tok):
     documents = texts(2000)
     peaks = []
     for times in (1, 10):
         path = tmp_path / f"{times}.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
-        peaks.append(peak_mb(tmp_path / str(times), path, tok, workers))
+        peaks.append(peak_mb(tmp_path / str(times), path, tok, workers=2))
     assert path.stat().st_size > 8e6
     assert peaks[1] < peaks[0] + 5, peaks
 

@@ -28,10 +28,10 @@ def for_inference(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     device = model.embed_tokens.weight.device
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    compiled = {id(vars(block)["forward"]): None for block in model.layers if "forward" in vars(block)}
+    compiled = {id(vars(part)["forward"]): None for part in model.modules() if "forward" in vars(part)}
     view = copy.deepcopy(model, same | compiled)
-    for block in view.layers:
-        vars(block).pop("forward", None)
+    for part in view.modules():
+        vars(part).pop("forward", None)
     for parent in list(view.modules()):
         if isinstance(parent, LoRALinear):
             continue  # replaced already: a parent comes before its children
