@@ -294,7 +294,7 @@ class JsonStream:
         if len(self.openings) < 20:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
-        if self._use(end) or (self.encoding.garbled and self.encoding.garbled.search(text)):
+        if self._use(end) or self.encoding.sign_of_loss(text):
             detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
             return Record(None, line, offset, problem="bad_encoding", detail=detail), True
         return Record(value, line, offset, self.encoding.name), True

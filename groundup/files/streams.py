@@ -159,10 +159,14 @@ class Encoding(NamedTuple):
     def decode(self, raw: bytes) -> str:
         """Raise UnicodeDecodeError, also for characters that this file can only hold if a byte before them is lost."""
         text = raw.decode(self.name)
-        if found := self.garbled and self.garbled.search(text):
+        if found := self.sign_of_loss(text):
             place = len(text[: found.start()].encode(self.name))
             raise UnicodeDecodeError(self.name, raw, place, place + 2, "a byte before it is missing")
         return text
+
+    def sign_of_loss(self, text: str) -> re.Match | None:
+        """Return the first place of a text of this file that only a lost byte explains."""
+        return self.garbled and self.garbled.search(without_pairs(text))
 
     def why(self, error: UnicodeDecodeError) -> str:
         return f"{error}{self.hint}"
@@ -197,28 +201,39 @@ def encoding_of(head: bytes) -> Encoding:
         # sign of it where the text has few of its own. Else rare characters close by are a weaker sign.
         if len(chinese("low").findall(text)) <= 0.01 * len(wide):
             return Encoding("gb18030", chinese("low"))
-        alone, uncommon = Counter(), chinese("uncommon")
-        for found in re.finditer(ALONE.format("@-~"), text):
+        alone, uncommon, text = Counter(), chinese("uncommon"), without_pairs(text)
+        for found in re.finditer(ALONE.format("@-~", FOUR_BYTES), text):
             # one after uncommon characters is of damage, and damage makes as many others
             alone[found[0]] += -1 if uncommon.search(text, max(0, found.start() - 6), found.start()) else 1
         own = [letter for letter, n in alone.items() if n > max(1, 0.0001 * len(wide))]
         few = alone.total() - sum(map(alone.get, own)) <= max(1, 0.0003 * len(wide))
         letters = re.escape("".join(set(map(chr, range(0x40, 0x7F))) - set(own)))
-        return Encoding("gb18030", re.compile(ALONE.format(letters)) if few else chinese("rare"))
+        return Encoding("gb18030", re.compile(ALONE.format(letters, FOUR_BYTES)) if few else chinese("rare"))
     return Encoding(hint=f"; {likely_encoding(head)}; convert the file: iconv -f ENCODING -t UTF-8")
 
 
 NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
-ALONE = "(?<![\0-\x7f])[{0}](?![@-~])|(?<![@-~])[{0}](?![\0-\x7f])"  # one of 40 to 7E, beside a wide character
+FOUR_BYTES = "\u3400-\u4dbf\U00010000-\U0010ffff"  # rare Chinese characters, with four bytes in GB18030
+# One of 40 to 7E beside a wide character. Beside a rare one it is the text's own: damage makes none of four bytes, and
+# seldom hits the character next to one.
+ALONE = "(?<=[^\0-\x7f{1}])[{0}](?![@-~{1}])|(?<![@-~{1}])[{0}](?=[^\0-\x7f{1}])"
+PAIRS = re.compile(r'\[([^]["\n]*)\]'), re.compile(r'\{([^{}"\n]*)\}')  # no quote: those of JSON are around texts
+
+
+def without_pairs(text: str) -> str:
+    """Return a text with ( ) for the brackets [ ] and { } that pair, which are its own: a lost byte leaves but one."""
+    for pair in PAIRS:
+        text = pair.sub(r"(\1)", text)
+    return text
 
 
 @cache
 def chinese(which: str) -> re.Pattern:
     """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
-    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. uncommon: no
-    common one, and not ASCII. rare: three of some ten characters are uncommon."""
+    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. uncommon: two
+    bytes and no common one. rare: three of some ten characters are uncommon."""
     if which == "uncommon":
-        return re.compile(f"[^\0-\x7f{chinese('common').pattern[1:]}")
+        return re.compile(f"[^\0-\x7f{FOUR_BYTES}{chinese('common').pattern[1:]}")
     if which == "rare":
         rare = chinese("uncommon").pattern
         return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")

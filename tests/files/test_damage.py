@@ -164,6 +164,28 @@ def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path, every: in
     assert report.problems == {"bad_encoding": len(damaged)}
 
 
+OF_THE_TEXT = [
+    "簪玉步河堤，妖韶援綠{𥫗/戢}。", "憐芳若兮{臨/手}中洲。", "[甲{乙}丙]霹靂", "{𥫗}",
+    "a{𠮷b", "援綠{𠮷野", "A. 步河堤 (B)",
+]  # fmt: skip
+OF_DAMAGE = ["援綠{河堤", "[淅]瀝[河堤", "{臨/手}步W堤"]
+
+
+@pytest.mark.parametrize("line", OF_THE_TEXT + OF_DAMAGE)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_letters_of_traditional_gb18030_that_no_lost_byte_makes_are_kept(tmp_path: Path, line: str, name: str) -> None:
+    """Brackets that pair, and letters beside a character of four bytes. Others are what is left of a character."""
+    base = SAMPLES["big5"]
+    lines = [*(f"{base[k:]}{base[:k]}" for k in range(len(base))), line]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in lines]
+    texts = {"a.txt": "\n".join(lines), "a.jsonl": "\n".join(rows), "a.json": f"[{','.join(rows)}]"}
+    (tmp_path / name).write_bytes(texts[name].encode("gb18030"))
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / name), txt_split="line", report=report)]
+    assert kept == (lines if line in OF_THE_TEXT else lines[:-1])
+    assert report.problems == ({} if line in OF_THE_TEXT else {"bad_encoding": 1})
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_the_encoding_is_one_for_the_file(tmp_path: Path, name: str) -> None:
     texts = [f"{i} {SAMPLES['gb18030']}" for i in range(20)]
