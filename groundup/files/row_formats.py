@@ -164,7 +164,8 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
         return found.read(row)
-    other = next((k for k in FORMATS if k != kind and recognise(row, k)), "")
+    kinds = ("chat", "text", "preference")  # chats first: many are known as text too
+    other = next((k for k in kinds if k != kind and recognise(row, k)), "")
     hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
     if kind == "preference" and "completions" in row:
         hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
@@ -448,7 +449,8 @@ def turns_then_worse(row: dict) -> Pair:
 def two_outputs(row: dict) -> Pair:
     outputs = row["output"]
     if not isinstance(outputs, list) or len(outputs) != 2:
-        raise BadRow("output is not a list of a chosen and a rejected answer")
+        hint = "; this is instructions (Alpaca), of kind='chat'" if isinstance(outputs, str) else ""
+        raise BadRow(f"output is not a list of a chosen and a rejected answer{hint}")
     return two_answers("instruction,input?", {**row, "chosen": outputs[0], "rejected": outputs[1]})
 
 

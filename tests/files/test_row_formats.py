@@ -540,8 +540,11 @@ def test_pairs(name: str) -> None:
         ({"prompt": CHATML, "chosen": "好", "rejected": "坏"}, "the prompt is in ChatML"),  # nobody forges turns
         ({"messages": [{"role": "user", "content": "问"}], "rejected_response": "坏"}, "does not end with a question"),
         ({"instruction": "问", "output": ["甲"]}, "not a list of a chosen and a rejected"),
-        ({"instruction": "问", "output": "答"}, "not a list of a chosen and a rejected"),
-        ({"text": "文"}, "unknown format"),
+        ({"instruction": "问", "output": "答"}, "rejected answer; this is instructions (Alpaca), of kind='chat'"),
+        ({"question": "问", "answer": "答"}, "this is questions and answers, of kind='chat'"),
+        ({"prompt": "问", "completion": "答"}, "this is prompts and completions (trl), of kind='chat'"),
+        ({"messages": [{"role": "user", "content": "问"}]}, "this is messages (OpenAI), of kind='chat'"),
+        ({"text": "文"}, "unknown format: keys text; this is text, of kind='text'"),
         ("文", "str, not an object"),
     ],
 )
