@@ -48,24 +48,32 @@ install: $(VENV)/core
 # Threads that wait spin: beside two busy processes a step takes seven times as long (docs/measurements.md).
 demo demo-chat demo-real: export OMP_WAIT_POLICY ?= passive
 
+# After a change of the sources or of Python the data are made anew, and then the runs and answers that are older than
+# the data that they were made from ($1), for the trainers and sample.py do not continue these with other data.
+PREPARE = $(PY) prepare.py --overwrite=True
+newer = find $(1:%=data/%/manifest.json) -newer $2 -exec $3 \; -quit 2>/dev/null
+begin = $$($(call newer,$1,out/$2/config.py,echo --resume=never --overwrite=True))
+forget = @$(call newer,$1,data/$2,rm -f data/$2 data/$2.config.json); true
+
 demo: $(VENV)/core
-	$(PY) prepare.py --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
+	$(PREPARE) --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5' --out_dir=data/demo --vocab_size=6144 \
 		--pattern=zh
-	$(PY) pretrain.py config/demo.py
+	$(PY) pretrain.py config/demo.py $(call begin,demo,demo)
 	$(PY) sample.py --init_from=out/demo --prompt='One evening' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
 	$(PY) sample.py --init_from=out/demo --prompt='晚上' --n=2 --max_new_tokens=90 --temperature=0.7 --top_p=0.95
-	$(PY) prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
+	$(PREPARE) --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat --hold_out=0.25 \
 		--out_dir=data/demo_chat --tokenizer_dir=data/demo
-	$(PY) sft.py config/demo_sft.py
+	$(PY) sft.py config/demo_sft.py $(call begin,demo demo_chat,demo_sft)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=groundup/demo/questions.jsonl --temperature=0
 
 demo-chat: demo
+	$(call forget,demo demo_chat,demo_answers.jsonl)
 	$(PY) sample.py --init_from=out/demo_sft --prompts=data/demo_chat/held_out.jsonl --out=data/demo_answers.jsonl \
 		--n=4 --max_new_tokens=96 --batch_size=64
-	$(PY) prepare.py --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
+	$(PREPARE) --input='docs: python-docs; own: data/demo_answers.jsonl' --kind=preference --pair_by=dataset \
 		--length_within=0.2 --prompts_from=data/demo_chat/held_out.jsonl --val_fraction=0.1 --out_dir=data/demo_pairs
-	$(PY) reward.py config/demo_reward.py
-	$(PY) dpo.py config/demo_dpo.py
+	$(PY) reward.py config/demo_reward.py $(call begin,demo demo_pairs,demo_reward)
+	$(PY) dpo.py config/demo_dpo.py $(call begin,demo demo_pairs,demo_dpo)
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --temperature=0
 	$(PY) sample.py --init_from=out/demo_dpo --prompt='$(QUESTION)' --best_of=8 --best_of_by=reward \
 		--reward_from=out/demo_reward
@@ -74,17 +82,18 @@ SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.json
 
 demo-real: $(VENV)/real
 	$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
-	$(PY) prepare.py --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
+	$(PREPARE) --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
 	$(SCORE_REAL) --init_from=out/smollm2
-	$(PY) sft.py config/real_sft.py
+	$(PY) sft.py config/real_sft.py $(call begin,real_chat,real_sft)
 	rm -rf out/real_merged
 	$(PY) tools/merge.py --init_from=out/real_sft --out_dir=out/real_merged
 	$(SCORE_REAL) --init_from=out/real_merged
+	$(call forget,real_chat,real_answers.jsonl)
 	$(PY) sample.py --init_from=out/real_merged --prompts=data/real_chat/held_out.jsonl --out=data/real_answers.jsonl \
 		--max_new_tokens=64 --batch_size=32
-	$(PY) prepare.py --input=data/real_answers.jsonl --kind=preference --pair_by=dataset --val_fraction=0.1 \
+	$(PREPARE) --input=data/real_answers.jsonl --kind=preference --pair_by=dataset --val_fraction=0.1 \
 		--out_dir=data/real_pairs
-	$(PY) dpo.py config/real_dpo.py
+	$(PY) dpo.py config/real_dpo.py $(call begin,real_chat real_pairs,real_dpo)
 	$(SCORE_REAL) --init_from=out/real_dpo
 	$(PY) sample.py --init_from=out/real_dpo --prompt='$(QUESTION)' --temperature=0
 

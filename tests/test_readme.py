@@ -1,6 +1,7 @@
 """README.md and README.zh.md: every command runs, in the order of the text."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,40 @@ def test_make_refuses_an_older_python_by_name(tmp_path):
     done = subprocess.run(["make", "demo", "PYTHON=./old"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / ".venv").exists()
     assert " is Python 3.10.2; 3.11 or newer is needed, for example: make PYTHON=python3.12" in done.stderr
+
+
+def test_make_demo_begins_what_is_older_than_its_data_anew(tmp_path):
+    """With a python that prints its arguments, by the times of the files."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "RUN $*"\n', encoding="utf-8")
+    python.chmod(0o755)
+    for name in ("Makefile", "requirements.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / ".venv/core").touch()
+
+    def begun() -> list[str]:
+        done = subprocess.run(["make", "demo-chat"], cwd=tmp_path, capture_output=True, text=True, check=True)
+        runs = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RUN")]
+        assert all("--overwrite=True" in run for run in runs if run[0] == "prepare.py")
+        flags = ["--resume=never", "--overwrite=True"]
+        trained = {run[1]: run[2:] for run in runs if run[1].startswith("config/")}
+        assert len(trained) == 4 and all(found in ([], flags) for found in trained.values())
+        return [Path(name).stem for name, found in trained.items() if found]
+
+    assert begun() == []  # nothing is there yet
+    data = [tmp_path / f"data/{name}/manifest.json" for name in ("demo", "demo_chat", "demo_pairs")]
+    runs = [tmp_path / f"out/{name}/config.py" for name in ("demo", "demo_sft", "demo_reward", "demo_dpo")]
+    answers = tmp_path / "data/demo_answers.jsonl"
+    for path in (*data, *runs, answers):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1000 + 100 * (path not in data),) * 2)
+    assert begun() == [] and answers.exists()
+    os.utime(data[2], (1200, 1200))
+    assert begun() == ["demo_reward", "demo_dpo"] and answers.exists()
+    os.utime(data[0], (1200, 1200))
+    assert begun() == ["demo", "demo_sft", "demo_reward", "demo_dpo"] and not answers.exists()
 
 
 def test_figures_of_the_chinese_readme_stand_in_english_too():
