@@ -15,7 +15,7 @@ output is the same to the byte for any number of processes.
 
 Everything is built in a hidden directory beside out_dir, which is renamed at the end, so out_dir is never incomplete. A
 run that was killed leaves the hidden directory, and the same command continues it. If the inputs, the settings and the
-tokenizer are those that out_dir was made with, nothing is done.
+tokenizer are those that out_dir was made with, nothing is done; if they are others, only --overwrite=True replaces it.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
@@ -98,9 +98,9 @@ shard_tokens = 134_217_728  # tokens per file
 strict = False  # stop at the first unreadable record; otherwise count it and go on
 max_bad_fraction = 1.0  # exit status 1 if more of the records are unreadable, or bytes of damaged files (1.0: if any)
 verify = ""  # check this prepared directory, and stop
-overwrite = False  # replace out_dir even if it has no manifest.json of prepare.py
+overwrite = False  # delete what out_dir holds: data of other settings or inputs, or files without a manifest.json
 
-VERSION = 9  # of the output; a directory of another version is made again
+VERSION = 9  # of the output; a directory of another version differs
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {
@@ -272,7 +272,7 @@ def difference(info: dict, old: dict) -> str:
     if not old:
         return "nothing complete is there yet"
     if old.get("prepare") != VERSION:
-        return "prepare.py"
+        return "the version of prepare.py"
     now, was = (
         {key: one.get(key) for key in ("tokenizer", "answers")}
         | {key: value for key, value in one["recipe"].items() if key != "sources"}
@@ -334,11 +334,12 @@ def main(config: dict) -> int:
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)
         if why:
+            check_replaceable(out_dir, config["overwrite"], why if before else "")
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")
-            check_replaceable(out_dir, config["overwrite"])
             manifest = build(inputs, recipe, tokenizer, work, config, info, lost)
-            write_config(config, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")
+            again = config | {"overwrite": False}  # to run it again must not delete anything
+            write_config(again, str(work / "out" / "config.py"), command=f"python prepare.py {out_dir}/config.py")
             publish(work, out_dir)
             report.print_report(manifest, time.perf_counter() - start)
     print(f"prepare: {out_dir} is {'done' if why else 'up to date'}")

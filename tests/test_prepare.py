@@ -524,12 +524,13 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
     write_jsonl(tmp_path / "x.jsonl", texts(30))
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok)
     before = content(tmp_path / "out")
-    process = subprocess.Popen(command(tmp_path / "out", input=str(corpus), tokenizer_dir=tok, workers=1), cwd=ROOT)
+    settings = {"input": str(corpus), "tokenizer_dir": tok, "overwrite": True}
+    process = subprocess.Popen(command(tmp_path / "out", workers=1, **settings), cwd=ROOT)
     wait_for(lambda: list(tmp_path.glob(".out.work.tmp/out/train_00000.npy.tmp")))
     process.kill()
     process.wait()
     assert content(tmp_path / "out") == before
-    run(tmp_path / "out", input=corpus, tokenizer_dir=tok)
+    run(tmp_path / "out", **settings)
     assert content(tmp_path / "out") != before and verify(tmp_path / "out")
     assert not leftovers(tmp_path)
 
@@ -591,7 +592,11 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
     def again(expected: str, **more) -> None:
         mark = (tmp_path / "out" / "manifest.json").stat().st_ino if (tmp_path / "out").exists() else 0
         settings.update(more)
-        assert run(tmp_path / "out", **settings) == 0
+        if differs := expected.startswith(said) and "nothing complete" not in expected:
+            with pytest.raises(UserError, match=f"complete corpus that differs in {expected[len(said):-1]}; use anoth"):
+                run(tmp_path / "out", **settings)
+            assert capsys.readouterr().out == "" and not leftovers(tmp_path)
+        assert run(tmp_path / "out", **settings, overwrite=differs) == 0
         out = capsys.readouterr().out
         assert re.search(expected, out), out
         assert ((tmp_path / "out" / "manifest.json").stat().st_ino == mark) == ("up to date" in expected)
@@ -620,7 +625,7 @@ def test_up_to_date_until_something_changes(tmp_path, tok, capsys, monkeypatch):
 def test_a_tokenizer_of_its_own_is_part_of_what_is_compared(tmp_path, capsys):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
     for vocab_size, expected in ((512, "is done"), (512, "is up to date"), (640, "anew: tokenizer (trained, bpe 512 ")):
-        run(tmp_path / "out", input=path, vocab_size=vocab_size)
+        run(tmp_path / "out", input=path, vocab_size=vocab_size, overwrite=vocab_size == 640)
         assert expected in capsys.readouterr().out
     for expected in ("is done", "is up to date"):
         run(tmp_path / "out2", input=path, vocab_size=512, tokenizer_dir=tmp_path / "new")
@@ -642,10 +647,22 @@ def test_an_input_that_changes_meanwhile_is_an_error(tmp_path, tok, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-def test_files_of_others_are_never_removed(tmp_path, tok):
+def test_the_config_of_a_replaced_directory_replaces_nothing(tmp_path, tok):
+    path = write_jsonl(tmp_path / "x.jsonl", texts(50))
+    for val_fraction in (0.2, 0.3):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok, val_fraction=val_fraction, overwrite=True)
+    assert "overwrite = False" in (tmp_path / "out" / "config.py").read_text("utf-8")
+
+
+def test_files_of_others_are_never_removed(tmp_path, tok, capsys):
     path = write_jsonl(tmp_path / "x.jsonl", texts(50))
     out = tmp_path / "out"
     out.mkdir()
+    (out / "chat.jsonl").write_text("{}", "utf-8")
+    with pytest.raises(UserError, match="holds chat.jsonl, which is not ours"):
+        run(out, input=path, tokenizer_dir=tok)
+    assert capsys.readouterr().out == ""  # not that it is made anew
+    (out / "chat.jsonl").unlink()
     run(out, input=path, tokenizer_dir=tok)  # an empty directory is as good as none
     (out / "notes.txt").write_text("mine", "utf-8")
     assert run(out, input=path, tokenizer_dir=tok) == 0  # nothing to do
@@ -884,6 +901,8 @@ def test_a_directory_of_an_older_version_is_made_anew(tmp_path, tok, capsys):
     manifest["info"]["prepare"] = 1  # when entries had other keys
     manifest["info"]["inputs"] = [{"path": str(path), "size": 1, "mtime_ns": 1, "sha256": "0" * 64}]
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest), "utf-8")
-    assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0
-    assert "is made anew: prepare.py" in capsys.readouterr().out
+    with pytest.raises(UserError, match="differs in the version of prepare.py; use another"):
+        run(tmp_path / "out", input=path, tokenizer_dir=tok)
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok, overwrite=True) == 0
+    assert "is made anew: the version of prepare.py" in capsys.readouterr().out
     assert run(tmp_path / "out", input=path, tokenizer_dir=tok) == 0 and "up to date" in capsys.readouterr().out

@@ -102,8 +102,9 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     return manifest
 
 
-def check_replaceable(out_dir: Path, overwrite: bool) -> None:
-    """Raise UserError if `out_dir` holds anything that prepare.py did not write: that is never removed."""
+def check_replaceable(out_dir: Path, overwrite: bool, differs: str) -> None:
+    """Raise UserError if `out_dir` holds anything that prepare.py did not write: that is never removed. So it does
+    without `overwrite` if what is there is complete, for a run may need it; differs: in what, "" if not complete."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():
@@ -113,6 +114,9 @@ def check_replaceable(out_dir: Path, overwrite: bool) -> None:
     others += [path for path in out_dir.iterdir() if path.is_dir() and not any(path.iterdir())]
     if others:
         raise UserError(f"prepare: {out_dir} holds {others[0]}, which is not ours; move it, or use another out_dir")
+    if differs and not overwrite:
+        ways = "use another --out_dir, or --overwrite=True to replace it"
+        raise UserError(f"prepare: {out_dir} holds a complete corpus that differs in {differs}; {ways}")
     if paths and not overwrite and read_json(out_dir / "manifest.json").get("format") not in (FORMAT, ROWS_FORMAT):
         hint = "overwrite=True replaces it"
         raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")

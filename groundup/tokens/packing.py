@@ -142,7 +142,7 @@ class PackedData(TokenData):
     def __init__(self, data_dir: str | Path, block_size: int, source: str = "") -> None:
         super().__init__(data_dir, "train", source)
         path, self.block_size = self.dir / f"train_pack{block_size}.json", block_size
-        how = f"run: python prepare.py {self.dir}/config.py --pack={block_size}"
+        how = f"run: python prepare.py {self.dir}/config.py --pack={block_size} --overwrite=True"
         if not path.exists():
             raise UserError(f"data: {self.dir} is not packed for block_size={block_size}; {how}")
         record = token_files.read_packing(path)

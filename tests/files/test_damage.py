@@ -90,7 +90,7 @@ def status(tmp_path: Path, name: str, raw: bytes, *options: tuple[str, object]) 
     """The exit status of prepare.py on one file; its output is in tmp_path/out."""
     (tmp_path / name).write_bytes(raw)
     config = SETTINGS | {"input": str(tmp_path / name), "out_dir": str(tmp_path / "out")}
-    return prepare.main(config | {"vocab_size": 384, "workers": 1} | dict(options))
+    return prepare.main(config | {"vocab_size": 384, "workers": 1, "overwrite": True} | dict(options))
 
 
 def test_a_damaged_file_ends_in_status_1_unless_the_loss_is_accepted(tmp_path: Path, capsys) -> None:

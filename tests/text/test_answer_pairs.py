@@ -259,6 +259,7 @@ def test_answers_become_prepared_pairs_beside_rows_that_are_pairs(tmp_path, caps
     prepared(tmp_path / "out", **settings)
     assert "is up to date" in capsys.readouterr().out
     Path(tmp_path / "in" / "a.jsonl.config.json").write_text(json.dumps(SETTINGS | {"seed": 8}), "utf-8")
+    settings["overwrite"] = True
     prepared(tmp_path / "out", **settings)
     assert "is made anew: answers" in capsys.readouterr().out
     prepared(tmp_path / "out", **settings | {"length_within": 1.0})

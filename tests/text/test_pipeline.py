@@ -32,7 +32,7 @@ KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)
 
 def run(out_dir: Path, **settings) -> int:
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    return prepare.main(KEYS | {"workers": 1, "out_dir": str(out_dir)} | plain)
+    return prepare.main(KEYS | {"workers": 1, "out_dir": str(out_dir), "overwrite": True} | plain)  # of other settings
 
 
 def manifest_of(out_dir: Path) -> dict:

@@ -739,7 +739,7 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
 
 def test_mistakes_with_packing(tmp_path: Path) -> None:
     packed_directory(tmp_path)
-    with pytest.raises(UserError, match=r"not packed for block_size=32; run: python prepare.py .*/config.py --pack=32"):
+    with pytest.raises(UserError, match=r"not packed for block_size=32; run: .* --pack=32 --overwrite=True"):
         TextCorpus(str(tmp_path), 32, pack=True)
     write_sources(tmp_path, {"wiki": 121, "code": 45})
     with pytest.raises(UserError, match=r"train_pack64.json is not of the tokens that are there now; run: python prep"):
