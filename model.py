@@ -352,7 +352,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
     B, H, T, D = q.shape
     if not VARLEN_SHARES_KEYS:
         k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B * T, heads, D)
+    dtype = compute_dtype(q)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).to(dtype) for t in (q, k, v))  # (B * T, heads, D)
     sharing = {"enable_gqa": True} if k.shape[1] < H else {}
     attend = torch.nn.attention.varlen.varlen_attn
     y = attend(q, k, v, borders, borders, T, T, window_size=(-1, 0), **sharing)

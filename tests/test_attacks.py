@@ -181,6 +181,7 @@ ESCAPES = [
 FORGED = [
     # sizes that are not those of the weights
     ("config.json", changed(vocab_size=10**12), "embed_tokens.weight has shape"),
+    ("config.json", changed(vocab_size=10**30), "no matrix can have"),
     ("config.json", changed(num_hidden_layers=10**5), "at most 1000"),
     ("config.json", changed(num_hidden_layers=1000), "2 layers, its config has 1000"),
     ("config.json", changed(hidden_size=2**20), "has shape"),

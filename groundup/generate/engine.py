@@ -102,7 +102,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """rows: the most texts at a time; copies: see `generate`."""
         self.device = model.embed_tokens.weight.device
-        self.dtype = compute_dtype(model.layers[0].self_attn.q_proj.weight)
+        self.dtype = compute_dtype(next(p for p in model.layers.parameters() if p.ndim == 2))
         self.compile = compile and not (copies and has_kernels(model.cfg, self.device, self.dtype))
         packed = copies and not self.compile
         self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies)

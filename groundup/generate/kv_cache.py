@@ -112,7 +112,7 @@ def attend_by_length(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, le
     each = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     gqa = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
     attend = torch.nn.attention.varlen.varlen_attn
-    return attend(q[:, :, 0], k, v, each, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
+    return attend(q[:, :, 0].to(k.dtype), k, v, each, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
 
 
 def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def for_inference(
                 setattr(parent, name, child)
     places = [
         (parent, name) for parent in view.modules() if not isinstance(parent, LoRALinear)
-        for name, child in parent.named_children() if isinstance(child, nn.Linear)
+        for name, child in parent.named_children() if type(child) in (nn.Linear, LoRALinear)
     ]  # fmt: skip
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     packed = packed and n_bytes < free_bytes(device) / 2
@@ -68,6 +68,7 @@ class PackedLinear(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, CHUNK_TOKENS)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)  # as autocast would
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     @staticmethod

@@ -99,7 +99,10 @@ def new_model(kind: type[Transformer], cfg: ModelConfig, config: dict, dtype: to
     if config.get("parallel") == "fsdp":
         device = choose_device(config["device"], int(os.environ["LOCAL_RANK"]))
         return fsdp.build(kind, cfg, device, dtype, new=not config["init_from"])
-    whole, with_adapters = choose(list(weight_shapes(cfg)), config["trainable"], adapters_of(config))
+    adapters = adapters_of(config)
+    whole, with_adapters = choose(list(weight_shapes(cfg)), config["trainable"], adapters)
+    if with_adapters:
+        weight_shapes(cfg, adapters)  # refuses them now, where model.py has no such matrices
     held = frozen_dtype(config, dtype) if with_adapters else torch.float32
     return checkpoint.build(kind, cfg, held, {*whole, "score.weight"})
 

@@ -452,14 +452,14 @@ def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype, whole: 
     finally:
         torch.set_default_dtype(torch.float32)
     for name, p in model.named_parameters():
-        if p.ndim == 1 or name in whole:
+        if p.ndim < 2 or name in whole:
             p.data = p.data.float()
     return model
 
 
 def held_dtype(model: Transformer) -> torch.dtype:
     """Return bfloat16 if `build` made the model so, with its embedding; else float32."""
-    weights = model.embed_tokens.weight, model.layers[0].self_attn.q_proj.weight
+    weights = model.embed_tokens.weight, next(p for p in model.layers.parameters() if p.ndim == 2)
     return torch.bfloat16 if all(p.dtype == torch.bfloat16 for p in weights) else torch.float32
 
 

@@ -120,6 +120,6 @@ forward.register_autograd(backward, setup_context=keep)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v, causal. q (B, H, T, D), k and v (B, K, T, D) bfloat16, D a multiple of 8;
-    firsts (B, T) int64: the first key that each query sees, at most its own."""
-    return forward(q, k, v, firsts)[0]
+    """Return softmax(q k^T / sqrt(D)) v, causal. q (B, H, T, D), k and v (B, K, T, D), D a multiple of 8; firsts
+    (B, T) int64: the first key that each query sees, at most its own. Computed in bfloat16."""
+    return forward(*(x.to(torch.bfloat16) for x in (q, k, v)), firsts)[0]

@@ -58,6 +58,7 @@ ROPES = {
 MOST_HEADER = 2**24  # bytes of a safetensors header, 100 for each tensor
 MOST_LAYERS = 1000
 MOST_ANGLES = 2**27  # positions x head_dim in the tables of rotary positions: a million positions of 128
+MOST_ELEMENTS = 2**56  # of a matrix: a small multiple of as many bytes as torch can count
 DTYPES = ("F32", "F16", "BF16")  # of stored weights, by safetensors' names; float32 holds each exactly
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -130,6 +131,9 @@ def from_hf_config(path: Path) -> ModelConfig:
         computation.say(f"checkpoint: warning: {path.parent}: {why}")
     if cfg.n_layer > MOST_LAYERS:
         raise UserError(f"checkpoint: {path}: num_hidden_layers={cfg.n_layer}, at most {MOST_LAYERS} are supported")
+    rows, columns = sorted((cfg.vocab_size, cfg.n_embd, cfg.ffn_dim, cfg.n_head * cfg.head_dim))[-2:]
+    if rows * columns > MOST_ELEMENTS:
+        raise UserError(f"checkpoint: {path}: no matrix can have {rows:,} x {columns:,} elements")
     if longest * cfg.head_dim > MOST_ANGLES:
         fix = "write there as many positions as you need"
         raise UserError(f"checkpoint: {path}: max_position_embeddings={longest} is too many for a table; {fix}")
@@ -248,10 +252,10 @@ def drop_tied_head(tensors: dict[str, Stored], directory: str | Path, trained_as
 def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: str | Path) -> None:
     """Raise UserError unless `tensors`, as in check_fit, have the layers and the sizes of `cfg`: compared before a
     model is built, which a damaged config.json could make as large as it likes."""
-    found = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    if found != cfg.n_layer:
-        raise UserError(f"checkpoint: the weights in {directory} have {found} layers, its config has {cfg.n_layer}")
-    shapes = {name: shape for name, shape in weight_shapes(replace(cfg, n_layer=1)).items() if name != "lm_head.weight"}
+    shapes = {name: shape for name, shape in weight_shapes(cfg).items() if name != "lm_head.weight"}
+    found, made = ({name.split(".")[1] for name in names if name.startswith("layers.")} for names in (tensors, shapes))
+    if len(found) != len(made):
+        raise UserError(f"checkpoint: the weights in {directory} have {len(found)} layers, its config has {len(made)}")
     check_fit(shapes, {name: tensors[name] for name in shapes if name in tensors}, directory)
 
 
@@ -340,14 +344,15 @@ def load_adapter(model: Transformer, directory: str | Path) -> None:
     modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
     try:
         cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
+        shapes = weight_shapes(model.cfg, cfg)
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
     if present is not None and replace(present, dropout=cfg.dropout) != cfg:
         raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
     if model.cfg.tie_embeddings:
         drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
-    shapes = weight_shapes(model.cfg, cfg).items()
-    check_fit({name: shape for name, shape in shapes if ".lora_" in name or name in tensors}, tensors, directory)
+    shapes = {name: shape for name, shape in shapes.items() if ".lora_" in name or name in tensors}
+    check_fit(shapes, tensors, directory)
     if present is None:
         add_lora(model, cfg)
     params = dict(model.named_parameters())

@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groundup.errors import UserError
+from groundup.train.skeleton import Unfilled, skeleton
 from model import ModelConfig, Transformer
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # an edited model has others
+MOST_RANK = 2**16  # more than any matrix has
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}  # what `weight_shapes` has returned
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,14 @@ class LoRAConfig:
     modules: tuple[str, ...] = MODULES
 
     def __post_init__(self) -> None:
-        names = [name.strip() for name in self.modules]  # "q_proj, v_proj" may have been split at the comma
-        unknown = ", ".join(repr(name) for name in names if name not in MODULES)
-        if unknown or not names:
-            hint = "; embedding and head are trained whole, with trainable='embed,lm_head,lora'"
-            raise UserError(f"lora: modules must be some of {', '.join(MODULES)}, got {unknown or 'none'}{hint}")
-        # In the model's order and once each, so that equal choices are equal configurations.
-        object.__setattr__(self, "modules", tuple(name for name in MODULES if name in names))
-        if self.rank < 1 or not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
-            which = f"rank={self.rank} must be at least 1, alpha={self.alpha} positive"
+        names = {name.strip() for name in self.modules} - {""}  # "q_proj, v_proj" may have been split at the comma
+        if not names:
+            raise UserError("lora: modules must name some matrices, got none")
+        # In one order and once each, so that equal choices are equal configurations.
+        own = sorted(names - {*MODULES})
+        object.__setattr__(self, "modules", (*(name for name in MODULES if name in names), *own))
+        if not 1 <= self.rank <= MOST_RANK or not 0 < self.alpha < math.inf or not 0 <= self.dropout < 1:
+            which = f"rank={self.rank} must be from 1 to {MOST_RANK}, alpha={self.alpha} positive"
             raise UserError(f"lora: {which}, dropout={self.dropout} from 0 to below 1")
 
     @property
@@ -87,15 +89,23 @@ def plain_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 
 def add_lora(model: Transformer, cfg: LoRAConfig) -> None:
-    """Add adapters to the matrices named in cfg.modules, in all blocks. The weights stay the same tensors.
+    """Add adapters to the matrices named in cfg.modules, in all blocks. The weights stay the same tensors. Raise
+    UserError if a name is that of no nn.Linear.
 
     Call before compiling the blocks and before `DDP(model)`."""
     if lora_config_of(model) is not None:
         raise UserError("lora: the model has adapters already; merge them first (tools/merge.py)")
-    for parent in (part for block in model.layers for part in (block.self_attn, block.mlp)):
-        for name in cfg.modules:
-            if (child := getattr(parent, name, None)) is not None:
-                setattr(parent, name, LoRALinear(child.weight, cfg, child.bias).train(child.training))
+    places = [
+        (parent, name, child) for parent in list(model.layers.modules())
+        for name, child in parent.named_children() if type(child) is nn.Linear
+    ]  # fmt: skip
+    known = list(dict.fromkeys(name for _, name, _ in places))
+    if unknown := [repr(name) for name in cfg.modules if name not in known]:
+        hint = "embedding and head are trained whole, with trainable='embed,lm_head,lora'"
+        raise UserError(f"lora: modules must be some of {', '.join(known)}, got {', '.join(unknown)}; {hint}")
+    for parent, name, child in places:
+        if name in cfg.modules:
+            setattr(parent, name, LoRALinear(child.weight, cfg, child.bias).train(child.training))
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -172,7 +182,7 @@ def choose(names: list[str], trainable: str, lora: LoRAConfig) -> tuple[set[str]
         if not found and part != "lora":
             raise UserError(f"lora: {part!r} in trainable={trainable!r} is no part; {offer}")
         chosen |= found
-    twice = [name for name in names if name in chosen and name.split(".")[-2] in lora.modules]
+    twice = [name for name in names if name in chosen and name.split(".")[-2:][0] in lora.modules]
     if twice and "lora" in parts:
         raise UserError(f"lora: trainable={trainable!r} would train {twice[0]} beside its adapter; take out either")
     if "lora" in parts and any(name.endswith(".bias") for name in chosen):
@@ -181,26 +191,16 @@ def choose(names: list[str], trainable: str, lora: LoRAConfig) -> tuple[set[str]
 
 
 def weight_shapes(cfg: ModelConfig, lora: LoRAConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of a model's parameters, with adapters if `lora` is given. Building the model on the meta
-    device would do, but imports torch._dynamo."""
-    C, D, V, F = cfg.n_embd, cfg.head_dim, cfg.vocab_size, cfg.ffn_dim
-    queries, keys = cfg.n_head * D, cfg.n_kv_head * D
-    block = {"input_layernorm.weight": (C,)}
-    for name, rows in {"q_proj": queries, "k_proj": keys, "v_proj": keys}.items():
-        block[f"self_attn.{name}.weight"] = (rows, C)
-        block |= {f"self_attn.{name}.bias": (rows,)} if cfg.qkv_bias else {}
-    block |= {"self_attn.o_proj.weight": (C, queries)}
-    block |= {f"self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm") if cfg.qk_norm}
-    block |= {"post_attention_layernorm.weight": (C,), "mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C)}
-    block |= {"mlp.down_proj.weight": (C, F)}
-    for name, shape in list(block.items()) if lora else []:
-        module, _, kind = name.rpartition(".")
-        if module.rpartition(".")[2] in lora.modules and kind == "weight":
-            thin = {"lora_A": (lora.rank, shape[1]), "lora_B": (shape[0], lora.rank)}
-            block |= {f"{module}.{factor}.weight": shape for factor, shape in thin.items()}
-    shapes = {"embed_tokens.weight": (V, C)}
-    shapes |= {f"layers.{i}.{name}": shape for i in range(cfg.n_layer) for name, shape in block.items()}
-    return shapes | {"norm.weight": (C,)} | ({} if cfg.tie_embeddings else {"lm_head.weight": (V, C)})
+    """Return {name: shape} of a model's parameters, as model.py makes them, with adapters if `lora` is given. Raise
+    UserError for adapters on what it does not have."""
+    key = f"{cfg} {lora}"  # a ModelConfig has no hash
+    if key not in SHAPES:
+        with torch.random.fork_rng(devices=[]), Unfilled():
+            model = skeleton(cfg)
+            if lora:
+                add_lora(model, lora)
+        SHAPES[key] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return SHAPES[key]
 
 
 def trainable_table(cfg: ModelConfig, trainable: str, lora: LoRAConfig) -> dict[str, int]:

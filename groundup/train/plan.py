@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
 
 from groundup.train import cpu_attention
 from groundup.train.base import adapters_of, frozen_dtype
 from groundup.train.device import device_memory, memory_limit
 from groundup.train.log import clock
-from groundup.train.lora import trainable_table
-from model import MASKED_LENGTH, ModelConfig, Transformer, chunk_rows
+from groundup.train.lora import trainable_table, weight_shapes
+from model import MASKED_LENGTH, ModelConfig, chunk_rows
 
 # Share of the tensors for what a plan cannot know: holes between an allocator's blocks, buffers of libraries. For glibc
 # it was largest where blocks are recomputed: a third at 23M parameters.
@@ -25,17 +24,21 @@ PROCESS = 400 * 2**20  # Python with torch, in the memory of the machine
 
 
 def parameter_table(cfg: ModelConfig) -> dict[str, int]:
-    """Return {part: number of parameters} without building the model. Tied embeddings count once."""
-    C, D, L = cfg.n_embd, cfg.head_dim, cfg.n_layer
-    table = {
-        "embedding": cfg.vocab_size * C,
-        "attention": L * (2 * C * cfg.n_head * D + 2 * C * cfg.n_kv_head * D),
-        "mlp": L * 3 * C * cfg.ffn_dim,
-        "norms": L * (2 * C + (2 * D if cfg.qk_norm else 0)) + C,
-        "biases": L * D * (cfg.n_head + 2 * cfg.n_kv_head) * cfg.qkv_bias,
-        "head": 0 if cfg.tie_embeddings else cfg.vocab_size * C,
-    }
+    """Return {part: number of parameters} of what model.py makes, without memory. Tied embeddings count once."""
+    table = dict.fromkeys(("embedding", "attention", "mlp", "norms", "biases", "head"), 0)
+    for name, shape in weight_shapes(cfg).items():
+        table[part_of(name, len(shape))] += math.prod(shape)
     return table | {"total": sum(table.values())}
+
+
+def part_of(name: str, n_dims: int) -> str:
+    """Return the part that a parameter counts for; what an edit of model.py adds to a block counts for the mlp."""
+    ends = {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+    if name in ends:
+        return ends[name]
+    if n_dims < 2:
+        return "biases" if name.endswith(".bias") else "norms"
+    return "attention" if ".self_attn." in name else "mlp"
 
 
 def flops_per_token(cfg: ModelConfig, T: int, head: bool = True, trainable: str = "all") -> float:
@@ -164,14 +167,6 @@ def compare(needs: Mapping[str, Callable[[int], float]], world_size: int, most: 
     fewer = "lower batch_size or use activation_checkpointing=True"
     none = fewer if needs[last](more) > most else f"{last} needs {more}"
     return f"{text}; the least that fits {most / 2**30:.2f} GiB: {fits or f'none, {none}'}"
-
-
-def edited(model: nn.Module, trainable: str) -> str:
-    """Return a warning if a model has other parameters than a plan counts, as after an edit of model.py, else ""."""
-    n_real, n_planned = sum(p.numel() for p in model.parameters()), parameter_table(model.cfg)["total"]
-    if type(model) is not Transformer or "lora" in trainable or n_real == n_planned:
-        return ""
-    return f"warning     model.py has {n_real:,} parameters, the plan above is for {n_planned:,}"
 
 
 def describe(

@@ -41,7 +41,6 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, check_tensorboard
 from groundup.train.optim import SCHEDULES, Optimizer, stays_whole
-from groundup.train.plan import edited
 from groundup.train.settings import REMOVED
 from groundup.train.signals import StopSignal
 from groundup.train.write_behind import Writer
@@ -318,8 +317,6 @@ def set_up(
 ) -> Parts:  # fmt: skip
     """Move the model to the device, compile it, and make DDP, optimizer and GradScaler. Freeze parameters before.
     lengths_vary: rows of one batch are longer than those of another."""
-    if world.is_main and (warning := edited(model, config["trainable"])):
-        print(warning, flush=True)
     model.to(device).activation_checkpointing = config["activation_checkpointing"]
     if device.type == "cuda":
         model.varlen = can_border(device, dtype, model.cfg.head_dim)  # to ask would break a compiled graph

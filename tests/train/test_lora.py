@@ -285,12 +285,13 @@ def test_parts_that_are_none_are_refused_with_what_there_is() -> None:
         ({"alpha": float("nan")}, "alpha=nan"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"modules": ()}, "got none"),
-        ({"modules": ("q_proj", "wq")}, "'wq'"),
+        ({"rank": 10**30}, "to 65536"),
+        ({"modules": ("q_proj", "wq")}, "down_proj, got 'wq'"),
         ({"modules": ("lm_head",)}, "trainable='embed,lm_head,lora'"),
     ],
 )
 def test_settings_that_make_no_sense(changes: dict, words: str) -> None:
-    assert words in error_line(lambda: LoRAConfig(**changes))
+    assert words in error_line(lambda: lora.add_lora(tiny(), LoRAConfig(**changes)))
 
 
 @pytest.mark.parametrize("tied", [False, True])

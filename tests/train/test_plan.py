@@ -131,15 +131,6 @@ def test_the_table_is_the_peak_of_the_tensors_that_are_alive(monkeypatch, shape,
     assert sum(table.values()) == pytest.approx(measured, rel=0.1)
 
 
-def test_an_edited_model_is_counted_as_it_is():
-    net = Transformer(ModelConfig(97, block_size=32, n_layer=1, n_head=2, n_embd=16))
-    assert plan.edited(net, "all") == plan.edited(net, "lora") == ""
-    n = sum(p.numel() for p in net.parameters())
-    net.scale = torch.nn.Parameter(torch.ones(7))
-    assert plan.edited(net, "all") == f"warning     model.py has {n + 7:,} parameters, the plan above is for {n:,}"
-    assert plan.edited(RewardModel(net.cfg), "all") == ""
-
-
 @pytest.mark.parametrize(("key", "factors"), [("total_batch_tokens", {"block_size": 32}), ("total_batch_pairs", {})])
 def test_a_step_is_whole_micro_steps_on_all_ranks(key, factors):
     def counted(batch_size: int, total: int, world_size: int) -> int:
