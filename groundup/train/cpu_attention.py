@@ -22,8 +22,9 @@ def works(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_instructions(device: torch.device, dtype: torch.dtype) -> bool:
-    flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell
-    return device.type == "cpu" and dtype == torch.bfloat16 and bool(flags.get("avx512_bf16"))
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False  # torch.compile of a whole model cannot trace what follows
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))  # torch 2.11 does not tell
 
 
 @functools.cache
