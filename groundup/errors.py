@@ -41,6 +41,12 @@ class UserError(ValueError):
     a traceback, so the message says what is wrong, where, with which value, and what to do."""
 
 
+def refuse(wrong: object, text: str) -> None:
+    """Raise UserError about a setting if `wrong`."""
+    if wrong:
+        raise UserError(f"config: {text}")
+
+
 class LostRank(UserError):
     """Raise where another rank has died or is stuck: a thread may wait long for it, so the process ends without it."""
 
@@ -134,6 +140,14 @@ def size_of(text: str) -> str:
     """Return how much memory was asked for, in the words of torch or numpy."""
     found = re.search(r"allocate ([\d.]+ \w+)", text)
     return f": cannot allocate {found[1]}" if found else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line of why: the system's words if there are any (torch says "unexpected pos 704" of a full disk)."""
+    cause = error
+    while cause is not None and not getattr(cause, "strerror", None):
+        cause = cause.__context__
+    return cause.strerror if cause else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

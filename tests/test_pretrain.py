@@ -671,8 +671,8 @@ def test_a_directory_with_files_of_ones_own_is_left_alone(run, tmp_path, capsys,
 def test_a_second_run_on_one_directory_is_refused(run, tmp_path, capsys):
     """Both would save, and each prunes the other's checkpoints."""
     code = (
-        "import sys, time; from pathlib import Path; from groundup.train import run; "
-        "run.lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from groundup.train import out_dir; "
+        "out_dir.lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
     )
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", code, str(tmp_path / "out")]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
-from groundup.errors import UserError
+from groundup.errors import UserError, reason_of
 from groundup.train import checkpoint
 from tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
         os.replace(temp, out)
         checkpoint.sync(out.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint: cannot write {out}: {checkpoint.reason_of(error)}") from None
+        raise UserError(f"checkpoint: cannot write {out}: {reason_of(error)}") from None
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     return source, out, sum(p.numel() for p in model.parameters())

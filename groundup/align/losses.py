@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import checkpoint, huggingface, ranks
 from groundup.train.device import autocast
 from groundup.train.fsdp import in_step
 from groundup.train.lora import adapters_off
-from groundup.train.run import refuse
 from model import (
     IGNORE,
     ModelConfig,

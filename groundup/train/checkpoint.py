@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import ProcessGroup
 
-from groundup.errors import UNINTERRUPTED, UserError
+from groundup.errors import UNINTERRUPTED, UserError, reason_of
 from groundup.files.untrusted import check_regular, check_zip, is_name, read_json
 from groundup.train import fsdp, huggingface, lora, ranks
 from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
@@ -262,14 +262,6 @@ def checksum(path: Path) -> str:
         while block := f.read(2**20):
             crc = zlib.crc32(block, crc)
     return f"crc32 {crc:08x}"
-
-
-def reason_of(error: BaseException) -> str:
-    """Return one line of why: the system's words if there are any (torch says "unexpected pos 704" of a full disk)."""
-    cause = error
-    while cause is not None and not getattr(cause, "strerror", None):
-        cause = cause.__context__
-    return cause.strerror if cause else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- find -----------------------------------------------------------------------------------------------------------

@@ -8,28 +8,24 @@
 """
 
 import dataclasses
-import fcntl
 import gc
 import math
 import os
-import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 import ddp
-from configurator import write_config
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 from groundup.tokens.batches import Batches
 from groundup.tokens.corpus import same_order
 from groundup.tokens.documents import can_border
-from groundup.train import checkpoint, computation, cpu_attention, fsdp, powersgd, ranks, run_card
+from groundup.train import checkpoint, computation, cpu_attention, fsdp, out_dir, powersgd, ranks, run_card
 from groundup.train.compiled import compile_blocks
 from groundup.train.device import (
     choose_device,
@@ -56,14 +52,6 @@ CHOICES = {
     "schedule": SCHEDULES, "optimizer": ("adamw", "muon"), "resume": ("auto", "never", "must"),
     "compress": ddp.COMPRESS, "base_dtype": ("auto", "float32", "bfloat16"), "parallel": ("ddp", "fsdp"),
 }  # fmt: skip
-# What a run leaves in its directory: a new one begins, and overwrite=True deletes, where there is nothing else.
-OWN_FILES = re.compile(
-    r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
-    r"|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?"
-)
-
-LOCKS: dict[Path, tuple[IO, int]] = {}  # run directories that are this process's: open .lock, open directory
-
 
 def check_config(
     config: dict, at_least: Mapping[str, float] | None = None, shares: tuple[str, ...] = (),
@@ -89,12 +77,6 @@ def check_config(
 def warmup_of(config: dict) -> int:
     """Return the steps of warm-up: warmup_steps, or where that is 0 warmup_fraction of max_steps."""
     return config["warmup_steps"] or round(config["warmup_fraction"] * config["max_steps"])
-
-
-def refuse(wrong: object, text: str) -> None:
-    """Raise UserError if `wrong`."""
-    if wrong:
-        raise UserError(f"config: {text}")
 
 
 def count_per_step(config: dict, key: str, **factors: int) -> int:
@@ -166,18 +148,18 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
     place = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
     refuse(not os.access(place, os.W_OK), f"out_dir={config['out_dir']!r}: {place} cannot be written to")
     if verbose and ((out / ".lock").exists() or (out / "log.jsonl").exists()):  # a run in it would remove what is read
-        lock(out)
+        out_dir.lock(out)
     used = out.exists() and any(out.iterdir())
     if config["resume"] == "never":
         if used:
-            check_overwrite(config, out)
+            out_dir.check_overwrite(config, out)
         return None
-    check_stage(out, Path(sys.argv[0]).name)
+    out_dir.check_stage(out, Path(sys.argv[0]).name)
     path = checkpoint.find_latest(out, report=print if verbose else lambda text: None) if used else None
     if path is None:
         refuse(config["resume"] == "must", f"resume='must' but {out} has no checkpoint")
         if used:
-            check_own(out)
+            out_dir.check_own(out)
         return None
     computation.check_resume(path, checkpoint.ADAPTED_CONFIG if checkpoint.is_adapter(path) else "config.json")
     saved = checkpoint.load_config(path)
@@ -189,54 +171,6 @@ def find_resume(config: dict, cfg: ModelConfig, verbose: bool) -> Path | None:
         raise UserError(f"config: {path} has another architecture: {detail}; use another out_dir, or to "
                         "begin anew --resume=never --overwrite=True")
     return path
-
-
-def check_stage(out: Path, script: str) -> None:
-    """Raise UserError if another script's run is in `out`: the first line of its config.py says which."""
-    config = out / "config.py"
-    lines = config.read_text(encoding="utf-8", errors="replace").splitlines() if config.is_file() else []
-    other = re.search(r"re-run with: python (\w+\.py) ", lines[0]) if lines else None
-    refuse(other and other[1] != script, f"{out} is a run of {other and other[1]}; use another out_dir for {script}")
-
-
-def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless overwrite is on and `out` holds nothing but a run, so that all of it may be deleted."""
-    refuse(not config["overwrite"], f"resume='never' but {out} is not empty; use another out_dir or overwrite=True")
-    check_own(out)
-    within = config["init_from"] and Path(config["init_from"]).resolve().is_relative_to(out.resolve())
-    refuse(within, f"init_from={config['init_from']!r} lies in the out_dir that overwrite=True deletes")
-
-
-def check_own(out: Path) -> None:
-    """Raise UserError if `out` holds files that no run made. Every run has a log beside its config.py and README.md."""
-    shared = () if (out / "log.jsonl").exists() else ("README.md", "config.py")
-    foreign = sorted(path.name for path in out.iterdir() if not OWN_FILES.fullmatch(path.name) or path.name in shared)
-    if foreign == ["config.py"] and (out / "config.py").read_bytes().startswith(b"'Resolved configuration"):
-        return  # of a run that was killed before its first line
-    refuse(foreign, f"{out} holds {''.join(foreign[:1])!r}, which no run made; use another out_dir")
-
-
-def lock(out: Path) -> None:
-    """Keep a directory for this process as long as it lives. Raise UserError, with the owner's number, if another's."""
-    if is_ours(out):
-        return
-    file = open(out / ".lock", "a+", encoding="utf-8")  # stays open
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        other = file.read() or "?"
-        raise UserError(f"config: process {other} is training in {out}; use another out_dir") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    LOCKS[out.resolve()] = file, os.open(out, os.O_RDONLY)
-
-
-def is_ours(out: Path) -> bool:
-    """Return whether `out` is the directory that this process has locked, not one made since in its place."""
-    _, directory = LOCKS.get(out.resolve(), (None, -1))
-    return directory >= 0 and out.exists() and os.path.samestat(os.fstat(directory), os.stat(out))
 
 
 def describe_resume(path: Path, step: int, saved: dict, config: dict) -> str:
@@ -364,7 +298,7 @@ def start(
         resumed.rank_state.clear()
         config = config | {"init_from": resumed.origin}
     if parts.world.is_main:
-        prepare_out_dir(config, Path(script).name, keeps_config=resumed.is_over)
+        out_dir.prepare(config, Path(script).name, keeps_config=resumed.is_over)
         if resumed.path and checkpoint.STEP_NAME.fullmatch(resumed.path.name):  # killed before the links were moved
             checkpoint.tidy(resumed.path.parent, resumed.step, config["keep_last"], config["keep_best"])
     gc.collect()
@@ -379,27 +313,6 @@ def load_state(parts: Parts, state: dict) -> None:
         parts.scaler.load_state_dict(state["scaler"])
 
 
-def prepare_out_dir(config: dict, script: str, keeps_config: bool = False) -> None:
-    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` runs again. keeps_config: not
-    over the one that is there, for nothing is trained by these settings."""
-    out = Path(config["out_dir"])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        begun = not is_ours(out) and (out / "log.jsonl").exists()  # since find_resume saw none
-        lock(out)
-        refuse(begun, f"another run has begun in {out}; run the same command again")
-        for path in out.iterdir() if config["resume"] == "never" else ():  # check_overwrite has looked at them
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != ".lock":
-                path.unlink()
-    except OSError as error:
-        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
-    again = config | {"resume": "auto", "overwrite": False}  # to run it again must not delete it
-    if not (keeps_config and (out / "config.py").exists()):
-        write_config(again, f"{out}/config.py", command=f"python {script} {out}/config.py")
-
-
 def save(
     parts: Parts, step: int, skipped: torch.Tensor, tokenizer: Tokenizer, config: dict, order: dict, base: str,
     log: RunLog, write: Callable[[Path, Transformer, Tokenizer], None] | None = None,
@@ -409,7 +322,7 @@ def save(
     full disk), the next save reports that, and tries again; older checkpoints stay whole. base, write: as in
     checkpoint.save; other: added to the training state."""
     report_save(parts, log)
-    gone = parts.world.is_main and not is_ours(Path(config["out_dir"]))
+    gone = parts.world.is_main and not out_dir.is_ours(Path(config["out_dir"]))
     if ranks.any_rank(gone):  # a save would make half a run in its place
         raise UserError(f"train: out_dir={config['out_dir']!r} was removed or moved while the run was in it")
     state = {"step": step, "order": order, "skipped": skipped.tolist(), "config": config}
