@@ -1,27 +1,52 @@
-"""Compile a C file of this package with the machine's compiler, when a program first needs it."""
+"""Compile a C file of this package with the machine's compiler when a program first needs it, and keep the result."""
 
 import ctypes
+import hashlib
+import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
 def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Return the file as a library for this very processor; None where no compiler with OpenMP works."""
+    """Return the file as a library for this very processor; None where no compiler with OpenMP works. It is kept in
+    ~/.cache/groundup (XDG_CACHE_HOME), where that can be written: compiling takes a second."""
     compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), "")
     tune = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = ("-O3", tune, "-fopenmp", "-fPIC", "-shared", *flags)
+    command = [compiler, "-O3", tune, "-fopenmp", "-fPIC", "-shared", *flags, str(source), *openmp(), "-lm"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        out = str(Path(directory) / f"{source.stem}.so")
         try:
-            command = [compiler, *flags, "-o", out, str(source), *openmp(), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            return ctypes.CDLL(out)
+            version = os.stat(compiler).st_mtime_ns
+            key = hashlib.sha256(f"{command} {version} {processor()}".encode() + source.read_bytes()).hexdigest()[:16]
+            kept = cache(Path(directory)) / f"{source.stem}-{key}.so"
+            with suppress(OSError):  # not there yet, or damaged
+                return ctypes.CDLL(str(kept))
+            new = kept.with_suffix(f".{os.getpid()}.tmp")  # other processes compile it, too
+            subprocess.run([*command, "-o", str(new)], check=True, capture_output=True, timeout=120)
+            return ctypes.CDLL(str(new.replace(kept)))
         except (OSError, subprocess.SubprocessError):
             return None
+
+
+def cache(otherwise: Path) -> Path:
+    """Return the directory of compiled files, where only this user may write; `otherwise` if there can be none."""
+    found = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "groundup").expanduser()
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # a file system that cannot be written to; no home
+        return otherwise
+    return found if os.access(found, os.W_OK) and found.stat().st_uid == os.getuid() else otherwise
+
+
+def processor() -> str:
+    """Return what the compiler reads of the processor: a home directory may be that of several machines."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    return "".join(re.findall(r"^(?:flags|Features|model name)\s*:.*", text, re.M)[:2]) or platform.processor()
 
 
 def openmp() -> list[str]:

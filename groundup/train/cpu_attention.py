@@ -10,6 +10,9 @@ from torch import Tensor
 
 from groundup.compile_c import compile_c
 
+# torch.library.custom_op would import torch._dynamo at the first call, which takes a second
+LIBRARY = torch.library.Library("groundup", "DEF")
+
 
 def suits(cfg: "ModelConfig", device: torch.device, dtype: torch.dtype) -> bool:  # noqa: F821 - model.py imports this
     """Return whether attention.c is written for this model and processor."""
@@ -77,7 +80,14 @@ def empty_like(x: Tensor) -> Tensor:
     return x.new_empty(B, T, heads, D).transpose(1, 2)
 
 
-@torch.library.custom_op("groundup::cpu_attention", mutates_args=())
+LIBRARY.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor firsts) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "cpu_attention_backward(Tensor dy, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor firsts)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "cpu_attention", "CPU")
 def forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
     """Return `attend` and what its backward needs: the log of each query's sum of exponentials (B, H, T)."""
     y, lse = shapes(q, k, v, firsts)
@@ -85,12 +95,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Te
     return y, lse
 
 
-@forward.register_fake
+@torch.library.register_fake("groundup::cpu_attention")
 def shapes(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor]:
     return empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("groundup::cpu_attention_backward", mutates_args=())
+@torch.library.impl(LIBRARY, "cpu_attention_backward", "CPU")
 def gradients(
     dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +111,7 @@ def gradients(
     return dq, dk, dv
 
 
-@gradients.register_fake
+@torch.library.register_fake("groundup::cpu_attention_backward")
 def gradient_shapes(
     dy: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,13 +124,13 @@ def keep(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None
 
 
 def backward(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, None]:
-    return *gradients(dy, *ctx.saved_tensors), None
+    return *torch.ops.groundup.cpu_attention_backward(dy, *ctx.saved_tensors), None
 
 
-forward.register_autograd(backward, setup_context=keep)
+torch.library.register_autograd("groundup::cpu_attention", backward, setup_context=keep)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(D)) v, causal. q (B, H, T, D), k and v (B, K, T, D), D a multiple of 8; firsts
     (B, T) int64: the first key that each query sees, at most its own. Computed in bfloat16."""
-    return forward(*(x.to(torch.bfloat16) for x in (q, k, v)), firsts)[0]
+    return torch.ops.groundup.cpu_attention(*(x.to(torch.bfloat16) for x in (q, k, v)), firsts)[0]

@@ -1,0 +1,55 @@
+"""compile_c: a library is compiled once for each source, compiler and processor, and never left half written."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from groundup import compile_c as module
+from groundup.compile_c import compile_c
+
+pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "one.c"
+    path.write_text("int number(void) { return 1; }", encoding="utf-8")
+    return path
+
+
+def kept(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache/groundup").glob("*"))
+
+
+def test_a_library_is_compiled_once_for_each_source(source, monkeypatch):
+    assert compile_c(source).number() == 1
+    (first,) = kept(source)
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    with monkeypatch.context() as patch:
+        patch.setattr(module.subprocess, "run", None)  # a second compilation would fail
+        assert compile_c(source).number() == 1
+    source.write_text("int number(void) { return 2; }", encoding="utf-8")
+    assert compile_c(source).number() == 2 and len(kept(source)) == 2
+    monkeypatch.setattr(module, "processor", lambda: "another")
+    assert compile_c(source).number() == 2 and len(kept(source)) == 3
+
+
+def test_a_damaged_library_is_compiled_again(source):
+    assert compile_c(source) is not None
+    (path,) = kept(source)
+    path.unlink()  # the one that is loaded stays whole
+    path.write_bytes(b"\x7fELF")
+    assert compile_c(source).number() == 1 and kept(source) == [path]
+
+
+def test_without_a_place_to_keep_it_a_library_is_compiled_all_the_same(source, monkeypatch):
+    (source.parent / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent / "file"))
+    assert compile_c(source).number() == 1 and not kept(source)
+
+
+def test_what_does_not_compile_is_none_and_leaves_nothing(source):
+    source.write_text("int number(void) { return", encoding="utf-8")
+    assert compile_c(source) is None and not kept(source)
