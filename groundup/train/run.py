@@ -107,8 +107,6 @@ def choose_device_and_dtype(config: dict) -> tuple[torch.device, torch.dtype]:
     refuse(reason, reason)
     reason = fsdp.conflict(config, dtype) if config["parallel"] == "fsdp" else ""
     refuse(reason, reason)
-    if cpu_attention.has_instructions(device, dtype) and not config["plan_only"]:
-        cpu_attention.compiling()  # while data and model are read
     return device, dtype
 
 
@@ -219,6 +217,8 @@ def check_data_order(saved: dict, settings: dict, now: dict, path: Path, step: i
 
 def join(config: dict, order: dict, step: int, device: torch.device, dtype: torch.dtype) -> ranks.World:
     """Join the process group. Raise UserError on all ranks if they differ in a setting, the data or the checkpoint."""
+    if cpu_attention.has_instructions(device, dtype):
+        cpu_attention.compiling()  # beside what follows; earlier, it would disturb the measurement of peak_flops
     world = ranks.init(device.type, config["timeout_s"])
     mine = {**config, **order, "step": step, "dtype": str(dtype)}
     everyone = ranks.gather_objects(mine)
