@@ -1,4 +1,4 @@
-r"""The chat model of `make demo`, two idle CPU cores, under two minutes: 6,700 questions and answers about Python and
+r"""The chat model of `make demo`, two idle CPU cores, a minute and a half: 6,700 questions and answers about Python and
 everyday things, in English and Chinese.
 
     python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat \
