@@ -37,9 +37,11 @@ def cache(otherwise: Path) -> Path:
     found = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "groundup").expanduser()
     try:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = found.stat()
     except (OSError, RuntimeError):  # a file system that cannot be written to; no home
         return otherwise
-    return found if os.access(found, os.W_OK) and found.stat().st_uid == os.getuid() else otherwise
+    ours = status.st_uid == os.getuid() and not status.st_mode & 0o022  # what lies there is executed
+    return found if ours and os.access(found, os.W_OK) else otherwise
 
 
 def processor() -> str:

@@ -50,6 +50,15 @@ def test_without_a_place_to_keep_it_a_library_is_compiled_all_the_same(source, m
     assert compile_c(source).number() == 1 and not kept(source)
 
 
+def test_nothing_is_taken_from_where_others_may_write(source):
+    assert compile_c(source) is not None
+    (path,) = kept(source)
+    path.unlink()
+    path.parent.chmod(0o777)
+    path.write_bytes(b"from another user")
+    assert compile_c(source).number() == 1 and path.read_bytes() == b"from another user"
+
+
 def test_what_does_not_compile_is_none_and_leaves_nothing(source):
     source.write_text("int number(void) { return", encoding="utf-8")
     assert compile_c(source) is None and not kept(source)
