@@ -41,18 +41,18 @@ class UserError(ValueError):
     a traceback, so the message says what is wrong, where, with which value, and what to do."""
 
 
-def refuse(wrong: object, text: str) -> None:
-    """Raise UserError about a setting if `wrong`."""
-    if wrong:
-        raise UserError(f"config: {text}")
-
-
 class LostRank(UserError):
     """Raise where another rank has died or is stuck: a thread may wait long for it, so the process ends without it."""
 
 
 class Stopped(KeyboardInterrupt):
     """Raise with its number for a signal that ends this process at once, without waiting for threads or ranks."""
+
+
+def refuse(wrong: object, text: str) -> None:
+    """Raise UserError about a setting if `wrong`."""
+    if wrong:
+        raise UserError(f"config: {text}")
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
