@@ -219,7 +219,8 @@ if __name__ == "__main__":
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step
     )
-    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
+    val_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)  # small batches leave a CPU idle
+    val = partial(corpus.val_batches, val_rows, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
     stages = mixture.changes(rows_per_step) if len(corpus.names) > 1 else {}
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
@@ -228,7 +229,7 @@ if __name__ == "__main__":
 
     def evaluate_now(step: int) -> float:
         """Log validation losses and samples, rank the checkpoint of this step by its loss, and return it."""
-        losses = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
+        losses = evaluate(model, val(), val_rows, shares, token_bytes, torch_device, torch_dtype)
         samples = sample_texts(raw_model, tokenizer, sample_prompts, seed)
         sources = [key.partition("/")[2] for key in losses if key.startswith("val_loss/")]
         line = [f"val loss {losses['val_loss']:.4f}", f"{losses['val_bpb']:.4f} bits per byte"]
