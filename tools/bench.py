@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=2 python tools/bench.py --nanogpt=../nanoGPT --out=bench.json           # a checkout of nanoGPT
     sudo python tools/bench.py --rows=ddp --cases=all --mbit=500                            # over a link of 500 Mbit/s
 
-The sides of a row take turns after a warm-up. A line gives the median of the repeats, their spread (most - least) /
-median, and the speed-up over each peer: median, least and most of the rounds. "of limit" is the share of what the
-machine allows, measured in the same rounds: train and head, matrix products in the same dtype; ddp, the step without
-communication; generate, reading weights and cache once per token; checkpoint, the bare disk. data, tokenize, bpe
-and dedup count CPU seconds; so do train and generate on a CPU with one thread (OMP_NUM_THREADS=1). A row that fails
-becomes a line with the error, the others go on, and the exit status is 1.
+The sides of a row take turns after a warm-up, those of train in processes of their own. A line gives the median of the
+repeats, their spread (most - least) / median, and the speed-up over each peer: median, least and most of the rounds.
+"of limit" is the share of what the machine allows, measured in the same rounds: train and head, matrix products in the
+same dtype; ddp, the step without communication; generate, reading weights and cache once per token; checkpoint, the
+bare disk. data, tokenize, bpe and dedup count CPU seconds; so do train and generate on a CPU with one thread
+(OMP_NUM_THREADS=1). A row that fails becomes a line with the error, the others go on, and the exit status is 1.
 """
 
 import importlib
@@ -40,6 +40,7 @@ shapes = ""  # all but ddp and text: some of tiny,10M,25M,124M,350M,1.1B; "" = w
 compile = "none,blocks"  # train, dpo, generate: ours as it is and compiled: none | blocks | none,blocks
 tokens = 0  # train, head: tokens in a step; 0 = 4096 on a CPU (head 2048), else 16384
 optimizer = "adamw,muon"  # train, ours: adamw, muon or both
+apart = True  # train: each side in a process of its own, whose heap the others do not warm
 nanogpt = ""  # train: checkout of karpathy/nanoGPT; "" = without
 data = ""  # sft, dpo: conversations or pairs; "" = made from the documentation of Python
 block_size = 512  # sft, dpo: longest row

@@ -21,8 +21,8 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -64,8 +64,17 @@ def shapes_of(options: Options, otherwise: str) -> list[str]:
 # ---- train ----------------------------------------------------------------------------------------------------------
 
 
-def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype: torch.dtype) -> Callable:
-    """Return a step of pretrain.py: AdamW or Muon; compiled block by block or not."""
+def train_side(make: Callable, n_rows: int, cfg: ModelConfig, device: torch.device) -> tuple[Callable[[], float], int]:
+    """Return (seconds of a step, parameters) of what `make` returns for random tokens."""
+    tokens = torch.randint(cfg.vocab_size, (n_rows, cfg.block_size), device=device)
+    step, parameters = make(cfg, tokens)
+    return timing.repeated(step, device), sum(p.numel() for p in parameters)
+
+
+def our_step(
+    kind: str, way: str, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
+) -> tuple[Callable, Iterable[torch.Tensor]]:
+    """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
     opt = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16)
@@ -79,7 +88,7 @@ def our_step(cfg: ModelConfig, tokens: torch.Tensor, kind: str, way: str, dtype:
         loss.backward()
         parallel.step(opt, lr=1e-3, clip=1.0)
 
-    return step
+    return step, list(model.parameters())
 
 
 def plain_step(model: torch.nn.Module, loss_of: Callable, opt: torch.optim.Optimizer, cast: Callable) -> Callable:
@@ -108,19 +117,21 @@ def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformer
 
 
 def transformers_step(
-    cfg: ModelConfig, tokens: torch.Tensor, dtype: torch.dtype, counts: dict[str, int], compiled: bool
-) -> Callable:
+    compiled: bool, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
+) -> tuple[Callable, Iterable[torch.Tensor]]:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
-    counts["transformers"] = sum(p.numel() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model, dynamic=False) if compiled else model
     cast = partial(autocast, tokens.device, dtype)
-    return plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
+    step = plain_step(model, lambda: run(input_ids=tokens, labels=tokens, use_cache=False).loss, opt, cast)
+    return step, list(model.parameters())
 
 
-def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts: dict[str, int]) -> Callable:
+def nanogpt_step(
+    directory: str, cfg: ModelConfig, tokens: torch.Tensor
+) -> tuple[Callable, Iterable[torch.Tensor]]:
     """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
     module = importlib.util.module_from_spec(spec)
@@ -130,10 +141,9 @@ def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor, counts:
     with redirect_stdout(io.StringIO()):  # it prints its size
         model = module.GPT(module.GPTConfig(block_size=cfg.block_size, bias=False, dropout=0.0, **shape))
         opt = model.to(tokens.device).configure_optimizers(0.1, 1e-3, (0.9, 0.95), tokens.device.type)
-    counts["nanoGPT"] = sum(p.numel() for p in model.parameters())
     run = torch.compile(model) if tokens.device.type == "cuda" else model
     cast = partial(autocast, tokens.device, nanogpt_dtype(tokens.device))
-    return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast)
+    return plain_step(model, lambda: run(tokens, tokens)[1], opt, cast), list(model.parameters())
 
 
 def nanogpt_dtype(device: torch.device) -> torch.dtype:
@@ -148,23 +158,25 @@ def train_row(options: Options) -> Iterator[Line]:
         timing.release()
         cfg, ways = SHAPES[shape], options.compile.split(",")
         n_rows = max(1, (options.tokens or n_tokens) // cfg.block_size)
-        tokens = torch.randint(cfg.vocab_size, (n_rows, cfg.block_size), device=device)
-        makers, counts = {}, {"ours": parameter_table(cfg)["total"]}
+        steps = {}
         for way in ways:
             name = "transformers" + ", compiled" * (way == "blocks")
-            makers[name] = partial(transformers_step, cfg, tokens, dtype, counts, way == "blocks")
+            steps[name] = partial(transformers_step, way == "blocks", dtype)
         if options.nanogpt:
-            makers["nanoGPT"] = partial(nanogpt_step, options.nanogpt, cfg, tokens, counts)
+            steps["nanoGPT"] = partial(nanogpt_step, options.nanogpt)
         for kind, way in product(options.optimizer.split(","), ways):
-            makers[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(our_step, cfg, tokens, kind, way, dtype)
-        sides = {name: timing.repeated(step, device) for name, step in timing.build(makers).items()}
-        found = timing.alternate(sides | {"matmul": timing.matmul(device, dtype)}, options.repeats, warmups=0)
+            steps[f"ours, {kind}{', blocks' * (way == 'blocks')}"] = partial(our_step, kind, way, dtype)
+        makers = {name: partial(train_side, step, n_rows, cfg, device) for name, step in steps.items()}
+        with timing.apart(makers) if options.apart else nullcontext(timing.build(makers)) as made:
+            sides = {name: side for name, (side, _) in made.items()} | {"matmul": timing.matmul(device, dtype)}
+            found = timing.alternate(sides, options.repeats, warmups=0)
         limit = median(found.pop("matmul")) / flops_per_token(cfg, cfg.block_size)
-        notes = {name: f"{counts[name.partition(',')[0]] / 1e6:.1f}M parameters" for name in found}
+        notes = {name: f"{made[name][1] / 1e6:.1f}M parameters" for name in found}
         if "nanoGPT" in notes:
             notes["nanoGPT"] += f", {str(nanogpt_dtype(device))[6:]}"
         case = f"{shape}, batch {n_rows} x {cfg.block_size}"
-        for line in timing.lines("train", case, found, "tok/s", PEERS, tokens.numel(), limit, notes):
+        work = n_rows * cfg.block_size
+        for line in timing.lines("train", case, found, "tok/s", PEERS, work, limit, notes):
             if line.side == "nanoGPT" and nanogpt_dtype(device) != dtype:
                 line.limit = 0.0  # measured in another dtype
             yield line

@@ -149,7 +149,7 @@ class Check:
         device, cfg = torch.device(self.device), bench_model.SHAPES[self.shapes[0]]
         tokens = torch.randint(cfg.vocab_size, (32 if self.gpu else 2, cfg.block_size), device=device)
         way, dtype = ("blocks", torch.bfloat16) if self.gpu else ("none", torch.float32)
-        step = bench_model.our_step(cfg, tokens, "adamw", way, dtype)
+        step, _ = bench_model.our_step("adamw", way, dtype, cfg, tokens)
         for _ in range(3):
             step()
         with torch.profiler.profile() as found:

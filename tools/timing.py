@@ -9,13 +9,16 @@ import gc
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from groundup.errors import UserError
 from groundup.train import device as devices
 
 PEERS = ("transformers", "tokenizers", "tiktoken", "sentencepiece", "datasketch", "trl")
@@ -124,6 +128,52 @@ def build(makers: dict[str, Callable]) -> dict[str, Any]:
         except ImportError as error:
             print(f"{name} is left out: {error}")
     return made
+
+
+@contextmanager
+def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
+    """As `build`, each side in a process of its own, whose heap no other side has warmed. A maker can be pickled and
+    returns (side, what is known about it); the side found here takes its turn over there."""
+    context, processes, made = multiprocessing.get_context("spawn"), [], {}
+    try:
+        for name, make in makers.items():
+            here, there = context.Pipe()
+            processes.append(context.Process(target=serve, args=(make, there), daemon=True))
+            processes[-1].start()
+            there.close()
+            answer = receive(name, here)
+            if isinstance(answer, ImportError):
+                print(f"{name} is left out: {answer}")
+            else:
+                made[name] = partial(turn, name, here), answer
+        yield made
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def serve(make: Callable, pipe: Connection) -> None:
+    """The process of a side: make it, say what is known about it, and take a turn whenever asked."""
+    try:
+        side, about = make()
+    except ImportError as error:
+        about = error
+    pipe.send(about)
+    while pipe.recv():
+        pipe.send(side())
+
+
+def turn(name: str, pipe: Connection) -> Any:
+    pipe.send(True)
+    return receive(name, pipe)
+
+
+def receive(name: str, pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise UserError(f"{name}: its process ended, see above") from None
 
 
 def seconds_of(call: Callable, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from groundup.errors import UserError
-from groundup.files import readers, records, row_formats
+from groundup.files import readers, records, row_formats, usable
 from groundup.files.untrusted import read_json
 
 SUFFIX = ".config.json"  # behind the name of a file of answers
@@ -142,7 +142,7 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     own = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
-    if problem := row_formats.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
+    if problem := usable.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
         raise BadLine("messages that are not understood", problem)
     system = settings.get("system")
     if system and messages[0]["role"] != "system":  # which sample.py put in front

@@ -11,7 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from groundup.files.row_formats import pair_of, pair_problem
+from groundup.files.row_formats import pair_of
+from groundup.files.usable import pair_problem
 from groundup.generate.openai_format import Refused, conversation, read_object, take
 
 PAGE = Path(__file__).with_name("page.html")

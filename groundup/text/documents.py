@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams, text_keys
+from groundup.files import readers, row_formats, streams, text_keys, usable
 from groundup.files.splits import dialogue_text, first_question
 from groundup.files.text_keys import as_score
 from groundup.text import cleaning, dedup, quality
@@ -100,8 +100,8 @@ class Judge:
 
     def chat_item(self, row: dict, messages: list[dict]) -> Item:
         cleaned = self.clean_messages(messages)
-        problem = row_formats.chat_problem(cleaned, row)
-        answered = cleaned if problem else row_formats.trim_chat(cleaned)
+        problem = usable.chat_problem(cleaned, row)
+        answered = cleaned if problem else usable.trim_chat(cleaned)
         of_model = [[m for m in answered if (m["role"] == "assistant") is own] for own in (False, True)]
         questions, answers = map(dialogue_text, of_model)
         return Item(
@@ -114,12 +114,12 @@ class Judge:
         prompt = self.clean_messages(pair.prompt)
         cleaned = row_formats.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
-        problem = "answer missing" if row_formats.are_equal(cleaned.chosen, cleaned.rejected) else ""
+        problem = "answer missing" if usable.are_equal(cleaned.chosen, cleaned.rejected) else ""
         place = row.get(ANSWER_PLACE)
         return Item(
             text, len(before.encode()), cleaned.rejected, (text, cleaned.rejected),
             json.dumps(cleaned._asdict(), ensure_ascii=False), pair_notes(row), dialogue_text(prompt),
-            first_question(prompt), row_formats.pair_problem(row, pair) or problem,
+            first_question(prompt), usable.pair_problem(row, pair) or problem,
             offset=place[1] if isinstance(place, list) else None,
         )  # fmt: skip
 

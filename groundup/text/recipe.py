@@ -27,7 +27,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import readers, row_formats, streams, untrusted
+from groundup.files import readers, streams, untrusted, usable
 from groundup.text import quality
 from groundup.tokens.token_files import file_sha256
 
@@ -45,7 +45,7 @@ SHOWN = 20  # problems that are printed, and samples of each reason in the repor
 REASONS = (
     "kept", "question_length", "answer_missing", "not_rendered", "unfinished_answer", "other_prompt",
     *quality.RULE_NAMES, "score", "contaminated", "exact_duplicate", "near_duplicate",
-    *(problem.replace(" ", "_") for problem in row_formats.CHAT_PROBLEMS if problem != "answer missing"),
+    *(problem.replace(" ", "_") for problem in usable.CHAT_PROBLEMS if problem != "answer missing"),
 )  # fmt: skip
 KEPT, EXACT, SCORE, NEAR = (REASONS.index(name) for name in ("kept", "exact_duplicate", "score", "near_duplicate"))
 ROW = np.dtype([

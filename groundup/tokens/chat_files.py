@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from groundup.files import row_formats
+from groundup.files import row_formats, usable
 from groundup.files.splits import dialogue_text
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_source
 from groundup.tokens.token_files import NpyWriter, file_sha256, map_array, npy_header, read_manifest, token_dtype
@@ -121,9 +121,9 @@ class ChatReader(RowReader):
         messages, detail = row_formats.messages_of(row)
         if detail:
             raise Unusable(STRANGE, detail)
-        if problem := row_formats.chat_problem(messages, row):
+        if problem := usable.chat_problem(messages, row):
             raise Unusable(problem)
-        answered = row_formats.trim_chat(messages)
+        answered = usable.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)
         return dialogue_text(answered), tokenize(answered, self.tokenizer) if self.tokenizer else answered
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files import row_formats
+from groundup.files import row_formats, usable
 from groundup.files.splits import dialogue_text
 from groundup.tokens.pairs import PairBatch, PairCorpus, PairReader, Pairs, Tokenized, load_pairs, tokenize
 from groundup.tokens.row_reader import STRANGE, Unusable
@@ -23,15 +23,15 @@ class LabelReader(PairReader):
     noun = "labelled answer or preference pair"
 
     def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
-        label = row_formats.label_of(row)
+        label = usable.label_of(row)
         if label is None:
             text, pair = super().item(row, place)
             nothing = pair.chosen[:0]
             return text, [Tokenized(pair.prompt, a, nothing, y) for a, y in ((pair.chosen, 1.0), (pair.rejected, -1.0))]
         messages, wrong = row_formats.messages_of(row)
-        if wrong or (problem := row_formats.chat_problem(messages)):
+        if wrong or (problem := usable.chat_problem(messages)):
             raise Unusable(STRANGE if wrong else problem, wrong)
-        *prompt, answer = row_formats.trim_chat(messages)
+        *prompt, answer = usable.trim_chat(messages)
         if not prompt:
             raise Unusable("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from groundup.files import row_formats, text_keys
+from groundup.files import row_formats, text_keys, usable
 from groundup.files.splits import dialogue_text
 from groundup.tokens.batches import in_each
 from groundup.tokens.chat_files import fingerprint_of, sha256_of
@@ -61,7 +61,7 @@ def read_pair(row: object) -> row_formats.Pair:
     if not pair:
         reason = PROBLEMS.get(detail, STRANGE)
         raise Unusable(reason, detail if reason == STRANGE else "")
-    if problem := row_formats.pair_problem(row, pair):
+    if problem := usable.pair_problem(row, pair):
         raise Unusable(problem)
     return pair
 

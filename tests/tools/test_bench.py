@@ -1,10 +1,14 @@
 """tools/bench.py and its rows: statistics by hand, turns, every cheap row, missing libraries, errors."""
 
 import dataclasses
+import importlib
 import json
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +45,7 @@ def run(*flags: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 def options(folder: Path = Path(), dtype: torch.dtype = torch.float32, **changes: object) -> timing.Options:
     keys = {key: value for key, value in DEFAULTS.items() if configurator.is_key(key, value)}
     keys |= {"repeats": 1, "shapes": "tiny", "optimizer": "adamw", "compile": "none", "quick": True, "tokens": 128}
+    keys |= {"apart": False}
     return timing.Options(**keys | {"device": CPU, "dtype": dtype, "folder": folder} | changes)
 
 
@@ -118,6 +123,22 @@ def test_each_way_of_ours_has_its_peer(monkeypatch):
     ]  # fmt: skip
     assert all(list(line.ratios) == ["transformers", "transformers, compiled"] for line in lines[2:])
     assert len({line.note for line in lines}) == 1
+
+
+def a_side(library: str) -> tuple[Callable[[], int], str]:
+    importlib.import_module(library)
+    turns = iter((os.getpid,))
+    return lambda: next(turns, lambda: os._exit(3))(), f"has {library}"
+
+
+@pytest.mark.slow
+def test_a_side_in_a_process_of_its_own(capfd):
+    with timing.apart({name: partial(a_side, name) for name in ("json", "no_such_library")}) as made:
+        assert capfd.readouterr().out == "no_such_library is left out: No module named 'no_such_library'\n"
+        ((call, about),) = made.values()
+        assert about == "has json" and call() != os.getpid()
+        with pytest.raises(UserError, match="json: its process ended"):
+            call()
 
 
 NANOGPT = """import torch
