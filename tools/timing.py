@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
@@ -134,12 +134,12 @@ def build(makers: dict[str, Callable]) -> dict[str, Any]:
 def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
     """As `build`, each side in a process of its own, whose heap no other side has warmed. A maker can be pickled and
     returns (side, what is known about it); the side found here takes its turn over there."""
-    context, processes, made = multiprocessing.get_context("spawn"), [], {}
+    context, processes, made = multiprocessing.get_context("spawn"), {}, {}
     try:
         for name, make in makers.items():
             here, there = context.Pipe()
-            processes.append(context.Process(target=serve, args=(make, there), daemon=True))
-            processes[-1].start()
+            processes[here] = context.Process(target=serve, args=(make, there), daemon=True)
+            processes[here].start()
             there.close()
             answer = receive(name, here)
             if isinstance(answer, ImportError):
@@ -148,8 +148,8 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
                 made[name] = partial(turn, name, here), answer
         yield made
     finally:
-        for process in processes:
-            process.terminate()
+        for pipe, process in processes.items():
+            pipe.close()
             process.join()
 
 
@@ -160,8 +160,9 @@ def serve(make: Callable, pipe: Connection) -> None:
     except ImportError as error:
         about = error
     pipe.send(about)
-    while pipe.recv():
-        pipe.send(side())
+    with suppress(EOFError):  # the last turn is over
+        while pipe.recv():
+            pipe.send(side())
 
 
 def turn(name: str, pipe: Connection) -> Any:
