@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -141,11 +142,11 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
             processes[here] = context.Process(target=serve, args=(make, there), daemon=True)
             processes[here].start()
             there.close()
-            answer = receive(name, here)
+            answer = ask(name, here)
             if isinstance(answer, ImportError):
                 print(f"{name} is left out: {answer}")
             else:
-                made[name] = partial(turn, name, here), answer
+                made[name] = partial(ask, name, here, "a turn"), answer
         yield made
     finally:
         for pipe, process in processes.items():
@@ -155,6 +156,7 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
 
 def serve(make: Callable, pipe: Connection) -> None:
     """The process of a side: make it, say what is known about it, and take a turn whenever asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
     try:
         side, about = make()
     except ImportError as error:
@@ -165,15 +167,13 @@ def serve(make: Callable, pipe: Connection) -> None:
             pipe.send(side())
 
 
-def turn(name: str, pipe: Connection) -> Any:
-    pipe.send(True)
-    return receive(name, pipe)
-
-
-def receive(name: str, pipe: Connection) -> Any:
+def ask(name: str, pipe: Connection, what: str = "") -> Any:
+    """Return the next answer of a side's process. Raise UserError if it has ended."""
     try:
+        if what:
+            pipe.send(what)
         return pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise UserError(f"{name}: its process ended, see above") from None
 
 
