@@ -153,8 +153,8 @@ def plan_bytes(output: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--activation_checkpointing=True"]])
 def test_a_run_peaks_below_its_plan(data_dir, tmp_path, how):
-    """And not far below, with a vocabulary of 16,384."""
-    flags = ["--n_layer=4", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=16384", "--block_size=256"]
+    """And not far below, with a vocabulary of 32,768."""
+    flags = ["--n_layer=6", "--n_head=6", "--n_kv_head=6", "--n_embd=384", "--vocab_size=32768", "--block_size=256"]
     flags += ["--batch_size=4", "--max_steps=2", "--log_every=1", "--eval_steps=1", f"--data_dir={data_dir}", *how]
     flags += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", f"--out_dir={tmp_path / 'out'}"]
     flags += ["--save_every=1"]  # the plan counts the copy for saving
