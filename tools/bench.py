@@ -40,7 +40,7 @@ shapes = ""  # all but ddp and text: some of tiny,10M,25M,124M,350M,1.1B; "" = w
 compile = "none,blocks"  # train, dpo, generate: ours as it is and compiled: none | blocks | none,blocks
 tokens = 0  # train, head: tokens in a step; 0 = 4096 on a CPU (head 2048), else 16384
 optimizer = "adamw,muon"  # train, ours: adamw, muon or both
-apart = True  # train: each side in a process of its own, whose heap the others do not warm
+apart = True  # train: each side in a process of its own
 nanogpt = ""  # train: checkout of karpathy/nanoGPT; "" = without
 data = ""  # sft, dpo: conversations or pairs; "" = made from the documentation of Python
 block_size = 512  # sft, dpo: longest row

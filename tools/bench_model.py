@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from itertools import product
@@ -73,7 +73,7 @@ def train_side(make: Callable, n_rows: int, cfg: ModelConfig, device: torch.devi
 
 def our_step(
     kind: str, way: str, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, Iterable[torch.Tensor]]:
+) -> tuple[Callable, list[torch.Tensor]]:
     """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
     parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
@@ -118,7 +118,7 @@ def llama_config(cfg: ModelConfig) -> "LlamaConfig":  # noqa: F821 - transformer
 
 def transformers_step(
     compiled: bool, dtype: torch.dtype, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, Iterable[torch.Tensor]]:
+) -> tuple[Callable, list[torch.Tensor]]:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(llama_config(cfg)).to(tokens.device).train()
@@ -129,9 +129,7 @@ def transformers_step(
     return step, list(model.parameters())
 
 
-def nanogpt_step(
-    directory: str, cfg: ModelConfig, tokens: torch.Tensor
-) -> tuple[Callable, Iterable[torch.Tensor]]:
+def nanogpt_step(directory: str, cfg: ModelConfig, tokens: torch.Tensor) -> tuple[Callable, list[torch.Tensor]]:
     """Return a step of nanoGPT's train.py on its own model, as it runs on this kind of device."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(directory) / "model.py")
     module = importlib.util.module_from_spec(spec)

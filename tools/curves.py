@@ -46,7 +46,7 @@ NO_CAUSE = {  # settings that do not change what is learnt per token, but for ro
     "tensorboard", "save_every", "async_save", "keep_last", "keep_best", "sample_prompts", "batch_size", "seed",
     "max_skipped", "stop_after", "eval_steps",
 }  # fmt: skip
-MARGIN = 0.02  # of the loss; three seeds of config/shakespeare.py are within 1.1 % of the middle, but once (2.2 %)
+MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
 NAN = float("nan")
 
 

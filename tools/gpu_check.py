@@ -162,7 +162,7 @@ class Check:
         """transformers' and nanoGPT's training steps on the same shape, in turns with ours."""
         more = [f"--nanogpt={self.nanogpt}"] if self.nanogpt else []
         shape, tokens = (self.shapes[0], 16384) if self.gpu else ("tiny", 128)
-        more += [f"--compile={'blocks' if self.gpu else 'none'}", f"--tokens={tokens}"]
+        more += [f"--compile={'blocks' if self.gpu else 'none'}", f"--tokens={tokens}", "--apart=False"]
         self.bench("train", f"--shapes={shape}", *more)
 
     def bench(self, row: str, *flags: str) -> None:

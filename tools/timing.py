@@ -133,8 +133,8 @@ def build(makers: dict[str, Callable]) -> dict[str, Any]:
 
 @contextmanager
 def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
-    """As `build`, each side in a process of its own, whose heap no other side has warmed. A maker can be pickled and
-    returns (side, what is known about it); the side found here takes its turn over there."""
+    """As `build`, each side in a process of its own, so that none reuses memory that another has taken from the system.
+    Makers must be picklable and return (side, what is known about it); the side found here takes its turn there."""
     context, processes, made = multiprocessing.get_context("spawn"), {}, {}
     try:
         for name, make in makers.items():
@@ -142,39 +142,50 @@ def apart(makers: dict[str, Callable]) -> Iterator[dict[str, Any]]:
             processes[here] = context.Process(target=serve, args=(make, there), daemon=True)
             processes[here].start()
             there.close()
-            answer = ask(name, here)
-            if isinstance(answer, ImportError):
-                print(f"{name} is left out: {answer}")
-            else:
-                made[name] = partial(ask, name, here, "a turn"), answer
+            try:
+                made[name] = partial(ask, name, here, "a turn"), ask(name, here)
+            except ImportError as error:
+                print(f"{name} is left out: {error}")
         yield made
     finally:
         for pipe, process in processes.items():
             pipe.close()
-            process.join()
+            process.join(5)
+            process.terminate()  # if it is in the middle of a turn
 
 
 def serve(make: Callable, pipe: Connection) -> None:
     """The process of a side: make it, say what is known about it, and take a turn whenever asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends this
-    try:
-        side, about = make()
-    except ImportError as error:
-        about = error
-    pipe.send(about)
-    with suppress(EOFError):  # the last turn is over
+
+    def outcome(call: Callable) -> Any:
+        try:
+            return call()
+        except ImportError as error:
+            return error
+        except Exception as error:
+            return UserError(f"{type(error).__name__}: {error}")
+
+    with suppress(EOFError, OSError):  # the parent is done, or gone
+        made = outcome(make)
+        pipe.send(made if isinstance(made, Exception) else made[1])
         while pipe.recv():
-            pipe.send(side())
+            pipe.send(outcome(made[0]))
 
 
 def ask(name: str, pipe: Connection, what: str = "") -> Any:
-    """Return the next answer of a side's process. Raise UserError if it has ended."""
+    """Return the next answer of a side's process. Raise the ImportError that it sends, UserError for all else."""
     try:
         if what:
             pipe.send(what)
-        return pipe.recv()
+        answer = pipe.recv()
     except (EOFError, OSError):
         raise UserError(f"{name}: its process ended, see above") from None
+    if isinstance(answer, UserError):
+        raise UserError(f"{name}: {answer}")
+    if isinstance(answer, ImportError):
+        raise answer
+    return answer
 
 
 def seconds_of(call: Callable, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -110,9 +110,9 @@ class Judge:
             problem=problem, trimmed=len(answered) < len(cleaned),
         )  # fmt: skip
 
-    def pair_item(self, row: dict, pair: row_formats.Pair) -> Item:
+    def pair_item(self, row: dict, pair: usable.Pair) -> Item:
         prompt = self.clean_messages(pair.prompt)
-        cleaned = row_formats.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
+        cleaned = usable.Pair(prompt, self.clean(pair.chosen), self.clean(pair.rejected))
         before, text = (f"{dialogue_text(one.prompt)}\n{one.chosen}" for one in (pair, cleaned))
         problem = "answer missing" if usable.are_equal(cleaned.chosen, cleaned.rejected) else ""
         place = row.get(ANSWER_PLACE)

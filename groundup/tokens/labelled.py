@@ -35,7 +35,7 @@ class LabelReader(PairReader):
         if not prompt:
             raise Unusable("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1
-        ids = tokenize(row_formats.Pair(prompt, answer["content"], ""), self.tokenizer)
+        ids = tokenize(usable.Pair(prompt, answer["content"], ""), self.tokenizer)
         if len(ids.prompt) + len(ids.chosen) > self.longest:
             raise Unusable(f"does not fit in block_size={self.longest}", f"{len(ids.prompt) + len(ids.chosen)} tokens")
         return dialogue_text(prompt), [ids._replace(rejected=ids.chosen[:0], margin=1.0 if label else -1.0)]

@@ -47,7 +47,7 @@ class Tokenized(NamedTuple):
     margin: float = 0.0
 
 
-def tokenize(pair: row_formats.Pair, tokenizer: Tokenizer) -> Tokenized:
+def tokenize(pair: usable.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
     dtype = token_dtype(tokenizer.vocab_size)
     prompt, _ = tokenizer.render(pair.prompt, add_generation_prompt=True)
@@ -55,7 +55,7 @@ def tokenize(pair: row_formats.Pair, tokenizer: Tokenizer) -> Tokenized:
     return Tokenized(*(np.array(ids, dtype) for ids in (prompt, *answers)))
 
 
-def read_pair(row: object) -> row_formats.Pair:
+def read_pair(row: object) -> usable.Pair:
     """Return the pair in a row of any format. Raise Unusable."""
     pair, detail = row_formats.pair_of(row)
     if not pair:
