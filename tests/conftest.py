@@ -11,7 +11,8 @@ gc.disable()  # until all files are imported: that leaves no garbage
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = "pretrain_ranks pretrain prepare rl ddp_step plan sft dpo engine ddp fsdp reward readme powersgd startup"
+LONGEST = "pretrain_ranks pretrain prepare ddp_step rl plan readme sft write_behind engine ddp dpo checkpoint fsdp "
+LONGEST += "startup powersgd bench sample reward self_instruct interop"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

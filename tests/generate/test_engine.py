@@ -241,7 +241,7 @@ def test_different_prompts_draw_independently():
         net.lm_head.weight.zero_()
     texts = [[i // 96, i % 96] for i in range(200)]
     first = torch.tensor([
-        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed)))]
+        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=32))]
         for seed in range(60)
     ])  # fmt: skip
     pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
