@@ -197,10 +197,11 @@ def encoding_of(head: bytes) -> Encoding:
         and len(KANA.findall(text)) <= 0.1 * len(wide)
     ):
         # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
-        # pairs. Traditional Chinese has many, so that after the loss a byte soon stands alone as an ASCII letter: a
-        # sign of it where the text has few of its own. Else rare characters close by are a weaker sign.
+        # pairs, and its own (a dash, names like \u9555) follow common characters. Traditional Chinese has many, so
+        # that after the loss a byte soon stands alone as an ASCII letter: a sign of it where the text has few of its
+        # own. Else rare characters close by are a weaker sign.
         if len(chinese("low").findall(text)) <= 0.01 * len(wide):
-            return Encoding("gb18030", chinese("low"))
+            return Encoding("gb18030", chinese("odd"))
         alone, uncommon, text = Counter(), chinese("uncommon"), without_pairs(text)
         for found in re.finditer(ALONE.format("@-~", FOUR_BYTES), text):
             # one after uncommon characters is of damage, and damage makes as many others
@@ -229,14 +230,18 @@ def without_pairs(text: str) -> str:
 
 @cache
 def chinese(which: str) -> re.Pattern:
-    """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
+    """Return a pattern. Of one character: common, punctuation and the frequent characters of GB2312 and Big5; late:
     those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. uncommon: two
-    bytes and no common one. rare: three of some ten characters are uncommon."""
+    bytes and no common one. Or of several: rare, three of some ten characters are uncommon; odd, a low one soon after
+    an uncommon one that is not low, or before an ASCII letter."""
     if which == "uncommon":
         return re.compile(f"[^\0-\x7f{FOUR_BYTES}{chinese('common').pattern[1:]}")
     if which == "rare":
         rare = chinese("uncommon").pattern
         return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")
+    if which == "odd":
+        low = chinese("low").pattern
+        return re.compile(f"{chinese('uncommon').pattern}(?<!{low})[^\0-\x7f]{{0,7}}{low}|{low}(?=[A-Za-z])")
     high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
     gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)
     zones = {

@@ -146,6 +146,28 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
         assert "convert the file: iconv -f" in report.places[0][3]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_simplified_gb18030_may_hold_characters_that_end_in_a_letter(tmp_path: Path, name: str) -> None:
+    """A dash, rare names, a traditional line. Three lost bytes are seen: one before a word, and two after which only
+    wrong characters run to the next ASCII, a letter."""
+    own = ["朱镕基说，2010–2015年要学习。", "人生讓我們一起學習機器學習。", "王玥\t和李珺、张祎在学习", "读书之镕"]
+    base = SAMPLES["gb18030"]
+    lines = [*(f"{base[k:]}{base[:k]}" for k in range(len(base))), *own]
+    damaged = [(f"我们用Python学习{base}", 5), (f"{base}机器学习A。", 30), (f"知识{base}学习HPV", 7)]
+    texts = lines + [text for text, _ in damaged]
+    if name != "a.txt":
+        texts = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    raws = [text.encode("gb18030") for text in texts]
+    shift = raws[0].index(lines[0].encode("gb18030"))
+    for i, (_, place) in enumerate(damaged, len(lines)):
+        raws[i] = raws[i][: place + shift] + raws[i][place + shift + 1 :]
+        raws[i].decode("gb18030")  # decoding alone shows nothing
+    (tmp_path / name).write_bytes(b"[" + b",".join(raws) + b"]" if name == "a.json" else b"\n".join(raws))
+    report = Report()
+    kept = [row.value for row in readers.read_documents(str(tmp_path / name), txt_split="line", report=report)]
+    assert kept == lines and report.problems == {"bad_encoding": 3}
+
+
 @pytest.mark.parametrize("every, own", [(200, "維他命C很重要，維他命C也好吃。"), (19, ""), (3, "")])
 def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path, every: int, own: str) -> None:
     """Half its characters end in the byte of an ASCII letter. Letters that the text has of its own are no fault, and
