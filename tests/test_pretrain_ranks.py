@@ -49,14 +49,14 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "packed": ["--dtype=float32", "--dropout=0", "--pack=True", "--total_batch_tokens=256"],
 }
 CASES = [
-    "2 half forward", "2 half zero1", "2 half powersgd", "2 half bf16 adamw", "2 float backward",
-    "2 float backward zero1 fp16", "2 float zero1 forward recompute", "2 spread powersgd",
-    "4 float backward adamw", "4 spread", "4 spread zero1", "2 float fsdp", "4 spread clipped fsdp", "2 spread adamw",
+    "2 half forward", "2 half zero1", "2 half powersgd", "2 half bf16 adamw", "2 float backward zero1 fp16",
+    "2 spread powersgd", "4 spread", "4 spread zero1", "2 float fsdp", "4 spread clipped fsdp", "2 spread adamw",
 ]  # fmt: skip
 STRAIGHT_ONLY = [
     "2 half", "2 half zero1 forward", "2 half powersgd forward", "2 half fp16", "2 float", "2 float zero1",
     "2 float backward zero1", "4 float adamw", "4 float zero1 adamw", "2 float zero1 forward long", "2 packed",
-    "2 float adamw", "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp",
+    "2 float adamw", "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp", "2 float backward",
+    "2 float zero1 forward recompute", "4 float backward adamw",
 ]  # fmt: skip
 MOVES = [  # new run, and the interrupted one that it continues
     "2 spread zero1 from 4 spread zero1", "1 spread zero1 from 4 spread zero1", "2 spread zero1 from 4 spread",
