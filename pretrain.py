@@ -219,7 +219,8 @@ if __name__ == "__main__":
     batches = Batches(
         corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step
     )
-    val_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)  # 4,096 take 0.8 of the time of 1,024
+    # A whole validation split in batches of 4,096 tokens takes 0.8 of the time that it takes in batches of 1,024.
+    val_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)
     val = partial(corpus.val_batches, val_rows, eval_steps, world.rank, world_size)
     shares = corpus.val_shares()
     stages = mixture.changes(rows_per_step) if len(corpus.names) > 1 else {}

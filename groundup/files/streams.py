@@ -153,7 +153,7 @@ class Encoding(NamedTuple):
     """How the bytes of one file become text; decided once, from its first bytes (`encoding_of`)."""
 
     name: str = "utf-8"  # or gb18030
-    garbled: re.Pattern | None = None  # characters that only a lost byte makes of this file's text
+    garbled: re.Pattern | None = None  # what a lost byte makes of this file's text, and seldom anything else
     hint: str = ""  # what to do about bytes that are not of this encoding
 
     def decode(self, raw: bytes) -> str:
@@ -197,9 +197,10 @@ def encoding_of(head: bytes) -> Encoding:
         and len(KANA.findall(text)) <= 0.1 * len(wide)
     ):
         # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
-        # pairs, and its own (a dash, names like \u9555) follow common characters. Traditional Chinese has many, so
-        # that after the loss a byte soon stands alone as an ASCII letter: a sign of it where the text has few of its
-        # own. Else rare characters close by are a weaker sign.
+        # pairs, and its own (a dash, names like \u9555) follow common characters; a loss just before a single letter
+        # looks the same and is not seen. Traditional Chinese has many, so that after the loss a byte soon stands alone
+        # as an ASCII letter: a sign of it where the text has few of its own. Else rare characters close by are a
+        # weaker sign.
         if len(chinese("low").findall(text)) <= 0.01 * len(wide):
             return Encoding("gb18030", chinese("odd"))
         alone, uncommon, text = Counter(), chinese("uncommon"), without_pairs(text)
@@ -230,10 +231,10 @@ def without_pairs(text: str) -> str:
 
 @cache
 def chinese(which: str) -> re.Pattern:
-    """Return a pattern. Of one character: common, punctuation and the frequent characters of GB2312 and Big5; late:
+    """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
     those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte. uncommon: two
-    bytes and no common one. Or of several: rare, three of some ten characters are uncommon; odd, a low one soon after
-    an uncommon one that is not low, or before an ASCII letter."""
+    bytes and no common one. Or one of several. rare: three of some ten characters are uncommon. odd: a low one soon
+    after an uncommon one that is not low, or before an ASCII letter."""
     if which == "uncommon":
         return re.compile(f"[^\0-\x7f{FOUR_BYTES}{chinese('common').pattern[1:]}")
     if which == "rare":
