@@ -548,7 +548,7 @@ def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slo
 
     def action(world: ranks.World) -> None:
         def write_state(path: Path, state: dict) -> None:
-            time.sleep(2 * (path.name == checkpoint.rank_file(slow)))
+            time.sleep(3 * (path.name == checkpoint.rank_file(slow)))
             original(path, state)
 
         checkpoint.write_state = write_state
