@@ -55,10 +55,11 @@ class Page:
     def __init__(self, driver, url):
         self.driver, self.url = driver, url
 
-    def open(self, **settings):
+    def open(self):
+        """Settings: a seed alone. Without one, a random model's answer is now and then empty."""
         self.driver.get(self.url)
-        self.js("localStorage.clear(); sessionStorage.clear(); arguments[0] && "
-                "localStorage.setItem('groundup.settings', arguments[0])", json.dumps(settings))  # fmt: skip
+        self.js("localStorage.clear(); sessionStorage.clear(); localStorage.setItem('groundup.settings', arguments[0])",
+                json.dumps({"params": {"seed": "1"}}))  # fmt: skip
         self.reload()
 
     def reload(self):
@@ -133,7 +134,7 @@ def answers(server, monkeypatch):
 def test_ask_and_reload(page, server):
     """A real model: the answer is the API's for the same seed."""
     page.click("#settings")
-    page.type("#seed", "5")
+    page.type("#seed", "\ue0035")  # Backspace, 5
     page.type("#system", "Be 好.")
     page.type("#max_tokens", "12")
     page.click("#close")
