@@ -148,9 +148,11 @@ def test_nothing_garbled_is_kept(tmp_path: Path, encoding: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
 def test_simplified_gb18030_may_hold_characters_that_end_in_a_letter(tmp_path: Path, name: str) -> None:
-    """A dash, rare names, a traditional line. Three lost bytes are seen: one before a word, and two after which only
-    wrong characters run to the next ASCII, a letter."""
+    """Symbols, before a letter too, rare names, a traditional line. Three lost bytes are seen: one before a word, and
+    two after which only wrong characters run to the next ASCII, a letter."""
     own = ["朱镕基说，2010–2015年要学习。", "人生讓我們一起學習機器學習。", "王玥\t和李珺、张祎在学习", "读书之镕"]
+    own += ["由Cauchy–Schwarz不等式", "从A–Z排列，⊿ABC中", "每日5㎎Na，100㎡A座", "李钰和王玥、张珺"]
+    own += ["看《スーパーマン》"]
     base = SAMPLES["gb18030"]
     lines = [*(f"{base[k:]}{base[:k]}" for k in range(len(base))), *own]
     damaged = [(f"我们用Python学习{base}", 5), (f"{base}机器学习A。", 30), (f"知识{base}学习HPV", 7)]
