@@ -188,7 +188,8 @@ def encoding_of(head: bytes) -> Encoding:
     if n_bad <= max(n_wide / 2, len(text) / 1000):  # a fifth of the bytes of GB18030 are valid UTF-8 by accident
         return UTF8
     text = head.decode("gb18030", "replace")
-    wide, n_late = NOT_ASCII.findall(text), len(chinese("late").findall(text))
+    # Greek and Cyrillic letters and the lines of a box, which GB2312 has too, tell nothing
+    wide, n_late = re.findall("[^\0-\x7f\u0370-\u04ff\u2500-\u259f]", text), len(chinese("late").findall(text))
     # Hangul in EUC-KR are the bytes of the Chinese characters up to C8FE, kana in EUC-JP those of kana
     if (
         len(wide) >= 5
@@ -215,6 +216,7 @@ def encoding_of(head: bytes) -> Encoding:
 
 
 NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
+SYMBOLS = re.compile("[\u0080-\u24ff\u3000-\u33ff\ufe30-\uffef]")  # of two bytes: dashes, arrows, units, kana
 FOUR_BYTES = "\u3400-\u4dbf\U00010000-\U0010ffff"  # rare Chinese characters, with four bytes in GB18030
 # One of 40 to 7E beside a wide character. Beside a rare one it is the text's own: damage makes none of four bytes, and
 # seldom hits the character next to one.
@@ -232,9 +234,9 @@ def without_pairs(text: str) -> str:
 @cache
 def chinese(which: str) -> re.Pattern:
     """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
-    those of GB2312 after C8FE; low: all that GB18030 writes with an ASCII letter as the second byte; made: those that
-    a lost byte makes of GB2312. uncommon: two bytes and no common one. Or one of several. rare: three of some ten
-    characters are uncommon. odd: one that is made, and no symbol, soon after two uncommon ones or before a letter."""
+    those of GB2312 after C8FE; low: all but symbols that GB18030 writes with an ASCII letter as the second byte; made:
+    those that a lost byte makes of GB2312. uncommon: two bytes and no common one. Or one of several. rare: three of
+    some ten characters are uncommon. odd: one that is made soon after two uncommon ones, or before a letter."""
     if which == "uncommon":
         return re.compile(f"[^\0-\x7f{FOUR_BYTES}{chinese('common').pattern[1:]}")
     if which == "rare":
@@ -242,7 +244,7 @@ def chinese(which: str) -> re.Pattern:
         return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")
     if which == "odd":
         uncommon = f"{chinese('uncommon').pattern}(?<!{chinese('low').pattern})"
-        made = f"(?![\u0080-\u24ff\u3000-\u33ff\ufe30-\uffef]){chinese('made').pattern}"
+        made = chinese("made").pattern
         return re.compile(f"({uncommon}[^\0-\x7f]{{0,3}}){{2}}{made}|{made}(?=[A-Za-z])")
     high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
     gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)
@@ -253,7 +255,8 @@ def chinese(which: str) -> re.Pattern:
         "made": [("gb18030", range(0xA1, 0xFF), low)],
     }[which]
     found = (bytes((a, b)).decode(name, "ignore") for name, first, second in zones for a in first for b in second)
-    return re.compile(f"[{re.escape(''.join(found))}]")
+    letters = "".join(found) if which in ("common", "late") else SYMBOLS.sub("", "".join(found))
+    return re.compile(f"[{re.escape(letters)}]")
 
 
 def likely_encoding(head: bytes) -> str:

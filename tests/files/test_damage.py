@@ -170,6 +170,12 @@ def test_simplified_gb18030_may_hold_characters_that_end_in_a_letter(tmp_path: P
     assert kept == lines and report.problems == {"bad_encoding": 3}
 
 
+def test_gb18030_is_known_beside_other_alphabets_and_lines(tmp_path: Path) -> None:
+    text = f"{SAMPLES['gb18030']} Ряд Фурье и ряд Тейлора, α и Ω\n├── a\n└── b"
+    (tmp_path / "a.txt").write_text(text, encoding="gb18030")
+    assert [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), report=Report())] == [text]
+
+
 @pytest.mark.parametrize("every, own", [(200, "維他命C很重要，維他命C也好吃。"), (19, ""), (3, "")])
 def test_a_byte_missing_in_traditional_gb18030_is_seen(tmp_path: Path, every: int, own: str) -> None:
     """Half its characters end in the byte of an ASCII letter. Letters that the text has of its own are no fault, and
