@@ -1,5 +1,5 @@
 """Run all of reward.py in seconds on a laptop's CPU, with its own pairs and tiny model. The rejected answer is the
-chosen one with its words reversed: about 90 % of held-out pairs come out right.
+chosen one with its words reversed: nearly all held-out pairs come out right.
 
     python reward.py config/debug_reward.py
 """
