@@ -56,7 +56,7 @@ class Page:
         self.driver, self.url = driver, url
 
     def open(self):
-        """Settings: a seed alone. Without one, a random model's answer is now and then empty."""
+        """The only setting is a seed: without one, a random model's answer is now and then empty."""
         self.driver.get(self.url)
         self.js("localStorage.clear(); sessionStorage.clear(); localStorage.setItem('groundup.settings', arguments[0])",
                 json.dumps({"params": {"seed": "1"}}))  # fmt: skip

@@ -216,7 +216,7 @@ def encoding_of(head: bytes) -> Encoding:
 
 
 NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
-SYMBOLS = re.compile("[\u0080-\u24ff\u3000-\u33ff\ufe30-\uffef]")  # of two bytes: dashes, arrows, units, kana
+SYMBOLS = re.compile("[\u0080-\u24ff\u3000-\u33ff\ufe30-\uffef]")  # dashes, arrows, units, kana
 FOUR_BYTES = "\u3400-\u4dbf\U00010000-\U0010ffff"  # rare Chinese characters, with four bytes in GB18030
 # One of 40 to 7E beside a wide character. Beside a rare one it is the text's own: damage makes none of four bytes, and
 # seldom hits the character next to one.
@@ -255,17 +255,17 @@ def chinese(which: str) -> re.Pattern:
         "made": [("gb18030", range(0xA1, 0xFF), low)],
     }[which]
     found = (bytes((a, b)).decode(name, "ignore") for name, first, second in zones for a in first for b in second)
-    letters = "".join(found) if which in ("common", "late") else SYMBOLS.sub("", "".join(found))
-    return re.compile(f"[{re.escape(letters)}]")
+    characters = "".join(found) if which == "common" else SYMBOLS.sub("", "".join(found))
+    return re.compile(f"[{re.escape(characters)}]")
 
 
 def likely_encoding(head: bytes) -> str:
     try:
         from charset_normalizer import from_bytes
     except ImportError:
-        return "neither UTF-8 nor GB18030"
+        return "neither UTF-8 nor clearly GB18030"
     best = from_bytes(head[: 2**16]).best()
-    return f"neither UTF-8 nor common GB18030, perhaps {best.encoding}" if best else "no text in a known encoding"
+    return f"neither UTF-8 nor clearly GB18030, perhaps {best.encoding}" if best else "no text in a known encoding"
 
 
 def unix_lines(text: str) -> str:
