@@ -1,0 +1,97 @@
+"""Golden losses: 100 steps of each trainer's debug run, on one and on two ranks, in float32.
+
+python tests/golden/record.py        # record them anew, after a change that is meant to change them
+
+Losses, gradient norms and validation losses are in losses.json, with the processor that computed
+them: there they must come out equal to the last digit, elsewhere within 1e-4
+(tests/test_golden.py). A redesign keeps them; so does a faster kernel that claims the same bits.
+The data, and the tiny model that tuning starts from, lie beside this file: Python's documentation,
+from which the debug configurations make theirs, differs between versions of Python.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+LOSSES = HERE / "losses.json"
+STEPS = 100
+DATA = {
+    "pretrain": ["config/debug.py", f"--data_dir={HERE}/data"],
+    "sft": ["config/debug_sft.py", f"--data={HERE}/data/chat.jsonl"],
+    "dpo": ["config/debug_dpo.py", f"--data={HERE}/data/pairs.jsonl"],
+    "reward": ["config/debug_reward.py", f"--data={HERE}/data/pairs.jsonl"],
+    "rl": ["config/debug_rl.py", f"--data={HERE}/data/rl.jsonl"],
+}
+RECORDED = {"train": ("loss", "grad_norm"), "eval": ("val_loss",)}
+
+
+def command(trainer: str, n_ranks: int, out_dir: Path) -> list[str]:
+    """Return the command of a golden run."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
+    start = [] if trainer == "pretrain" else [f"--init_from={HERE}/model"]
+    flags = [f"--max_steps={STEPS}", "--log_every=1", "--eval_every=25", "--save_every=50"]
+    script = [f"{trainer}.py", *DATA[trainer], *start, *flags, "--keep_last=0"]
+    return [sys.executable, *(launcher if n_ranks > 1 else []), *script, f"--out_dir={out_dir}"]
+
+
+def run(trainer: str, n_ranks: int, out_dir: Path, run: Callable = subprocess.run) -> list[list]:
+    """Train, and return `read_losses` of the run."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = run(
+        command(trainer, n_ranks, out_dir),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_losses(out_dir)
+
+
+def read_losses(out_dir: Path) -> list[list]:
+    """Return [event, step, values ...] of each training step and evaluation in a run's log."""
+    rows = []
+    for line in (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["event"] in RECORDED:
+            values = [event[key] for key in RECORDED[event["event"]]]
+            rows.append([event["event"], event["step"], *values])
+    return rows
+
+
+def machine() -> str:
+    """Return what the last digits depend on: the processor, and torch with its BLAS library."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    model = re.findall(r"^(?:model name|flags)\s*: (.*)", text, re.M)[:2] or [platform.processor()]
+    return f"{' '.join(model)}, torch {torch.__version__}"
+
+
+def main() -> None:
+    found = {"machine": machine()}
+    for trainer in DATA:
+        for n_ranks in (1, 2):
+            out_dir = ROOT / "out" / "golden" / f"{trainer}_{n_ranks}"
+            subprocess.run(["rm", "-rf", str(out_dir)], check=True)
+            found[f"{trainer} {n_ranks}"] = run(trainer, n_ranks, out_dir)
+            print(f"{trainer} on {n_ranks} ranks: {found[f'{trainer} {n_ranks}'][-1]}", flush=True)
+    write(found)
+
+
+def write(found: dict) -> None:
+    """Write losses.json, a line for each run."""
+    lines = [f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items()]
+    LOSSES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

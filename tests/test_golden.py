@@ -1,0 +1,28 @@
+"""Each trainer's first 100 steps give the losses that were recorded; see golden/record.py."""
+
+import json
+
+import forks
+import pytest
+from golden import record
+
+GOLDEN = json.loads(record.LOSSES.read_text(encoding="utf-8"))
+
+
+def check(found: list[list], golden: list[list]) -> None:
+    """The same events, with equal values on the machine that recorded them."""
+    assert [row[:2] for row in found] == [row[:2] for row in golden]
+    if record.machine() == GOLDEN["machine"]:
+        different = [pair for pair in zip(found, golden, strict=True) if pair[0] != pair[1]]
+        assert not different, different[0]
+        return
+    for row, want in zip(found, golden, strict=True):
+        assert row[2:] == pytest.approx(want[2:], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("trainer", record.DATA)
+def test_the_losses_are_the_recorded_ones(trainer, n_ranks, tmp_path):
+    check(record.run(trainer, n_ranks, tmp_path / "run", forks.run), GOLDEN[f"{trainer} {n_ranks}"])
