@@ -1,97 +1,110 @@
 """Configuration for every script: module-level literals, override files, --key=value.
 
-A script writes its settings as plain assignments with a trailing comment, then calls `config = configure(globals())`:
+A script writes its settings as plain assignments with a trailing comment, then calls
+`config = configure(globals())`:
 
-    python pretrain.py config/small.py --learning_rate=1e-3        # default < files < flags, wherever they stand
-    python pretrain.py --help                                      # every key: type, default and its comment
+    python pretrain.py config/small.py --learning_rate=1e-3   # default < files < flags
+    python pretrain.py --help                                 # type, default, comment of each key
 
-Keys are the script's public lowercase bool, int, float and str names, and each keeps its type: for an unknown key or a
-value of another type the script prints one line on standard error and exits with status 1. An override file is Python
-that you run, so it may compute (`max_steps = 2 * warmup_steps`); names that begin with an underscore, modules and
-functions stay its own.
+Keys are the script's public lowercase bool, int, float and str names. A key keeps its type, and its
+comment is its check:
+
+    optimizer = "adamw"  # adamw | muon (for matrices)     the first word of each alternative
+    batch_size = 8  # sequences, at least 1
+    dropout = 0.0  # from 0 to 1                           both are allowed
+
+An override file is Python that you run, so it may compute: `max_steps = 2 * warmup_steps`. Names
+that begin with an underscore, modules and functions are its own.
 """
 
 import ast
 import contextlib
 import difflib
 import importlib.util
+import io
 import math
 import os
 import re
 import sys
+import tokenize
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from groundup.errors import UserError, end_in_one_line, imports_are_done, naming, printable
+from groundup.errors import UserError, end_in_one_line, listed, naming
 
-TYPES = (bool, int, float, str)
+TYPES = (bool, int, float, str)  # of settings; None and lists are not allowed
+TEXTS = {"prompt", "sample_prompts", "stop", "system"}  # words for a model: ~/ is no path there
+NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
+
+
+# ---- the command line ----------------------------------------------------------------
 
 
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
-    """Apply override files and flags to `namespace` (a script's globals()); return {key: value}, defaults included.
-    Print help and exit with status 0 on --help; print one line and exit with 1 on a mistake."""
+    """Apply override files and flags to `namespace`, a script's globals(). Return {key: value}.
+
+    Print help and exit on --help. Raise UserError for a mistake.
+    """
     end_in_one_line()
-    imports_are_done()
     argv = sys.argv[1:] if argv is None else argv
-    keys = {k: v for k, v in namespace.items() if is_key(k, v)}
-    try:
-        if "--help" in argv or "-h" in argv:
-            print(help_text(namespace, keys))
-            raise SystemExit(0)
-        config = resolve(keys, argv, namespace.get("REMOVED", {}))
-    except UserError as error:
-        line = printable(" ".join(str(error).splitlines()))  # a value or another's message may hold line breaks
-        raise SystemExit(line) from None  # SystemExit with a text: the text on stderr, exit status 1
-    namespace.update(config)
+    keys = {name: value for name, value in namespace.items() if is_key(name, value)}
+    path = namespace.get("__file__", "")
+    comments = comments_of(path) if os.path.isfile(path) else {}
+    if "--help" in argv or "-h" in argv:
+        print(help_text(namespace.get("__doc__") or "", keys, comments))
+        raise SystemExit(0)
+    config = resolve(keys, argv, comments)
+    namespace.update(config)  # the script reads its settings as plain global names
     return config
 
 
-def resolve(keys: Mapping[str, object], argv: list[str], removed: Mapping[str, object] | None = None) -> dict:
-    """Return the defaults `keys` overridden by the files and then the flags of `argv`. Raise UserError for a mistake.
-    removed: {former key: the value that meant off}; a file may still set this value."""
-    files = [arg for arg in argv if not arg.startswith("-")]
-    flags = [arg for arg in argv if arg.startswith("-")]
+def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None = None) -> dict:
+    """Return the defaults `keys`, overridden by the files and then by the flags of `argv`."""
     config = dict(keys)
-    for path in files:
-        config.update(read_file(path, config, removed))
-    seen = set()
-    for flag in flags:
-        key, value = parse_flag(flag, keys)
-        if key in seen:
-            raise UserError(f"config: --{key} is given twice in command line; give it once")
-        seen.add(key)
-        config[key] = value
+    # A flag wins over a file, also over a file that comes after it.
+    for path in argv:
+        if not path.startswith("-"):
+            config.update(read_file(path, config, comments))
+    for flag in argv:
+        if flag.startswith("-"):
+            key, value = parse_flag(flag, keys)
+            config[key] = checked(key, value, keys, comments, "command line")
     return config
 
 
-def read_file(path: str, config: Mapping[str, object], removed: Mapping[str, object] | None = None) -> dict:
-    """Return the checked values that the override file `path` sets. The file can use the current values by name."""
+def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = None) -> dict:
+    """Return the checked values that an override file sets. It can use the values of `config`."""
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"config: cannot read {path!r}: {reason}; settings are written --key=value") from None
+        hint = "settings are written --key=value"
+        raise UserError(f"config: cannot read {path!r}: {reason}; {hint}") from None
+    # The file runs in a copy, so that nothing is applied when something is wrong.
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
-        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - an override file is Python that the user runs
+        exec(compile(source, path, "exec"), scratch)  # noqa: S102 - the user runs this file
     except SyntaxError as error:
-        raise UserError(f"config: {path}:{error.lineno or 1}: SyntaxError: {error.msg}") from None
+        where = f"{path}:{error.lineno or 1}"
+        raise UserError(f"config: {where}: SyntaxError: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path] or [0]
+        # The last line of this file that ran; the error may be in a library that it calls.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path] or [0]
         raise UserError(f"config: {path}:{lines[-1]}: {type(error).__name__}: {error}") from None
-    own = {k for k, v in scratch.items() if k.startswith("_") or callable(v) or isinstance(v, ModuleType)}
-    found = {k: v for k, v in scratch.items() if k in config or k not in own}
-    for key in (removed or {}).keys() & found.keys() - config.keys():
-        value = found.pop(key)
-        if value != removed[key]:
-            raise UserError(f"config: {key}={value!r} in {path}: there is no such setting any more; remove the line")
-    return {k: checked(k, v, config, path) for k, v in found.items()}
+    found = {}
+    for name, value in scratch.items():
+        # What looks like a setting must be one, or a misspelt key would change nothing.
+        is_helper = name.startswith("_") or callable(value) or isinstance(value, ModuleType)
+        if name in config or not is_helper:
+            found[name] = checked(name, value, config, comments, path)
+    return found
 
 
-def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
-    """Return (key, value) of '--key=value'. A str key takes the text as it is, others a Python literal."""
+def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
+    """Return (key, value) of '--key=value': text for a str key, a Python literal for others."""
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
         hint = nearest(key.lstrip("-"), keys)
@@ -99,107 +112,154 @@ def parse_flag(flag: str, keys: Mapping[str, object]) -> tuple[str, object]:
     if type(keys.get(key)) is str:
         return key, text
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
-        value = text
-    return key, checked(key, value, keys, "command line")
+        return key, ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return key, text  # no literal: `checked` reports the type
 
 
-def checked(key: str, value: object, keys: Mapping[str, object], where: str) -> object:
-    """Return `value`, an int as a float where one is wanted. Raise UserError for an unknown key or another type."""
-    if key not in keys:
-        raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
-    want = type(keys[key])
-    if want is float and type(value) is int and abs(value) <= sys.float_info.max:
-        return float(value)
-    if want is str and isinstance(value, str) and value.startswith("~/"):
-        return os.path.expanduser(value)  # the shell leaves --key=~/x as it is
-    if type(value) is not want:
-        name = "True or False" if want is bool else want.__name__
-        raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")
-    return value
-
-
-def is_key(name: str, value: object) -> bool:
-    """Return whether a script's name is a setting: public, lowercase and of a plain type."""
-    return not name.startswith("_") and name == name.lower() and type(value) in TYPES
-
-
-def nearest(key: str, keys: Mapping[str, object]) -> str:
+def nearest(key: str, keys: Mapping) -> str:
+    """Return a hint at the key that was probably meant."""
     match = difflib.get_close_matches(key, keys, n=1)
     return f"; did you mean {match[0]!r}?" if match else "; --help lists the keys"
 
 
-def load_function(name: str, key: str) -> Callable:
-    """Run the file of "file.py:function", the value of setting `key`, and return the function. Raise UserError."""
-    path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
-    spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
-    if spec is None or not os.path.isfile(path):
-        problem = f"{path!r} is not a Python file" if os.path.isfile(path) else f"there is no file {path!r}"
-        raise UserError(f"config: {key}={name!r}: {problem}; give file.py:function")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # of code that is not ours
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"config: {key}={name!r}: {path} fails: {said}") from error
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"config: {key}={name!r}: {path} has no function {function!r}; give file.py:function")
-    return getattr(module, function)
-
-
-def help_text(namespace: Mapping[str, object], keys: Mapping[str, object]) -> str:
-    """Return the script's docstring, then one line per key: type, default, trailing comment. Keys that come from
-    `from FILE import *` stand under a heading of their own."""
-    path = namespace.get("__file__", "")
-    own, shared = trailing_comments(path), {}
-    for source in star_imports(path):
-        shared |= trailing_comments(source)
-    width = max((len(key) for key in keys), default=0)
-
-    def lines_of(names: list[str]) -> list[str]:
-        shown = [(key, type(keys[key]).__name__, keys[key], own.get(key) or shared.get(key, "")) for key in names]
-        return [f"  {key:<{width}}  {kind:<5}  {default!r:<20}  {text}".rstrip() for key, kind, default, text in shown]
-
-    lines = [(namespace.get("__doc__") or "").strip(), "", "keys (override files first, then --key=value):"]
-    lines += lines_of([key for key in keys if key not in shared])
-    if shared:
-        lines += ["", "shared keys, same meaning in every trainer:", *lines_of([k for k in keys if k in shared])]
+def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
+    """Return the script's docstring, then a line per key: type, default, comment."""
+    width = max(map(len, keys), default=0)
+    lines = [doc.strip(), "", "keys (override files first, then --key=value):"]
+    for key, default in keys.items():
+        kind, comment = type(default).__name__, comments.get(key, "")
+        lines.append(f"  {key:<{width}}  {kind:<5}  {default!r:<20}  {comment}".rstrip())
     return "\n".join(lines)
 
 
-def star_imports(path: str) -> list[str]:
-    """Return the files that a Python file imports with a *: `from groundup.train.settings import *`."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8")) if os.path.isfile(path) else ast.Module([])
-    stars = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
-    return [importlib.util.find_spec(name).origin for name in stars]
+# ---- checks --------------------------------------------------------------------------
 
 
-def defaults_of(path: str | Path) -> dict:
-    """Return {name: value} of the literals that a script assigns at its left margin or imports with a *."""
+def checked(
+    key: str, value: object, keys: Mapping, comments: Mapping[str, str] | None, where: str
+) -> object:
+    """Return the value of `key` in `where`: an int as a float where one is wanted, ~/ expanded.
+
+    Raise UserError for an unknown key, another type, or a value that the comment excludes.
+    """
+    if key not in keys:
+        raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
+    # `type(value) is`, because isinstance(True, int) holds
+    want = type(keys[key])
+    if want is float and type(value) is int and abs(value) <= sys.float_info.max:
+        value = float(value)
+    if type(value) is not want:
+        name = "True or False" if want is bool else want.__name__
+        raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")
+    if want is str and key not in TEXTS:
+        # The shell leaves --key=~/x as it is. Also in lists: "~/a=0.7,~/b=0.3", "0: ~/a; 8: ~/b".
+        value = re.sub(r"(^|[,;:=]\s*)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), value)
+    if words := violated(value, (comments or {}).get(key, "")):
+        raise UserError(f"config: {key} must be {words}, got {value!r} in {where}")
+    return value
+
+
+def violated(value: object, comment: str) -> str:
+    """Return what the comment of a setting demands if `value` differs from it, else ""."""
+    if type(value) is str:
+        allowed = choices(comment)
+        if not allowed or value in allowed:
+            return ""
+        return f"one of {listed([word or repr(word) for word in allowed], most=20)}"
+    # NaN passes neither comparison.
+    if found := re.search(f"at least {NUMBER}", comment):
+        return "" if value >= float(found[1]) else found[0]
+    if found := re.search(f"from {NUMBER} to {NUMBER}", comment):
+        return "" if float(found[1]) <= value <= float(found[2]) else found[0]
+    return ""
+
+
+def choices(comment: str) -> list[str]:
+    """Return the allowed values: 'adamw | muon (slow) | "" (none): text' -> adamw, muon, ""."""
+    # An alternative may carry a remark, the last one a text about the setting.
+    if " | " not in comment:
+        return []
+    return [part.split()[0].rstrip(":;,").strip('"') for part in comment.split(" | ")]
+
+
+# ---- reading scripts as text ---------------------------------------------------------
+
+
+def is_key(name: str, value: object) -> bool:
+    """Return whether a script's name is a setting: public, lowercase, of a plain type."""
+    return not name.startswith("_") and name == name.lower() and type(value) in TYPES
+
+
+def assignments(source: str) -> dict[str, ast.Assign | ast.AnnAssign]:
+    """Return {name: statement} of the assignments at the left margin."""
     found = {}
-    for source in [*star_imports(str(path)), path]:
-        for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                with contextlib.suppress(ValueError):  # an expression
-                    found[node.targets[0].id] = ast.literal_eval(node.value)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            found[node.target.id] = node
     return found
 
 
-def trailing_comments(path: str) -> dict[str, str]:
-    """Return {name: comment} of the `name = value  # comment` lines at the left margin of a Python file."""
-    source = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else ""
-    string = r""" "[^"\n]*"|'[^'\n]*' """.strip()
-    return dict(re.findall(rf"^(\w+)(?:: \w+)? = (?:\(\s*)?(?:{string}|[^\"'#\n])*# *(.*)$", source, re.MULTILINE))
+def defaults_of(path: str | Path) -> dict:
+    """Return {name: value} of the literals that a script assigns at its left margin."""
+    found = {}
+    for name, node in assignments(Path(path).read_text(encoding="utf-8")).items():
+        with contextlib.suppress(ValueError):  # an expression
+            found[name] = ast.literal_eval(node.value)
+    return found
 
 
-def write_config(config: Mapping[str, object], path: str, command: str = "") -> None:
+def comments_of(path: str | Path) -> dict[str, str]:
+    """Return {name: trailing comment} of the assignments at the left margin of a script."""
+    source = Path(path).read_text(encoding="utf-8")
+    by_line = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            by_line[token.start[0]] = token.string.lstrip("# ")
+    found = {}
+    for name, node in assignments(source).items():
+        lines = range(node.lineno, node.end_lineno + 1)  # several if the value is in brackets
+        found[name] = " ".join(by_line[line] for line in lines if line in by_line)
+    return found
+
+
+# ---- functions and files -------------------------------------------------------------
+
+
+def load_function(name: str, key: str) -> Callable:
+    """Return the function of "file.py:function", the value of setting `key`. Runs the file."""
+    wrong = f"config: {key}={name!r}"
+    path, function = name.rsplit(":", 1) if ":" in name else (name, "")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise UserError(f"{wrong}: there is no file {path!r}; give file.py:function")
+    spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their module there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{wrong}: {path} fails: {reason}") from error
+    if not callable(getattr(module, function, None)):
+        text = f"{path} has no function {function!r}; give file.py:function"
+        raise UserError(f"{wrong}: {text}")
+    return getattr(module, function)
+
+
+def write_config(config: Mapping, path: str, command: str = "") -> None:
     """Write the resolved settings as an override file, whole or not at all."""
-    lines = [repr(f"Resolved configuration; re-run with: {command}" if command else "Resolved configuration.")]
-    for key, value in config.items():  # repr of infinity and NaN is no Python
-        odd = type(value) is float and not math.isfinite(value)
-        lines.append(f"{key} = float('{value}')" if odd else f"{key} = {value!r}")
+    title = (
+        f"Resolved configuration; re-run with: {command}" if command else "Resolved configuration."
+    )
+    lines = [repr(title)]
+    for key, value in config.items():
+        # repr of infinity and NaN is no Python
+        is_literal = type(value) is not float or math.isfinite(value)
+        lines.append(f"{key} = {value!r}" if is_literal else f"{key} = float('{value}')")
     with naming(path):
-        Path(path + ".tmp").unlink(missing_ok=True)  # a link there would be written through
-        Path(path + ".tmp").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(path + ".tmp", path)
+        temp = Path(path + ".tmp")
+        temp.unlink(missing_ok=True)  # if it is a link, its target must stay
+        temp.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(temp, path)

@@ -1,284 +1,434 @@
 """Preference tuning: of two answers to a prompt the model learns to prefer the chosen one.
 
-python dpo.py config/debug_dpo.py                                                  # CPU, seconds, needs nothing
-python dpo.py config/dpo.py --init_from=out/sft --data=pairs.jsonl                 # all weights
-torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sft --data='a.jsonl=0.5,b=0.5'
+python dpo.py config/debug_dpo.py                                    # CPU, seconds, own data
+python dpo.py config/dpo.py --init_from=out/sft --data=pairs.jsonl   # 1 GPU, all weights
+torchrun --standalone --nproc_per_node=4 dpo.py config/dpo.py --init_from=out/sft --data=DIR
 
-It compares the log-probability of an answer, its <|im_end|> included, with what it was at the beginning: the reference,
-computed once, into out_dir/reference.safetensors. The loss is the mean over the pairs of a whole step. loss='kto'
-learns from single answers with a label, good or bad (tokens/labelled.py): there, a pair below is an answer.
+It compares the log-probability of an answer with that by the reference, which is the model before
+the first step. The reference's are computed once, into out_dir/reference.safetensors. The loss is
+the mean over the pairs of a step. With loss='kto' a row is a single answer with a label, good or
+bad (groundup/tokens/labelled.py): below, a pair is then an answer.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from configurator import configure
+from ddp import DDP, conflict
 from groundup.align import losses as preference
-from groundup.align.losses import REFERENCE_FREE, kl_estimate, losses_and_metrics, named, pair_logps
-from groundup.demo import debug_data
+from groundup.align.losses import losses_and_metrics, metric_names, named, pair_logps
+from groundup.errors import UserError, refuse
 from groundup.tokens.batches import Batches
-from groundup.tokens.corpus import steps_of
 from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.train import checkpoint, ranks, run
-from groundup.train import plan as memory_plan
-from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
-from groundup.train.device import peak_flops, seed_everything
-from groundup.train.fsdp import in_step
-from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable
-from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token
-from groundup.train.settings import *  # noqa: F403
-from groundup.train.signals import StopSignal
+from groundup.tokens.row_corpus import steps_of
+from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.device import (
+    autocast,
+    check_compiler,
+    choose_device,
+    choose_dtype,
+    peak_flops,
+    seed_everything,
+)
+from groundup.train.log import RunLog, raise_not_finite
+from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
+from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.powersgd import make_hook
+from groundup.train.saver import Saver
 from model import Transformer
+from tokenizer import Tokenizer, chat_ready
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- settings: override with a config file or --key=value; see --help ----------------------------
 out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
-init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
-data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
-val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the pairs
+init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
+data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # the same for validation; "" = the directory's own, or val_fraction of the rows
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
-val_fraction = 0.02  # of the pairs, by their prompts; for data that have no validation of their own
+val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
+resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # of new weights, data order, dropout and samples
 # loss
-loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo (see pair_losses) | kto
-beta = 0.1  # how much a log-ratio counts; sigmoid_norm and simpo, whose are means per token, want 2
-label_smoothing = 0.0  # cdpo, robust: the share of pairs that are thought to be the wrong way round, below 0.5
-gamma = 0.5  # simpo: the margin by which the chosen answer should win
-desirable_weight = 1.0  # kto: how much a good answer counts, against 1 for a bad one
-nll_weight = 0.0  # adds this times the chosen answer's loss per token, which keeps it likely; 0.1 to 1 is usual
-reference = "precomputed"  # precomputed | adapter_off (trainable='lora': computed in each step)
-lora_dropout = 0.0  # on the input of the adapters
-dropout = 0.0  # above 0 the log-ratios are noise from the first step on
+loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo | kto
+beta = 0.1  # weight of a log-ratio; sigmoid_norm and simpo take means per token: 2.0
+label_smoothing = 0.0  # cdpo, robust: share of pairs the wrong way round (from 0 to 0.5)
+gamma = 0.5  # simpo: margin by which the chosen answer should win (at least 0)
+desirable_weight = 1.0  # kto: weight of a good answer, against 1 for a bad one (at least 0)
+nll_weight = 0.0  # weight of the chosen answer's loss per token, which keeps it likely (at least 0)
+reference = "precomputed"  # precomputed | adapter_off (in each step, for trainable='lora')
+# which parameters are trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
+lora_rank = 16  # rank of the LoRA matrices (at least 1)
+lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
+dropout = 0.0  # above 0 the log-ratios are noise from the first step on (from 0 to 1)
 # data
-block_size = 1024  # most tokens of a prompt and an answer; a pair that is longer is left out
-epochs = 1.0  # passes over the pairs of all sources
-max_steps = 0  # 0 = as many as epochs takes
-max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+block_size = 1024  # most tokens of a prompt and an answer; longer pairs are left out (at least 1)
+epochs = 1.0  # passes over the pairs of all sources, if max_steps is 0 (from 0 to 1000)
+max_steps = 0  # 0 = as many as epochs takes (at least 0)
+max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
-batch_size = 4  # pairs, so twice as many rows, per rank and micro-step
-total_batch_pairs = 0  # batch_size x micro-steps x ranks; 0 = one micro-step on each rank
+batch_size = 4  # pairs per rank and micro-step: twice as many rows (at least 1)
+total_batch_pairs = 0  # pairs per step over all ranks; 0 = one micro-step on each rank
 # optimizer
-learning_rate = 1e-6  # peak; adapters take ten times as much
-warmup_fraction = 0.1
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
+learning_rate = 1e-6  # peak; LoRA needs about ten times as much: 1e-5 (at least 0)
+min_lr = 0.0  # learning rate at the end of the schedule (at least 0)
+schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
+warmup_steps = 0.1  # steps of rising learning rate; below 1: a share of max_steps (at least 0)
+weight_decay = 0.0  # on matrices only (at least 0)
+momentum = 0.95  # Muon: decay of the mean of gradients (from 0 to 1)
+grad_clip = 1.0  # global norm; 0.0 = off (at least 0)
+# system
+device = "auto"  # auto, cpu, cuda or mps; auto takes cuda, then cpu
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+parallel = "ddp"  # ddp | fsdp (each rank keeps a part of weights, gradients and optimizer state)
+compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
+overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
+zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
+timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
-eval_steps = 50  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
+eval_every = 100  # steps; also before the first and after the last step (at least 1)
+eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
+log_every = 10  # steps (at least 1)
+tensorboard = False  # also write event files for TensorBoard into out_dir
+save_every = 500  # steps; also after the last step (at least 1)
+keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-# These decide which pairs a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction", "max_epochs")
-DEBUG_DATA = "data/debug/dpo.jsonl"  # made by the script, to try it without anything prepared
+MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
 
 
-def check_config(config: dict, world_size: int) -> int:
-    """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    choices = {"loss": preference.LOSSES, "reference": ("precomputed", "adapter_off")}
-    run.check_config(config, {"gamma": 0, "desirable_weight": 0, "nll_weight": 0}, choices=choices)
-    preference.check_losses(config)
-    other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"
-    run.refuse(other, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
+def reference_of(
+    model: Transformer,
+    batch: PairBatch,
+    table: Tensor | None,
+    torch_device: torch.device,
+    torch_dtype: torch.dtype,
+) -> Tensor:
+    """Return the reference's log-probabilities of the answers, (2, B) as of `pair_logps`.
+
+    table: of `compute_reference`. Without one they are 0, or those of the model without adapters.
+    """
+    if loss in preference.REFERENCE_FREE:
+        return torch.zeros(2, len(batch.number), device=torch_device)
+    if table is not None:
+        return table[batch.number].T
+    # A context of its own: autocast would give its casts, made without gradient, to training too.
+    with autocast(torch_device, torch_dtype):
+        return preference.reference_logps(model, batch)
+
+
+@torch.no_grad()
+def estimate_kl(
+    model: Transformer,
+    others: Batches,
+    table: Tensor | None,
+    torch_device: torch.device,
+    torch_dtype: torch.dtype,
+) -> Tensor:
+    """Return KTO's estimate for a step: how far the model has moved away from the reference.
+
+    others: the micro-batches of all steps, with answers to other prompts."""
+    measured = []
+    for _ in range(others.accum_steps):
+        batch = others.next()
+        with autocast(torch_device, torch_dtype):
+            logps, _ = pair_logps(model, batch)
+        ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+        measured.append((logps[0], ref_logps[-1]))
+    return preference.kl_estimate(measured, torch_device)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Mapping[str, Iterable[PairBatch]], shares: list[float], config: Mapping,
-    reference_of: Callable[[PairBatch], Tensor], device: torch.device, dtype: torch.dtype,
-) -> dict[str, float]:  # fmt: skip
-    """Return the mean loss and metrics over validation pairs, which the ranks divide. With several sources: loss and
-    accuracy of each, and all of them for a mixture with these shares."""
+    model: Transformer,
+    corpus: PairCorpus,
+    table: Tensor | None,
+    config: dict,
+    torch_device: torch.device,
+    torch_dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the mean loss and metrics of validation pairs.
+
+    With several sources: their average weighted by the sources' shares, and of each its loss and
+    accuracy."""
     model.eval()
-    found = []
-    for source, of_source in enumerate(batches.values()):
-        for batch in in_step(model, of_source):
-            batch = batch.to(device)
-            logps, n_tokens = pair_logps(model, batch, device, dtype)
-            found.append((source, batch.margin, logps, reference_of(batch), n_tokens))
-    of_others = ((logps[1], past[1]) for _, _, logps, past, _ in found)
-    kl = kl_estimate(of_others, device) if config["loss"] == "kto" else None
-    names = preference.metric_names(config)
-    sums = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)  # pairs, loss, metrics
-    for source, labels, *measured in found:
-        losses, metrics = loss_of(measured, labels, kl, config)
-        sums[source] += torch.cat((torch.ones_like(losses)[None], losses[None], metrics)).sum(1).double().cpu()
+    measured = []  # of all batches: KTO's loss needs an estimate over all of them
+    val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
+    for source, batches in enumerate(val_batches.values()):
+        for batch in fsdp.same_forwards(model, batches):
+            batch = batch.to(torch_device)
+            with autocast(torch_device, torch_dtype):
+                logps, n_tokens = pair_logps(model, batch)
+            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+            measured.append((source, logps, ref_logps, n_tokens, batch.margin))
+    kl = None
+    if loss == "kto":
+        others = [(logps[1], ref_logps[1]) for _, logps, ref_logps, _, _ in measured]
+        kl = preference.kl_estimate(others, torch_device)
+
+    names = metric_names(config)
+    n_pairs = torch.zeros(len(corpus.val), 1, dtype=torch.float64)
+    sums = torch.zeros(len(corpus.val), len(names), dtype=torch.float64)
+    for source, logps, ref_logps, n_tokens, labels in measured:
+        losses, metrics = losses_and_metrics(logps, ref_logps, n_tokens, config, labels, kl)
+        n_pairs[source] += len(losses)
+        sums[source] += metrics.sum(1).double().cpu()
+    ranks.all_reduce_sum(n_pairs)
     ranks.all_reduce_sum(sums)
     model.train()
-    means = sums[:, 1:] / sums[:, :1].clamp(min=1)
-    mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * means).sum(0).tolist()
-    scores = {"val_loss": mixed[0]} | named(mixed[1:], config)
-    if len(batches) > 1:
-        for name, of_source in zip(batches, means.tolist(), strict=True):
-            scores |= {f"val_loss/{name}": of_source[0], f"accuracy/{name}": of_source[4]}
+
+    means = sums / n_pairs.clamp(min=1)
+    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
+    average = named((shares[:, None] * means).sum(0).tolist(), config)
+    scores = {"val_loss": average.pop("loss")} | average
+    if len(corpus.val) > 1:
+        for name, row in zip(corpus.val, means.tolist(), strict=True):
+            scores[f"val_loss/{name}"] = row[names.index("loss")]
+            scores[f"accuracy/{name}"] = row[names.index("rewards/accuracies")]
     return scores
 
 
-def loss_of(measured: Sequence[Tensor], labels: Tensor, kl: Tensor | None, config: Mapping) -> tuple[Tensor, Tensor]:
-    """Return the loss and the metrics of each pair. measured: log-probabilities, those of the reference, lengths, all
-    (2, B), or (1, B) of labelled answers. kl: kto only."""
-    if config["loss"] != "kto":
-        return losses_and_metrics(*measured, config)
-    return preference.kto_losses_and_metrics(*(of_sides[0] for of_sides in measured), labels, kl, config)
+def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
+    """Write an evaluation to the log."""
+    line = [
+        f"val loss {scores['val_loss']:.4f}",
+        f"accuracy {100 * scores['rewards/accuracies']:.1f}%",
+        f"margin {scores['rewards/margins']:.4f}",
+        f"chosen {scores['logps/chosen']:.2f} nats",
+        f"rejected {scores['logps/rejected']:.2f} nats",
+    ]
+    log.report(step, scores, line)
 
 
 if __name__ == "__main__":
     config = configure(globals())
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    pairs_per_step = config["total_batch_pairs"] = check_config(config, world_size)
-    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+    preference.check_losses(config)
+
+    # ---- ranks and device
+    world = ranks.init(device, timeout_s)
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    if plan_only and device != "auto":  # a plan may be for a machine that is not here
+        torch_device = torch.device(device)
+    else:
+        torch_device = choose_device(device, world.local_rank)
+    torch_dtype = choose_dtype(dtype, torch_device)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
-    # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
-    if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
-    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
-    flops = flops_per_token(cfg, block_size, trainable=trainable)
-    is_kto = loss == "kto"
-    corpus = (LabelCorpus if is_kto else PairCorpus)(data, tokenizer, block_size, seed, val_data, val_fraction)
+    # ---- batch: a step is accum_steps micro-steps on each rank
+    pairs_per_micro_step = batch_size * world_size
+    pairs_per_step = total_batch_pairs or pairs_per_micro_step
+    if pairs_per_step % pairs_per_micro_step:
+        raise UserError(
+            f"config: {total_batch_pairs=} must be a multiple of batch_size*world_size"
+            f" = {batch_size}*{world_size} = {pairs_per_micro_step}"
+        )
+    accum_steps = pairs_per_step // pairs_per_micro_step
+
+    # ---- the checkpoint to start from, and its tokenizer
+    source = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    n_ids = tokenizer.vocab_size
+    # token ids that the weights were trained with
+    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, source, n_ids - n_known)
+    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    huggingface.check_saves(model_config, tokenizer)
+
+    # ---- data
+    kind = LabelCorpus if loss == "kto" else PairCorpus
+    corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    given = dict(config)  # out_dir/config.py keeps max_steps=0
-    n_rows, lost = corpus.n_rows, corpus.left_out()
-    max_steps = config["max_steps"] = steps_of(config, n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost)
-    mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
-    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    kind = "none" if loss in REFERENCE_FREE else reference
-    if source and kind == "precomputed":  # a resumed run must be compared with the same weights
-        order["reference_weights"] = checkpoint.weights_key(source)
-    if rank == 0:
-        passes, warnings = corpus.describe(mixture, max_steps * pairs_per_step)
-        warnings += corpus.balance(desirable_weight) if is_kto else []
-        batch, rows = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {passes}", 2 * pairs_per_step * max_steps
-        size = cfg, config | {"batch_size": (2 - is_kto) * batch_size}, batch, rows * block_size, world_size
-        text = memory_plan.describe(*size, torch_device, torch_dtype, peak, note="below ")
-        print("\n".join([*corpus.report(), text, *warnings]), flush=True)
+    settings = config | {"total_batch_pairs": pairs_per_step}
+    lost = corpus.left_out()  # for the error message
+    max_steps = steps_of(
+        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
+    )
+    order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
+    epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
+    if loss == "kto":
+        warnings += corpus.balance(desirable_weight)
+    batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
+
+    # ---- model
+    seed_everything(seed)  # all ranks draw the same new weights
+    if parallel == "fsdp" and not plan_only:
+        refuse(reason := fsdp.conflict(config, torch_dtype), reason)
+        model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
+    else:
+        place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+        with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+            model = Transformer(model_config)
+        set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
+    if world.is_main:
+        print(*corpus.report(), sep="\n")
+        n_rows = batch_size if loss == "kto" else 2 * batch_size  # of a micro-step
+        settings = config | {"max_steps": max_steps, "batch_size": n_rows}
+        n_tokens = 2 * pairs_per_step * max_steps * block_size
+        text = plan.describe(
+            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+        )
+        print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order)
-    reference_path, table, about = Path(out_dir, "reference.safetensors"), None, {}
-    if kind == "precomputed":
-        about = preference.about_reference(source, config, cfg, corpus, str(torch_dtype))
-        if resume != "never":  # else what is there is about to be deleted
-            table = preference.open_reference(reference_path, about, corpus.n_pairs)
 
-    # ---- processes, model, optimizer, reference, state
-    stop_signal = StopSignal()
-    world = run.join(config, order | about, resumed.step, torch_device, torch_dtype)
-    accum_steps = pairs_per_step // (batch_size * world_size)
-    must_compute = ranks.any_rank(kind == "precomputed" and table is None)
-    seed_everything(seed)
-    raw_model = new_model(Transformer, cfg, config, torch_dtype)
-    if source and (must_compute or not resumed.path):
-        load_start(raw_model, source, n_known, tokenizer)
-    set_trainable(raw_model, trainable, adapters_of(config))
-    base = frozen_base(resumed.path, source)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
-    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
+    # ---- the checkpoint to continue, or the weights to start from
+    data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
+    data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
+    made_of = {}  # what the reference depends on
+    if reference == "precomputed" and loss not in preference.REFERENCE_FREE:
+        made_of = preference.describe_reference(source, corpus, torch_dtype)
+        # a resumed run must be compared with the same weights
+        data_record["reference_weights"] = made_of["checkpoint"]
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    reference_path = Path(out_dir, "reference.safetensors")
+    table = None  # the reference's log-probabilities of all pairs
+    if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
+        table = preference.read_reference(reference_path, made_of)
+    must_compute = made_of and table is None
+    if must_compute or not resumed:
+        huggingface.load_start(model, source, n_known, tokenizer)
+    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+
+    # ---- device, compile, data parallel, optimizer
+    model.to(torch_device)
+    model.activation_checkpointing = activation_checkpointing
+    if compile:
+        check_compiler(torch_device)
+        # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    if parallel == "fsdp":
+        ddp = fsdp.FSDP(model)
+        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+    else:
+        fp16 = scaler.is_enabled()
+        refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+        hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
+        opt = Optimizer(
+            ddp.buckets,
+            optimizer,
+            betas=(0.9, 0.95),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+        )
+
+    # ---- the reference, then restore
     if must_compute:
-        table = preference.compute_reference(model, corpus, batch_size, world, torch_device, torch_dtype)
-    skipped = run.start(parts, resumed, given, __file__)
+        table = preference.compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
+    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    first_step = state["step"]  # steps that are done; 0 for a new run
+    config = checkpoint.start(config, __file__, resumed, max_steps)
     if must_compute and world.is_main:
-        preference.save_reference(reference_path, table, about)
-    table = None if table is None else table.to(torch_device)
-    place = block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step
-    batches = Batches(corpus.train, mixture, *place, load=corpus.load, valid=corpus.valid)
-    others = Batches(corpus.train, mixture, *place, load=corpus.load_others, valid=corpus.valid) if is_kto else None
-    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
-    shares = corpus.val_shares()
-    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
-    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
-
-    def reference_of(batch: PairBatch) -> Tensor:
-        """Log-probabilities of its answers by the reference, (2, B); 0 where the loss has none."""
-        if kind == "none":
-            return torch.zeros(2, len(batch.number), device=torch_device)
-        if kind == "precomputed":
-            return table[batch.number].T
-        return preference.reference_logps(model, batch, torch_device, torch_dtype)
-
-    def kl_now() -> Tensor:
-        """KTO's estimate for this step, from the answers to other prompts in all its micro-batches."""
-        with torch.no_grad():
-            found = []
-            for batch in (others.next() for _ in range(accum_steps)):
-                logps, _ = pair_logps(model, batch, torch_device, torch_dtype)
-                found.append((logps[0], reference_of(batch)[-1]))  # of both answers, or of the one in the batch
-        return kl_estimate(found, torch_device)
-
-    def evaluate_now(step: int) -> None:
-        """Log all scores and rank the checkpoint of this step by its validation loss."""
-        scores = evaluate(model, val(), shares, config, reference_of, torch_device, torch_dtype)
-        line = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['rewards/accuracies']:.1f}%"]
-        line += [f"margin {scores['rewards/margins']:.4f}", f"chosen {scores['logps/chosen']:.2f} nats"]
-        line += [f"rejected {scores['logps/rejected']:.2f} nats"]
-        log.report(step, scores, line)
-        run.rank(parts, step, scores["val_loss"], config, log)
+        preference.save_reference(reference_path, table, made_of)
+    if table is not None:
+        table = table.to(torch_device)
+    flops = plan.flops_per_token(model, block_size)
+    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
+    if loss == "kto":
+        others = Batches(
+            corpus.others(), order, batch_size, accum_steps, world, torch_device, first_step
+        )
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        evaluate_now(resumed.step)
+        scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
+        report(log, first_step, scores)
+        saver.update_best()
     stop_signal.begin()
-    warmup, stopping = run.warmup_of(config), False
-    mark_time, mark_step = time.perf_counter(), resumed.step
-    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line, padding too
-    for step in range(resumed.step + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
-        n_pairs = batches.valid_tokens(step - 1)  # over all micro-steps and ranks
-        n_metrics = len(preference.metric_names(config))
-        sums = torch.zeros(1 + n_metrics, device=torch_device)  # of the loss and the metrics of this step's pairs
-        kl = kl_now() if is_kto else None
+    log.begin()
+    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
+    for step in range(first_step + 1, max_steps + 1):
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+
+        # forward and backward
+        n_pairs = batches.count_targets(step - 1)  # over all micro-steps and ranks
+        sums = torch.zeros(len(metric_names(config)), device=torch_device)  # of the step's metrics
+        kl = None
+        if loss == "kto":
+            kl = estimate_kl(model, others, table, torch_device, torch_dtype)
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
-            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
-            logps, n_tokens = pair_logps(model, batch, torch_device, torch_dtype)
-            losses, metrics = loss_of((logps, reference_of(batch), n_tokens), batch.margin, kl, config)
-            loss_of_micro = losses.sum() * (world_size / n_pairs)  # ddp averages over ranks
-            scaler.scale(loss_of_micro).backward()  # full buckets start their all-reduce inside this call
-            sums += torch.cat((losses.detach()[None], metrics)).sum(1) / n_pairs
-            n_tokens_seen += batch.x.numel()
+            with autocast(torch_device, torch_dtype):
+                logps, n_tokens = pair_logps(model, batch)  # (2, B), (2, B)
+            ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)  # (2, B)
+            losses, metrics = losses_and_metrics(
+                logps, ref_logps, n_tokens, config, batch.margin, kl
+            )
+            # ddp averages over the ranks
+            micro_loss = losses.sum() * (world_size / n_pairs)
+            scaler.scale(micro_loss).backward()  # full buckets start their all-reduce in this call
+            sums += metrics.sum(1) / n_pairs
+            n_tokens_seen += batch.x.numel()  # padding too
+
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
-        # <<< optimizer step
         log.advance()
+        # <<< optimizer step
 
-        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
+        # log
+        last = step == max_steps
+        stopping = ranks.any_rank(stop_signal.received)
         if step % log_every == 0 or last or stopping:
-            mean_loss, *means = ranks.all_reduce_sum(sums.clone()).tolist()  # waits for the device, so that
-            seconds = time.perf_counter() - mark_time  # this clock is true
-            tokens_per_s = ranks.all_reduce_sum(n_tokens_seen).item() / seconds
-            metrics = named(means, config)
-            shown = {"accuracy": metrics["rewards/accuracies"], "margin": metrics["rewards/margins"]}
-            values = {"loss": mean_loss, "epoch": float(mixture.epochs(step * pairs_per_step).max())} | shown | metrics
-            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
-            values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds
-            log.train(step, values, seconds / (step - mark_step))
-            if skipped[1] >= max_skipped:
-                run.stop_not_finite(parts, log, step, int(skipped[1]), sums[0], batches)
-            mark_time, mark_step = time.perf_counter(), step
+            # .tolist() waits for the device, so the time below is real
+            means = named(ranks.all_reduce_sum(sums.clone()).tolist(), config)
+            pairs_per_s = log.n_steps() * pairs_per_step / log.seconds()
+            values = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
+            values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
+            values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}
+            values |= {"accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
+            n_tokens = ranks.all_reduce_sum(n_tokens_seen).item()
+            log.train(step, values | means, n_tokens)
             n_tokens_seen.zero_()
-        pause = time.perf_counter()
-        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
-        if saving or evaluating:
-            ddp.flush()  # updates that wait for the next forward
-        if saving:
-            save(step, skipped)
-        if evaluating:  # after the save: it may run out of memory
-            evaluate_now(step)
-        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+            if ddp.skipped[1] >= MAX_SKIPPED:
+                saver.wait()
+                raise_not_finite(step, ddp.skipped, sums[0], batches)
+
+        # save, then evaluate: an evaluation may run out of memory
+        with log.paused():
+            saving = step % save_every == 0 or last or stopping
+            evaluating = step % eval_every == 0 or last
+            if saving or evaluating:
+                ddp.flush()  # apply the updates that wait for the next forward
+            if saving:
+                saver.save(step, model, ddp, opt, scaler)
+            if evaluating:
+                scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
+                report(log, step, scores)
+                saver.update_best()
         if stopping:
             break
 
-    if others:
+    # ---- the end
+    batches.close()
+    if loss == "kto":
         others.close()
-    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches)
+    saver.close()
+    config = config | {"max_steps": max_steps}
+    next_command = f"python sample.py --init_from={out_dir}"
+    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    ranks.close()
+    sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

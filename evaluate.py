@@ -47,8 +47,8 @@ from groundup.scores.choices import evaluate_choices
 from groundup.scores.client import Endpoint, read_key
 from groundup.scores.domains import evaluate_domains, parse_domains
 from groundup.scores.text_metrics import evaluate_generation
-from groundup.tokens.token_files import write_json
-from groundup.train import checkpoint, ranks
+from groundup.tokens.token_writer import write_json
+from groundup.train import checkpoint, huggingface, ranks
 from groundup.train.device import autocast, choose_device, choose_dtype, hardware, versions
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
@@ -59,16 +59,16 @@ tasks = "perplexity"  # comma-separated, see above
 data = ""  # what the task is measured on; of several tasks 'task: data; task: data'
 out = ""  # JSON file for all results; with score the file of scored rows
 score = ""  # files whose rows get loss, bpb and ifd, written to `out`; no tasks then
-batch_size = 16  # rows per forward pass
+batch_size = 16  # rows per forward pass; at least 1
 block_size = 0  # tokens that the model reads at a time; 0 = its context
-stride = 0  # perplexity, score: step between the windows of a long document; 0 = block_size, no overlap
-shots = 5  # solved examples before each multiple-choice question
-limit = 0  # documents per domain, questions per subject, conversations, pairs, rows; 0 = all
+stride = 0  # perplexity, score: step between windows of a long document; 0 = block_size
+shots = 5  # solved examples before each multiple-choice question; at least 0
+limit = 0  # documents per domain, questions per subject, pairs, rows; at least 0, 0 = all
 text_key = ""  # perplexity, score: the field with the text, as in prepare.py; empty = found
-txt_split = "file"  # perplexity, score: what a document is in plain text: file | blank (between blank lines) | line
+txt_split = "file"  # file | blank (between blank lines) | line: a document of perplexity, score
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
-max_new_tokens = 256  # generation: per answer, which is decoded greedily
-judge = ""  # win_rate: model behind base_url that judges, in both orders; empty = the reward model in init_from
+max_new_tokens = 256  # generation: per answer, decoded greedily; at least 1
+judge = ""  # win_rate: model at base_url that judges; empty = the reward model in init_from
 base_url = ""  # of an OpenAI-compatible service
 api_key_env = ""  # name of the environment variable with its key; empty = none is sent
 device = "auto"  # auto | cpu | cuda | mps
@@ -117,9 +117,6 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
     """Raise UserError for settings that do not go together. wanted: {task: its data}."""
-    for key, least in {"batch_size": 1, "shots": 0, "limit": 0, "max_new_tokens": 1}.items():
-        if not config[key] >= least:
-            raise UserError(f"config: {key} must be at least {least}, got {config[key]}")
     if config["score"] and Path(config["out"]).suffix != ".jsonl":
         what = "score needs out, the file for the scored rows, called .jsonl"
         raise UserError(f"config: {what}; got {config['out']!r}")
@@ -198,16 +195,16 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run(rewards=kind == "reward model"))
     if kind == "reward model":
         model = reward_model.load(directory, device, dtype)
-        return Loaded(device, dtype, directory, Tokenizer.load(checkpoint.tokenizer_dir(directory)), model)
+        return Loaded(device, dtype, directory, Tokenizer.load(huggingface.tokenizer_dir(directory)), model)
     if reward_model.is_reward_model(directory):
         raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
-    tokenizer, cfg = Tokenizer.load(checkpoint.tokenizer_dir(directory)), checkpoint.load_config(directory)
+    tokenizer, cfg = Tokenizer.load(huggingface.tokenizer_dir(directory)), huggingface.load_config(directory)
     tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])
     if tokenizer.vocab_size > cfg.vocab_size:
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
         raise UserError(f"config: {directory}: {sizes}; the tokenizer is another model's")
     texts = text_settings(config, cfg)
-    model = checkpoint.load_model(directory, device, dtype=dtype).eval()
+    model = huggingface.load_model(directory, device, dtype=dtype).eval()
     return Loaded(device, dtype, directory, tokenizer, model, texts)
 
 
@@ -312,11 +309,11 @@ def shown(cell: object) -> str:
 
 def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
-    found = {"directory": str(directory.resolve()), "weights": checkpoint.weights_key(directory)}
-    if checkpoint.is_adapter(directory):
-        found["base_weights"] = checkpoint.weights_key(checkpoint.base_of(directory))
-    found["tokenizer"] = Tokenizer.load(checkpoint.tokenizer_dir(directory)).fingerprint()
-    return found | {"architecture": dataclasses.asdict(checkpoint.load_config(directory))}
+    found = {"directory": str(directory.resolve()), "weights": huggingface.weights_fingerprint(directory)}
+    if huggingface.is_adapter(directory):
+        found["base_weights"] = huggingface.weights_fingerprint(huggingface.base_of(directory))
+    found["tokenizer"] = Tokenizer.load(huggingface.tokenizer_dir(directory)).fingerprint()
+    return found | {"architecture": dataclasses.asdict(huggingface.load_config(directory))}
 
 
 def write_results(path: Path, results: dict) -> None:

@@ -46,28 +46,29 @@ from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read
 from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources
 from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
-from groundup.tokens.bpe import PATTERNS
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
-from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype, write_json, write_manifest
-from tokenizer import SMALLEST, Tokenizer, train
+from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
+from groundup.tokens.token_writer import write_json, write_manifest
+from groundup.tokens.training import SMALLEST, train
+from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-input = ""  # files, globs, comma-separated; python-docs, demo-en, demo-zh; -: stdin; 'name: files, weight=1; ...'
+input = ""  # files, globs, 'name: files, weight=1; ...'; - is stdin; python-docs, demo-en, demo-zh
 out_dir = ""  # directory to make, for example data/x
-tokenizer_dir = ""  # tokenizer to use; trained and saved there if missing; "" = train one. kind=chat: "" = no tokens
+tokenizer_dir = ""  # tokenizer to use; if missing, train it and save it there; "" = train one
 chat_template_kwargs = ""  # settings of the chat template in tokenizer_dir: 'enable_thinking=False'
 vocab_size = 32_768  # of the tokenizer, if one is trained
-backend = "bpe"  # of the tokenizer, if one is trained: bpe | sentencepiece
-pattern = "qwen"  # how a trained bpe tokenizer splits text: qwen | gpt4 | gpt2 | cl100k | zh (for text with Chinese)
-kind = "text"  # what a document is: text | chat (conversations) | preference (pairs of answers)
-text_key = ""  # fields: 'text', 'a.b' or 'title,body'; of rows 'question=KEY,answer=KEY'; "" = detected
-txt_split = "file"  # what a document is in plain text: file | blank (between blank lines) | line
+backend = "bpe"  # bpe | sentencepiece: of the tokenizer, if one is trained
+pattern = "qwen"  # qwen | gpt4 | gpt2 | cl100k | zh (Chinese): how a trained bpe splits text
+kind = "text"  # text | chat (conversations) | preference (pairs of answers): what a document is
+text_key = ""  # fields: 'text', 'a.b', 'title,body'; rows: 'question=KEY,answer=KEY'; "" = found
+txt_split = "file"  # file | blank (between blank lines) | line: what a document is in plain text
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
 punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
 # which documents are dropped
-quality = "curated"  # curated = drop only empty, tiny and garbled texts; web = all rules of groundup/text/quality.py
+quality = "curated"  # curated (drop empty, tiny, garbled texts) | web (all rules of text/quality.py)
 rules_off = ""  # rules to switch off, comma-separated
 rules_on = ""  # rules to switch on, such as those of quality=web one by one
 min_chars = 0  # shortest document to keep, characters; 0 = the rule's own
@@ -77,37 +78,33 @@ question_min_chars = 0  # chat, preference: shortest first question
 question_max_chars = 0  # chat, preference: longest first question; 0 = any
 score = ""  # keep rows whose own numbers are in these ranges, such as 'bpb=0.3..1.5,ifd=5%..95%'
 exact = True  # drop texts equal to an earlier one apart from case and white space
-near = 0.8  # drop texts whose estimated Jaccard similarity to an earlier one is at least this; 0 = off
+near = 0.8  # drop texts with this estimated Jaccard similarity to an earlier one, or more; 0 = off
 near_bands = 0  # bands of MinHash signatures; 0 = chosen from `near`
 near_rows = 0  # hashes per band; 0 = chosen from `near`
-decontaminate = ""  # evaluation files whose questions must not be trained on: .csv of MMLU, CMMLU, C-Eval; .jsonl
-decontaminate_action = "drop"  # drop the document | cut the matching text out of it
+decontaminate = ""  # evaluation files to keep out of training: .csv of MMLU, CMMLU, C-Eval; .jsonl
+decontaminate_action = "drop"  # drop (the document) | cut (the matching text out of it)
 # what is written
 val_fraction = 0.01  # of the documents; of a text source with at most 10, of the characters of each
 test_fraction = 0.0  # the same for the test split
-hold_out = 0.0  # chat: fraction of the first questions set aside in held_out.jsonl, for preferences; sft skips them
-prompts_from = ""  # preference: keep only pairs whose first question is in these conversations: held_out.jsonl
-pair_by = ""  # preference: make pairs of answers (answer_pairs.py): dataset | reward; "" = the rows are pairs
+hold_out = 0.0  # chat: share of first questions that sft skips; they go to held_out.jsonl
+prompts_from = ""  # preference: keep pairs whose first question is in this file: held_out.jsonl
+pair_by = ""  # "" (rows are pairs) | dataset | reward: make pairs of answers (answer_pairs.py)
 pair_margin = 0.0  # pair_by=reward: minimum difference of the two rewards; 0 = any
 length_within = 0.0  # pair_by: the longer answer may have 0.2 = 20 % more characters; 0 = any length
 fold = ""  # 'i/k': part i of k is val, the rest train (cross-validation); replaces val_fraction
-order = "input"  # of documents: input | hash (shuffled) | length | score (smallest first)
-pack = 0  # also write rows of so many tokens that start with a document, for pretrain.py --pack=True; 0 = no
+order = "input"  # input | hash (shuffled) | length | score (smallest first): of documents
+pack = 0  # also write rows of this many tokens, for pretrain.py --pack=True; 0 = no
 shard_tokens = 134_217_728  # tokens per file
 # errors
 strict = False  # stop at the first unreadable record; otherwise count it and go on
-max_bad_fraction = 1.0  # exit status 1 if more of the records are unreadable, or bytes of damaged files (1.0: if any)
+max_bad_fraction = 1.0  # exit status 1 if a larger share of records or bytes is unreadable
 verify = ""  # check this prepared directory, and stop
-overwrite = False  # delete what out_dir holds: data of other settings or inputs, or files without a manifest.json
+overwrite = False  # replace out_dir, whatever it holds
 
 VERSION = 9  # of the output; a directory of another version differs
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
-CHOICES = {
-    "kind": ("text", "chat", "preference"), "txt_split": ("file", "blank", "line"), "quality": ("curated", "web"),
-    "order": ("input", "hash", "length", "score"), "pattern": tuple(PATTERNS),
-    "decontaminate_action": ("drop", "cut"), "pair_by": ("", "dataset", "reward"),
-}  # fmt: skip
+CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
 LEAST = {"shard_tokens": 1, "vocab_size": SMALLEST}  # of other numbers 0
 # Settings of one kind only, with the values that mean that they are not used.
 OF_TEXT = {"quality": "curated", "order": "input", "pack": 0, "decontaminate_action": "drop"}
@@ -205,11 +202,11 @@ def check_config(config: dict) -> Recipe:
         if not config[key] and not (key == "out_dir" and config["show"]):
             raise UserError(f"config: {key} is empty; give --{key}=... (--help lists the keys)")
     sources = parse_sources(config)
-    for settings in (config, *map(vars, sources)):
+    for source in sources:
         for key, allowed in CHOICES.items():
-            if key in settings and settings[key] not in allowed:
-                hint = f"one of {', '.join(filter(None, allowed))}"
-                raise UserError(f"config: {key} must be {hint}, got {settings[key]!r}")
+            value = getattr(source, key)
+            if value not in allowed:
+                raise UserError(f"config: {key} must be one of {', '.join(allowed)}, got {value!r}")
     for key, value in config.items():
         if isinstance(value, int | float) and value < LEAST.get(key, 0):
             raise UserError(f"config: {key} must be at least {LEAST.get(key, 0)}, got {value}")

@@ -1,223 +1,369 @@
-"""A reward model: pairs of answers, of which the better one learns to get the higher score.
+"""A reward model: of two answers to a prompt, the better one learns to get the higher score.
 
-python reward.py config/debug_reward.py                                             # CPU, seconds, needs nothing
-python reward.py config/reward.py --init_from=out/sft --data=pairs.jsonl            # all weights
-torchrun --standalone --nproc_per_node=4 reward.py config/reward.py --init_from=out/sft --trainable=lora --data=DIR
-python reward.py --init_from=out/reward --score=chats.jsonl --out=scored.jsonl      # each row with "reward"
+python reward.py config/debug_reward.py                                    # CPU, seconds, own data
+python reward.py config/reward.py --init_from=out/sft --data=pairs.jsonl   # 1 GPU, all weights
+torchrun --standalone --nproc_per_node=4 reward.py config/reward.py --init_from=out/sft --data=DIR
+python reward.py --init_from=out/reward --score=chat.jsonl --out=scored.jsonl   # adds "reward"
 
-The score is read at the <|im_end|> of an answer; the loss is -log sigmoid of the difference of two scores, over the
-number of pairs in the whole step.
+The score of an answer is read at the <|im_end|> that closes it. The loss of a pair is -log sigmoid
+of the difference of its two scores, and that of a step is the mean over its pairs. It starts from a
+language model, which gets a new head, or from a reward model. Checkpoints have adapters merged.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
 
 import os
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from configurator import configure
+from ddp import DDP, conflict
 from groundup.align import reward_model
-from groundup.align.reward_model import RewardModel
-from groundup.demo import debug_data
+from groundup.align.reward_model import LENGTH_BUCKETS, RewardModel, bradley_terry, score_pairs
+from groundup.errors import UserError, refuse
 from groundup.scores import rows
 from groundup.tokens.batches import Batches
-from groundup.tokens.corpus import steps_of
 from groundup.tokens.pairs import PairCorpus
-from groundup.train import checkpoint, ranks, run
-from groundup.train import plan as memory_plan
-from groundup.train.base import adapters_of, frozen_base, new_model, open_base
-from groundup.train.device import peak_flops, seed_everything
-from groundup.train.log import RunLog
-from groundup.train.lora import set_trainable
-from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token
-from groundup.train.settings import *  # noqa: F403
-from groundup.train.signals import StopSignal
-from tokenizer import Tokenizer
+from groundup.tokens.row_corpus import steps_of
+from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train.device import (
+    autocast,
+    check_compiler,
+    choose_device,
+    choose_dtype,
+    peak_flops,
+    seed_everything,
+)
+from groundup.train.log import RunLog, raise_not_finite
+from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
+from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.powersgd import make_hook
+from groundup.train.saver import Saver
+from tokenizer import Tokenizer, chat_ready
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- settings: override with a config file or --key=value; see --help ----------------------------
 out_dir = "out/reward"  # run directory: config.py, log.jsonl, step_*/
-init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
-data = "data/pairs"  # pairs: files, a directory of prepare.py --kind=preference; mixed 'a.jsonl=0.7,data/b=0.3'
-val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the prompts
+init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
+data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # the same for validation; "" = the directory's own, or val_fraction of the rows
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
-val_fraction = 0.05  # of the prompts, by their content; for data that have no validation of their own
-# scoring instead of training: init_from is a reward model
-score = ""  # files of conversations, as sft.py's data, or of sample.py's answers
-out = "scores.jsonl"  # their rows in their order, with "reward": the score of the last answer, or of each completion
+val_fraction = 0.05  # of rows without validation data of their own (from 0 to 1)
+resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # of new weights, data order, dropout and samples
+# scoring instead of training: init_from is then a reward model
+score = ""  # files to score: conversations, or what sample.py --out wrote
+out = "scores.jsonl"  # the same rows with "reward": of the last answer, or of each completion
 # loss
-margin_scale = 1.0  # two scores should differ by this times the `margin` of the pair's row, where it has one
-center = 0.0  # how strongly the sum of two scores is drawn to 0, squared; 0.01 is usual
-# what is trained
-lora_dropout = 0.0  # on the input of the adapters
-dropout = 0.0
+margin_scale = 1.0  # scores should differ by this times the row's "margin", if any (at least 0)
+center = 0.0  # weight of the squared sum of both scores, which keeps them near 0 (at least 0)
+# which parameters are trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
+lora_rank = 16  # rank of the LoRA matrices (at least 1)
+lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
+dropout = 0.0  # from 0 to 1
 # data
-block_size = 1024  # most tokens of a prompt and an answer; a longer pair is left out
-epochs = 1.0  # passes over the pairs of all sources; more than one soon learns them by heart
-max_steps = 0  # 0 = as many as epochs takes
-max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+block_size = 1024  # most tokens of a prompt and an answer; longer pairs are left out (at least 1)
+epochs = 1.0  # passes over the pairs of all sources, if max_steps is 0 (from 0 to 1000)
+max_steps = 0  # 0 = as many as epochs takes (at least 0)
+max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
-batch_size = 8  # pairs per rank and micro-step: twice as many rows
-total_batch_pairs = 0  # batch_size x micro-steps x ranks; 0 = one micro-step on each rank
+batch_size = 8  # pairs per rank and micro-step: twice as many rows (at least 1)
+total_batch_pairs = 0  # pairs per step over all ranks; 0 = one micro-step on each rank
 # optimizer
-learning_rate = 1e-5  # peak; adapters take ten times as much
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
+learning_rate = 1e-5  # peak; LoRA needs about ten times as much: 1e-4 (at least 0)
+min_lr = 0.0  # learning rate at the end of the schedule (at least 0)
+schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
+warmup_steps = 0.03  # steps of rising learning rate; below 1: a share of max_steps (at least 0)
+weight_decay = 0.0  # on matrices only (at least 0)
+momentum = 0.95  # Muon: decay of the mean of gradients (from 0 to 1)
+grad_clip = 1.0  # global norm; 0.0 = off (at least 0)
+# system
+device = "auto"  # auto, cpu, cuda or mps; auto takes cuda, then cpu
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
+overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
+zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
+timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
-eval_steps = 0  # batches of batch_size pairs, over all ranks; 0 = all of the validation pairs
+eval_every = 100  # steps; also before the first and after the last step (at least 1)
+eval_steps = 0  # batches over all ranks; 0 = the whole validation split (at least 0)
+log_every = 10  # steps (at least 1)
+tensorboard = False  # also write event files for TensorBoard into out_dir
+save_every = 500  # steps; also after the last step (at least 1)
+keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-# These decide which pairs a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_pairs", "val_fraction", "max_epochs")
-DEBUG_DATA = "data/debug/reward.jsonl"  # made by the script, to try it without anything prepared
-
-
-def check_config(config: dict, world_size: int) -> int:
-    """Return the pairs per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config, {"center": 0, "margin_scale": 0}, choices={"parallel": ("ddp",)})
-    return run.count_per_step(config, "total_batch_pairs", world_size=world_size)
+MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
 
 
-def score_conversations(config: dict, device: torch.device, dtype: torch.dtype) -> None:
-    """Score the conversations of the files in --score."""
-    source = checkpoint.resolve(config["init_from"])
-    model, tokenizer = reward_model.load(source, device, dtype), Tokenizer.load(source)
-    settings = rows.common_settings(config["score"])
-    settings = settings and settings | {"reward_model": checkpoint.model_name(source)}
-    key = rows.reward_key(source, config["score"], dtype)
+@torch.no_grad()
+def evaluate(
+    model: RewardModel,
+    corpus: PairCorpus,
+    torch_device: torch.device,
+    torch_dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the mean loss and the metrics of `reward_model.measure` of all validation pairs.
+
+    With several sources: their loss weighted by the sources' shares, and of each its loss and
+    accuracy."""
+    model.eval()
+    found = {}  # of each source (5, N): loss, both scores, both lengths of its N pairs
+    val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
+    for source, batches in val_batches.items():
+        columns = [torch.zeros(5, 0, dtype=torch.float64)]  # a rank may have no batch
+        for batch in batches:
+            lengths = torch.bincount(batch.row, minlength=len(batch.x)).view(2, -1)
+            batch = batch.to(torch_device)
+            with autocast(torch_device, torch_dtype):
+                chosen, rejected = score_pairs(model, batch)
+            losses = bradley_terry(chosen, rejected, margin_scale * batch.margin, center)
+            values = torch.stack((losses, chosen, rejected)).cpu()
+            columns.append(torch.cat((values.double(), lengths)))
+        mine = torch.cat(columns, dim=1)
+        found[source] = torch.cat(ranks.gather_objects(mine), dim=1)
+    model.train()
+
+    losses = {source: values[0].mean().item() for source, values in found.items()}
+    shares = zip(corpus.val_shares(), losses.values(), strict=True)
+    _, chosen, rejected, n_chosen, n_rejected = torch.cat(list(found.values()), dim=1)
+    scores = {"val_loss": sum(share * loss for share, loss in shares)}
+    scores |= reward_model.measure(chosen, rejected, n_chosen, n_rejected)
+    if len(found) > 1:
+        for source, (_, chosen, rejected, _, _) in found.items():
+            scores[f"val_loss/{source}"] = losses[source]
+            scores[f"accuracy/{source}"] = (chosen > rejected).double().mean().item()
+    return scores
+
+
+def report(log: RunLog, step: int, scores: dict[str, float]) -> None:
+    """Write an evaluation to the log, with the accuracy by the lengths of the two answers."""
+    line = [
+        f"val loss {scores['val_loss']:.4f}",
+        f"accuracy {100 * scores['accuracy']:.1f}%",
+        f"longer wins {100 * scores['longer_wins']:.1f}%",
+        f"ece {scores['ece']:.3f}",
+        f"margin {scores['margin']:.3f}",
+        f"correlation with length {scores['length_correlation']:.2f}",
+    ]
+    by_length = []
+    for name in LENGTH_BUCKETS:
+        n_pairs, accuracy = scores[f"pairs/{name}"], scores[f"accuracy/{name}"]
+        if n_pairs:
+            by_length.append(f"{name} {100 * accuracy:.1f}% of {n_pairs}")
+    log.report(step, scores, line, ["    accuracy by length: " + ", ".join(by_length)])
+
+
+def score_files(torch_device: torch.device, torch_dtype: torch.dtype) -> None:
+    """Write the rows of the files in `score` to `out`, with the rewards of their answers."""
+    source = checkpoint.resolve(init_from)
+    model = reward_model.load(source, torch_device, torch_dtype)
+    tokenizer = Tokenizer.load(source)
+    settings = rows.common_settings(score)  # of sample.py; None if there are conversations only
+    if settings:
+        settings["reward_model"] = huggingface.model_name(source)
+    key = rows.reward_key(source, score, torch_dtype)  # to go on where a killed call stopped
     counts = rows.write_rewards(
-        model, tokenizer, config["score"], Path(config["out"]), key, config["batch_size"], dtype, settings
+        model, tokenizer, score, Path(out), key, batch_size, torch_dtype, settings
     )
-    print(f"{config['out']}: {counts.pop(''):,} answers with a reward")
+    print(f"{out}: {counts.pop(''):,} answers with a reward")
     for reason, n in counts.items():
-        print(f"{config['out']}: {n:,} without: {reason}")
+        print(f"{out}: {n:,} without: {reason}")
 
 
 if __name__ == "__main__":
     config = configure(globals())
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    pairs_per_step = config["total_batch_pairs"] = check_config(config, world_size)
-    torch_device, torch_dtype = run.choose_device_and_dtype(config | {"compile": compile and not score})
+
+    # ---- ranks and device
+    world = ranks.init(device, timeout_s)
+    if plan_only and device != "auto":  # a plan may be for a machine that is not here
+        torch_device = torch.device(device)
+    else:
+        torch_device = choose_device(device, world.local_rank)
+    torch_dtype = choose_dtype(dtype, torch_device)
     if score:
-        score_conversations(config, torch_device, torch_dtype)
+        refuse(world.world_size > 1, f"{score=} is the work of one process: start it with python")
+        score_files(torch_device, torch_dtype)
         sys.exit(0)
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
-    # ---- weights, tokenizer, pairs: mistakes show here, before a process group or out_dir exists
-    if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), debug_data.debug_pairs)
-    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
-    flops = flops_per_token(cfg, block_size, head=False, trainable=trainable)
-    tokenizer = reward_model.padded(tokenizer)
+    # ---- batch: a step is accum_steps micro-steps on each rank
+    pairs_per_micro_step = batch_size * world_size
+    pairs_per_step = total_batch_pairs or pairs_per_micro_step
+    if pairs_per_step % pairs_per_micro_step:
+        raise UserError(
+            f"config: {total_batch_pairs=} must be a multiple of batch_size*world_size"
+            f" = {batch_size}*{world_size} = {pairs_per_micro_step}"
+        )
+    accum_steps = pairs_per_step // pairs_per_micro_step
+
+    # ---- the checkpoint to start from, and its tokenizer
+    source = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    tokenizer = reward_model.padded(tokenizer)  # transformers looks for the padding
+    n_ids = tokenizer.vocab_size
+    # token ids that the weights were trained with
+    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, source, n_ids - n_known)
+    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    huggingface.check_saves(model_config, tokenizer)
+
+    # ---- data
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    given = dict(config)  # out_dir/config.py keeps max_steps=0
-    n_rows, lost = corpus.n_rows, corpus.left_out()
-    max_steps = config["max_steps"] = steps_of(config, n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost)
-    mixture = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
-    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    if rank == 0:
-        batch, rows = f"{pairs_per_step} pairs per step, {max_steps:,} steps", 2 * pairs_per_step * max_steps
-        size = cfg, config | {"batch_size": 2 * batch_size}, batch, rows * block_size, world_size
-        text = memory_plan.describe(*size, torch_device, torch_dtype, peak, head=False, note="at most ")
-        print("\n".join([*corpus.report(), text]), flush=True)
+    settings = config | {"total_batch_pairs": pairs_per_step}
+    lost = corpus.left_out()  # for the error message
+    max_steps = steps_of(
+        settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
+    )
+    order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
+    epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
+    batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
+
+    # ---- model
+    seed_everything(seed)  # all ranks draw the same new weights
+    place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+    with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+        model = RewardModel(model_config)
+    set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
+    model.score.requires_grad_(True)  # the new head, whatever else is trained
+    if world.is_main:
+        print(*corpus.report(), sep="\n")
+        settings = config | {"max_steps": max_steps, "batch_size": 2 * batch_size}  # rows
+        n_tokens = 2 * pairs_per_step * max_steps * block_size
+        text = plan.describe(
+            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+        )
+        print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order)
 
-    # ---- processes, model, optimizer, state
-    stop_signal = StopSignal()
-    world = run.join(config, order, resumed.step, torch_device, torch_dtype)
-    accum_steps = pairs_per_step // (batch_size * world_size)
-    seed_everything(seed)
-    raw_model = new_model(RewardModel, cfg, config, torch_dtype)
-    if source and not resumed.path:
-        reward_model.load_start(raw_model, source, n_known, tokenizer)
-    set_trainable(raw_model, trainable, adapters_of(config))
-    raw_model.score.requires_grad_(True)
-    saved = resumed.state.get("trained", {})
-    base = saved.get("base") or frozen_base(None, source)
-    load = partial(reward_model.load_trained, trained=saved, n_known=n_known)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype)
-    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
-    skipped = run.start(parts, resumed, given, __file__, load)
-    batches = Batches(
-        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
-        load=corpus.load, valid=corpus.valid,
-    )  # fmt: skip
-    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
-    shares = corpus.val_shares()
-    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
-    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
+    # ---- the checkpoint to continue, or the weights to start from
+    data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
+    data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    if not resumed:
+        reward_model.load_start(model, source, n_known, tokenizer)
+    base = reward_model.frozen_base(model, source, resumed)  # of adapters
 
-    def evaluate_now(step: int) -> None:
-        """Log all scores and rank the checkpoint of this step by its validation loss."""
-        scores = reward_model.evaluate(model, val(), shares, config, torch_device, torch_dtype)
-        line = [f"val loss {scores['val_loss']:.4f}", f"accuracy {100 * scores['accuracy']:.1f}%"]
-        line += [f"longer wins {100 * scores['longer_wins']:.1f}%", f"ece {scores['ece']:.3f}"]
-        line += [f"margin {scores['margin']:.3f}", f"correlation with length {scores['length_correlation']:.2f}"]
-        names = [name for name in reward_model.LENGTH_BUCKETS if scores[f"pairs/{name}"]]
-        shown = (f"{name} {100 * scores[f'accuracy/{name}']:.1f}% of {scores[f'pairs/{name}']}" for name in names)
-        log.report(step, scores, line, ["    accuracy by length: " + ", ".join(shown)])
-        run.rank(parts, step, scores["val_loss"], config, log)
+    # ---- device, compile, data parallel, optimizer
+    model.to(torch_device)
+    model.activation_checkpointing = activation_checkpointing
+    if compile:
+        check_compiler(torch_device)
+        # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    fp16 = scaler.is_enabled()
+    refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+    hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+    ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
+    opt = Optimizer(
+        ddp.buckets,
+        optimizer,
+        betas=(0.9, 0.95),
+        weight_decay=weight_decay,
+        momentum=momentum,
+        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+    )
+
+    # ---- restore
+    load = reward_model.load_weights
+    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed, load)
+    first_step = state["step"]  # steps that are done; 0 for a new run
+    config = checkpoint.start(config, __file__, resumed, max_steps)
+    flops = plan.flops_per_token(model, block_size)
+    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        evaluate_now(resumed.step)
+        report(log, first_step, evaluate(model, corpus, torch_device, torch_dtype))
+        saver.update_best()
     stop_signal.begin()
-    warmup, stopping = run.warmup_of(config), False
-    mark_time, mark_step = time.perf_counter(), resumed.step
-    seen = torch.zeros(1, dtype=torch.float64)  # positions of this rank since the last log line
-    for step in range(resumed.step + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
-        sums = torch.zeros(4, device=torch_device)  # loss, right pairs, differences, rewards
+    log.begin()
+    n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
+    for step in range(first_step + 1, max_steps + 1):
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+
+        # forward and backward
+        sums = torch.zeros(4, device=torch_device)  # of the step's losses and metrics
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
-            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
-            losses, chosen, rejected = reward_model.pair_losses(model, batch, config, torch_device, torch_dtype)
-            loss_sum = losses.sum() * (world_size / pairs_per_step)  # ddp averages over ranks
-            scaler.scale(loss_sum).backward()  # full buckets start their all-reduce inside this call
+            with autocast(torch_device, torch_dtype):
+                chosen, rejected = score_pairs(model, batch)  # (B,), (B,)
+            losses = bradley_terry(chosen, rejected, margin_scale * batch.margin, center)  # (B,)
+            # ddp averages over the ranks
+            loss = losses.sum() * (world_size / pairs_per_step)
+            scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             with torch.no_grad():
-                difference = chosen - rejected
-                sums += torch.stack((losses, difference > 0, difference, (chosen + rejected) / 2)).sum(1)
-            seen += batch.x.numel()
+                margins = chosen - rejected
+                metrics = (losses, margins > 0, margins, (chosen + rejected) / 2)
+                sums += torch.stack(metrics).sum(1)
+            n_tokens_seen += batch.x.numel()  # padding too
+
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
-        # <<< optimizer step
         log.advance()
+        # <<< optimizer step
 
-        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
+        # log
+        last = step == max_steps
+        stopping = ranks.any_rank(stop_signal.received)
         if step % log_every == 0 or last or stopping:
-            mine = sums[0].clone()
-            means = (ranks.all_reduce_sum(sums) / pairs_per_step).tolist()  # waits for the device, so that
-            seconds = time.perf_counter() - mark_time  # this clock is true
-            tokens_per_s = ranks.all_reduce_sum(seen).item() / seconds
-            values = dict(zip(("loss", "accuracy", "margin", "reward"), means, strict=True))
-            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
-            values["epoch"] = float(mixture.epochs(step * pairs_per_step).max())
-            values["pairs_per_s"] = (step - mark_step) * pairs_per_step / seconds
-            log.train(step, values, seconds / (step - mark_step))
-            if skipped[1] >= max_skipped:
-                run.stop_not_finite(parts, log, step, int(skipped[1]), mine, batches)
-            mark_time, mark_step = time.perf_counter(), step
-            seen.zero_()
-        pause = time.perf_counter()
-        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
-        if saving or evaluating:
-            ddp.flush()  # updates that wait for the next forward
-        if saving:
-            trained = reward_model.trained_weights(raw_model, base)
-            save(step, skipped, write=reward_model.write_model, other={"trained": trained})
-        if evaluating:  # after the save: it may run out of memory
-            evaluate_now(step)
-        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+            # .tolist() waits for the device, so the time below is real
+            means = (ranks.all_reduce_sum(sums.clone()) / pairs_per_step).tolist()
+            mean_loss, accuracy, margin, reward = means
+            pairs_per_s = log.n_steps() * pairs_per_step / log.seconds()
+            values = {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item()}
+            values |= {"skipped": int(ddp.skipped[0]), "pairs_per_s": pairs_per_s}
+            values |= {"epoch": float(order.epochs(step * pairs_per_step).max())}
+            values |= {"accuracy": accuracy, "margin": margin, "reward": reward}
+            n_tokens = ranks.all_reduce_sum(n_tokens_seen).item()
+            log.train(step, values, n_tokens)
+            n_tokens_seen.zero_()
+            if ddp.skipped[1] >= MAX_SKIPPED:
+                saver.wait()
+                raise_not_finite(step, ddp.skipped, sums[0], batches)
+
+        # save, then evaluate: an evaluation may run out of memory
+        with log.paused():
+            saving = step % save_every == 0 or last or stopping
+            evaluating = step % eval_every == 0 or last
+            if saving or evaluating:
+                ddp.flush()  # apply the updates that wait for the next forward
+            if saving:
+                trained = reward_model.trained_weights(model, base)  # adapters, to the bit
+                saver.save(step, model, ddp, opt, scaler, other={"trained": trained})
+            if evaluating:
+                report(log, step, evaluate(model, corpus, torch_device, torch_dtype))
+                saver.update_best()
         if stopping:
             break
 
-    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches)
+    # ---- the end
+    batches.close()
+    saver.close()
+    config = config | {"max_steps": max_steps}
+    next_command = f"python reward.py --init_from={out_dir} --score=chat.jsonl --out=scored.jsonl"
+    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    ranks.close()
+    sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -1,329 +1,514 @@
-"""Reinforcement learning: the model answers prompts, a reward says how well, and good answers become likelier.
+"""Reinforcement learning: the model answers prompts, a reward says how good the answers are, and
+training makes the good ones more likely.
 
-python rl.py config/debug_rl.py                                                        # CPU, seconds, needs nothing
-python rl.py config/grpo.py --init_from=out/sft --data=questions.jsonl --reward=rules.py:exact      # GRPO
-torchrun --standalone --nproc_per_node=4 rl.py config/ppo.py --init_from=out/sft --data=chats.jsonl --reward=out/reward
+python rl.py config/debug_rl.py                                            # CPU, seconds, own data
+python rl.py config/grpo.py --init_from=out/sft --data=questions.jsonl --reward=rules.py:exact
+torchrun --standalone --nproc_per_node=4 rl.py config/ppo.py --init_from=out/sft --data=chats.jsonl
 
-Each step draws group_size answers to each of prompts_per_step prompts and makes epochs_per_step * minibatches updates
-from them. GRPO compares an answer with the other answers to its prompt; PPO compares each token with the value that a
-second model, the critic, predicted.
+A step draws group_size answers to each of prompts_per_step prompts, scores them, and makes
+epochs_per_step * minibatches updates from them. GRPO compares an answer with the other answers to
+its prompt. PPO compares each token with the value that a second model, the critic, predicted.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
 
-import copy
 import math
 import os
 import sys
-import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from configurator import configure
+from ddp import DDP
+from groundup.align import critic as critics
 from groundup.align import policy_gradient as pg
-from groundup.align import rollouts
-from groundup.align.critic import critic_state, estimate_advantages, make_critic, values_of
-from groundup.align.reward_model import find_model
-from groundup.align.rewards import Rewards
-from groundup.demo import debug_data
-from groundup.errors import UserError
-from groundup.tokens.corpus import steps_of
+from groundup.align import reward_model, rollouts
+from groundup.align.reward_model import RewardModel
+from groundup.align.rewards import Rewards, Rollout
+from groundup.align.rollouts import AnswerSampler
+from groundup.errors import UserError, refuse
 from groundup.tokens.prompts import PromptCorpus
-from groundup.train import checkpoint, ranks, run
-from groundup.train.base import adapters_of, frozen_base, frozen_dtype, load_start, new_model, open_base
-from groundup.train.compiled import compile_blocks
-from groundup.train.device import peak_flops, seed_everything
+from groundup.tokens.row_corpus import steps_of
+from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train.device import (
+    check_compiler,
+    choose_device,
+    choose_dtype,
+    peak_flops,
+    seed_everything,
+)
 from groundup.train.log import RunLog
-from groundup.train.lora import adapters_off, set_trainable
-from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token
-from groundup.train.settings import *  # noqa: F403
-from groundup.train.signals import StopSignal
+from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
+from groundup.train.optim import Optimizer, learning_rate_at
+from groundup.train.saver import Saver
 from model import Transformer
+from tokenizer import Tokenizer, chat_ready
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- settings: override with a config file or --key=value; see --help ----------------------------
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
-init_from = "out/sft"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
-data = "data/chat"  # prompts: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
-val_data = ""  # the same, for validation; "" = the directory's own, or val_fraction of the prompts
+init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
+data = "data/chat"  # prompts: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # the same for validation; "" = the directory's own, or val_fraction of the rows
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
-val_fraction = 0.02  # of the prompts, by their content; for data that have no validation of their own
+val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
+resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # of new weights, data order, dropout and samples
+# which parameters are trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
+lora_rank = 16  # rank of the LoRA matrices (at least 1)
+lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 # reward
-reward = "out/reward"  # run of reward.py, 'rules.py:function', or a sum 'out/reward=1.0,rules.py:length=0.1'
-normalise_rewards = False  # subtract the mean, divide by the standard deviation of all finished answers so far
-unfinished = "penalty"  # answers cut off by max_new_tokens: penalty = unfinished_reward | mask = do not train on them
-unfinished_reward = -1.0  # normalise_rewards does not change it: keep it at -1 or below then
+reward = (
+    "out/reward"  # a run of reward.py, 'rules.py:function', 'out/reward=1.0,rules.py:length=0.1'
+)
+normalise_rewards = False  # by mean and standard deviation of all finished answers so far
+unfinished = "penalty"  # penalty = unfinished_reward | mask = not trained on (answers cut off)
+unfinished_reward = -1.0  # not normalised: with normalise_rewards keep it at -1 or below
 # answers
-group_size = 8  # answers to a prompt
-prompts_per_step = 32  # over all ranks
-max_new_tokens = 256  # most tokens of an answer
-temperature = 1.0  # of the distribution that answers are drawn from, and that is trained
-filter_groups = 0  # grpo: replace groups with equal rewards by groups of other prompts, at most this many times
-draw_batch_size = 0  # answers drawn at a time on each rank; 0 = all of a step. 32 is faster on CPUs
+group_size = 8  # answers to a prompt (at least 1)
+prompts_per_step = 32  # over all ranks (at least 1)
+max_new_tokens = 256  # most tokens of an answer (at least 1)
+temperature = 1.0  # of the distribution that is sampled and trained (from 0.01 to 100)
+filter_groups = 0  # grpo: replace groups with equal rewards at most this many times (at least 0)
+draw_batch_size = (
+    0  # answers drawn at a time on each rank; 0 = all. 32 is faster on CPUs (at least 0)
+)
 # algorithm
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
-loss = "dapo"  # mean over: dapo = tokens of the step | grpo = answers' means | dr_grpo (see normalise)
-scale_rewards = "none"  # grpo: divide advantages by the standard deviation of: none | group
-clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low
-clip_high = 0.2  # and above at 1 + clip_high
-epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo
-minibatches = 1  # updates per epoch
-kl_coef = 0.04  # weight of the KL divergence from the reference; 0 if the reward cannot be hacked
-reference = "model"  # model (a second one, in memory) | adapter_off (trainable='lora'); unused where kl_coef=0
+loss = (
+    "dapo"  # dapo (mean over tokens) | grpo (over answers' means) | dr_grpo (over max_new_tokens)
+)
+scale_rewards = "none"  # none | group (grpo: divide advantages by the group's standard deviation)
+clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low (from 0 to 1)
+clip_high = 0.2  # and above at 1 + clip_high (at least 0)
+epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo (at least 1)
+minibatches = 1  # updates per epoch (at least 1)
+kl_coef = (
+    0.04  # of the KL divergence from the start; 0 if the reward cannot be hacked (from 0 to 100)
+)
 # critic, of ppo
-critic_from = ""  # reward model to start from (its head too, unless normalise_rewards); "" = init_from, head of zeros
-value_learning_rate = 1e-5  # peak; the rest of the schedule is learning_rate's
-value_clip = 0.2  # clip the change of a value in one step to this range; 0 = off
-gamma = 1.0  # discount per token
-lam = 0.95  # of generalised advantage estimation: 1 = whole returns, 0 = one token ahead
+critic_from = ""  # reward model to start from; "" = init_from, with a head of zeros
+value_learning_rate = 1e-5  # peak, of the critic; the schedule is learning_rate's (at least 0)
+lam = 0.95  # of advantage estimation: 1 = whole returns, 0 = one token ahead (from 0 to 1)
 # data
-block_size = 1024  # most tokens of a prompt and an answer; a prompt without room for an answer is left out
-epochs = 1.0  # passes over the prompts of all sources
-max_steps = 0  # 0 = as many as epochs takes
-# batch
-batch_size = 8  # answers per rank and micro-step
+block_size = 1024  # tokens of a prompt and its answer; longer prompts are left out (at least 1)
+epochs = 1.0  # passes over the rows of all sources, if max_steps is 0 (from 0 to 1000)
+max_steps = 0  # 0 = as many as epochs takes (at least 0)
+batch_size = 8  # answers per rank and micro-step (at least 1)
 # optimizer
-learning_rate = 1e-6  # peak; adapters take ten times as much
-warmup_fraction = 0.1
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
+learning_rate = 1e-6  # peak; LoRA needs about ten times as much: 1e-5 (at least 0)
+schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
+warmup_steps = 0.1  # steps of rising learning rate; below 1: a share of max_steps (at least 0)
+grad_clip = 1.0  # global norm; 0.0 = off (at least 0)
+# system
+device = "auto"  # auto, cpu, cuda or mps; auto takes cuda, then cpu
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
+timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
+plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
-eval_every = 20  # steps; also before the first and after the last step
-eval_prompts = 64  # held-out prompts, one answer to each; 0 = all
-eval_answers = 2  # of these answers, how many are shown
-log_every = 1  # steps
-save_every = 100  # steps; also after the last step
+eval_every = 20  # steps; also before the first and after the last step (at least 1)
+eval_prompts = 64  # held-out prompts, one answer to each; 0 = all (at least 0)
+log_every = 1  # steps (at least 1)
+tensorboard = False  # also write event files for TensorBoard into out_dir
+save_every = 100  # steps; also after the last step (at least 1)
+keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-# These decide which prompts a step sees; a resumed run must not change them.
-DATA_KEYS = ("algorithm", "seed", "block_size", "max_new_tokens", "prompts_per_step", "val_fraction")
-DEBUG_DATA = "data/debug/rl.jsonl"  # made by the script, to try it without anything prepared
+GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
+VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
+MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
+N_SHOWN = 2  # answers that an evaluation shows
 
 
-def check_config(config: dict, world_size: int) -> int:
-    """Return the number of updates per step. Raise UserError; nothing exists yet when it does."""
-    ppo = config["algorithm"] == "ppo"
-    least = dict.fromkeys(("prompts_per_step", "max_new_tokens", "epochs_per_step", "minibatches"), 1)
-    least |= dict.fromkeys(("filter_groups", "draw_batch_size", "kl_coef", "clip_high", "value_clip"), 0)
-    least |= dict.fromkeys(("value_learning_rate", "eval_prompts", "eval_answers"), 0)
-    choices = {"algorithm": ("grpo", "ppo"), "loss": pg.NORMALISERS, "scale_rewards": pg.SCALES}
-    choices |= {"reference": ("model", "adapter_off"), "unfinished": ("penalty", "mask"), "parallel": ("ddp",)}
-    run.check_config(config, least | {"group_size": 1 if ppo else 2}, ("clip_low", "gamma", "lam"), choices)
-    for key in ("kl_coef", "unfinished_reward"):
-        run.refuse(not math.isfinite(config[key]), f"{key} must be a finite number, got {config[key]}")
-    cold = not 0 < config["temperature"] < math.inf
-    run.refuse(cold, f"temperature must be above 0, got {config['temperature']}")
-    no_adapters = config["trainable"].strip() != "lora" and config["reference"] == "adapter_off"
-    run.refuse(no_adapters, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
-    only_grpo = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
-    run.refuse(ppo and config["filter_groups"], only_grpo)
-    run.refuse(not ppo and config["critic_from"], "critic_from is for algorithm='ppo'; grpo has no critic")
-    longest, n_prompts, n_minibatches = config["max_new_tokens"], config["prompts_per_step"], config["minibatches"]
-    no_room = f"max_new_tokens={longest} leaves no room for a prompt in block_size={config['block_size']}"
-    run.refuse(longest >= config["block_size"], no_room)
-    run.refuse(n_prompts % world_size, f"prompts_per_step={n_prompts} must be a multiple of the {world_size} ranks")
-    n_answers = n_prompts * config["group_size"] // world_size
-    divides = f"minibatches={n_minibatches} must divide the {n_answers} answers of a rank"
-    run.refuse(n_answers % n_minibatches, f"{divides} (prompts_per_step * group_size / ranks)")
-    return config["epochs_per_step"] * n_minibatches
+def check_settings(world_size: int) -> None:
+    """Raise UserError for settings that do not go together."""
+    is_ppo = algorithm == "ppo"
+    least = f"group_size must be at least 2 for algorithm='grpo', got {group_size}"
+    refuse(not is_ppo and group_size < 2, least)
+    equal = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
+    refuse(is_ppo and filter_groups, equal)
+    no_critic = "critic_from is for algorithm='ppo'; grpo has no critic"
+    refuse(not is_ppo and critic_from, no_critic)
+    infinite = not math.isfinite(unfinished_reward)
+    refuse(infinite, f"unfinished_reward must be a finite number, got {unfinished_reward}")
+    no_room = f"{max_new_tokens=} leaves no room for a prompt in {block_size=}"
+    refuse(max_new_tokens >= block_size, no_room)
+    uneven = f"{prompts_per_step=} must be a multiple of the {world_size} ranks"
+    refuse(prompts_per_step % world_size, uneven)
+    n_answers = prompts_per_step * group_size // world_size
+    text = f"{minibatches=} must divide the {n_answers} answers of a rank"
+    refuse(n_answers % minibatches, f"{text} (prompts_per_step * group_size / ranks)")
+
+
+def draw(
+    sampler: AnswerSampler, corpus: PromptCorpus, step: int, numbers: list[int], attempt: int = 0
+) -> list[Rollout]:
+    """Return group_size answers to each of the prompts with these numbers in the step.
+
+    attempt: 0, or which replacement: each has other prompts."""
+    order = corpus.redrawn_order(prompts_per_step, attempt)
+    prompts = corpus.take(order, (step - 1) * prompts_per_step + np.array(numbers))
+    seeds = [rollouts.seed_of(seed, step, attempt, number) for number in numbers]
+    return sampler.draw(prompts, seeds, group_size)
+
+
+def evaluate(
+    sampler: AnswerSampler, rewards: Rewards, corpus: PromptCorpus, config: dict
+) -> tuple[dict[str, float], list[str]]:
+    """Return figures of one answer to each held-out prompt, and lines that show some answers.
+
+    The seeds are the same each time. The ranks share the prompts; all call it."""
+    prompts = corpus.held_out[: eval_prompts or None]
+    mine = ranks.own_part(len(prompts))
+    seeds = [rollouts.seed_of(seed, 0, 0, number) for number in mine]  # no step has number 0
+    drawn = sampler.draw([prompts[number] for number in mine], seeds, n=1)
+    own_table = rewards.table(drawn)
+    table, lengths = rollouts.gather(own_table, drawn)
+    figures = rollouts.describe_answers(table, lengths, rewards.names, config)
+    lines = rollouts.show(drawn[:N_SHOWN], own_table[0].tolist())
+    # The best checkpoints are those with the lowest val_loss.
+    return {"val_loss": -figures["reward"]} | figures, lines
+
+
+def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -> None:
+    """Write an evaluation to the log."""
+    line = ["held out", f"reward {scores['reward']:.4f}", f"std {scores['reward_std']:.3f}"]
+    line.append(f"finished {100 * scores['finished']:.1f}%")
+    line.append(f"length {scores['length']:.1f}")
+    for name in (key.partition("/")[2] for key in scores if key.startswith("reward/")):
+        line.append(f"{name} {scores[f'reward/{name}']:.3f}")
+    log.report(step, scores, line, lines)
 
 
 if __name__ == "__main__":
     config = configure(globals())
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    n_updates = check_config(config, world_size)
-    torch_device, torch_dtype = run.choose_device_and_dtype(config)
-    peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
-    # ---- weights, tokenizer, prompts, rewards: mistakes show here, before a process group or out_dir exists
-    if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk[:2]} for talk in talks])
-    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
-    flops = flops_per_token(cfg, block_size, trainable=trainable)
-    rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
-    critic_source = find_model(critic_from, tokenizer, "critic_from") if critic_from else source
-    longest = min(block_size, rewards.block_size or block_size) - max_new_tokens
-    lengths = f"reward={reward!r} reads {rewards.block_size} tokens, max_new_tokens={max_new_tokens}"
-    run.refuse(longest < 1, f"{lengths} leaves no room for a prompt")  # check_config has looked at block_size
+    # ---- ranks and device
+    world = ranks.init(device, timeout_s)
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    if plan_only and device != "auto":  # a plan may be for a machine that is not here
+        torch_device = torch.device(device)
+    else:
+        torch_device = choose_device(device, world.local_rank)
+    torch_dtype = choose_dtype(dtype, torch_device)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    peak = peak_flops(torch_device, torch_dtype)
+
+    # ---- batch: each rank draws the answers to its own prompts
+    check_settings(world_size)
+    is_ppo = algorithm == "ppo"
+    n_updates = epochs_per_step * minibatches  # of a step
+    n_answers = prompts_per_step * group_size  # of a step, over all ranks
+    n_own = prompts_per_step // world_size
+    own_prompts = list(range(world.rank * n_own, (world.rank + 1) * n_own))  # numbers in the step
+    own = slice(world.rank * n_own * group_size, (world.rank + 1) * n_own * group_size)  # answers
+    draw_rows = min(draw_batch_size or n_own * group_size, n_own * group_size)
+
+    # ---- the checkpoint to start from, and its tokenizer
+    source = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    n_ids = tokenizer.vocab_size
+    # token ids that the weights were trained with
+    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, source, n_ids - n_known)
+    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout=0.0)
+    huggingface.check_saves(model_config, tokenizer)
+    critic_source = source
+    if critic_from:
+        critic_source = reward_model.find_model(critic_from, tokenizer, "critic_from")
+
+    # ---- rewards and prompts
+    reward_device = torch.device("cpu") if plan_only else torch_device
+    rewards = Rewards(reward, tokenizer, reward_device, torch_dtype, batch_size)
+    longest = min(block_size, rewards.block_size or block_size) - max_new_tokens  # prompt
+    reads = f"reward={reward!r} reads {rewards.block_size} tokens"
+    refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    given = dict(config)  # out_dir/config.py keeps max_steps=0
     max_steps = steps_of(config, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
-    config["max_steps"] = max_steps
-    order = {key: config[key] for key in DATA_KEYS} | corpus.record() | {"reward": rewards.record()}
-    second_model = kl_coef > 0 and reference == "model"
-    if source and reference == "model":  # a resumed run must measure its KL to the same weights
-        order["reference_weights"] = checkpoint.weights_key(source)
-    if rank == 0:
-        text = rollouts.plan(cfg, config, world_size, torch_device, torch_dtype, peak, rewards)
-        print("\n".join([*corpus.report(), text]), flush=True)
+
+    # ---- model
+    seed_everything(seed)  # all ranks draw the same new weights
+    place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+    with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+        model = Transformer(model_config)
+    set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
+    if world.is_main:
+        print(*corpus.report(), sep="\n")
+        settings = config | {"max_steps": max_steps}
+        text = rollouts.describe_plan(
+            model, settings, rewards, draw_rows, world_size, torch_device, torch_dtype, peak
+        )
+        print(text, flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order)
 
-    # ---- processes, policy, reference, optimizer, critic, state
-    stop_signal = StopSignal()
-    world = run.join(config, order, resumed.step, torch_device, torch_dtype)
-    seed_everything(seed)
-    raw_model = new_model(Transformer, cfg, config, torch_dtype)
-    if source and (second_model or not resumed.path):
-        load_start(raw_model, source, n_known, tokenizer)
-    first_model = raw_model
-    if second_model:
-        held = frozen_dtype(config, torch_dtype)  # the copy's, of matrices
-        shared = {id(p): nn.Parameter(p.detach().to(held, copy=True)) for p in raw_model.parameters() if p.ndim == 2}
-        first_model = copy.deepcopy(raw_model, shared).requires_grad_(False).to(torch_device)
-        if compile:
-            compile_blocks(first_model, lengths_vary=True)
-    set_trainable(raw_model, trainable, adapters_of(config))
-    base = frozen_base(resumed.path, source)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, n_updates)
-    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
-    critic = None
-    if algorithm == "ppo":
-        saved = resumed.state.get("critic", {})
-        critic = make_critic(config, critic_source, tokenizer, saved, world, torch_device, torch_dtype)
-        critic_values = partial(values_of, critic.model, device=torch_device, dtype=torch_dtype)
-    value_skipped = torch.tensor(resumed.state.get("value_skipped", [0.0, 0.0]), device=torch_device)  # the critic's
-    reward_sums = torch.tensor(resumed.state.get("seen_scores", [0.0, 0.0, 0.0]), dtype=torch.float64)  # pg.power_sums
-    skipped = run.start(parts, resumed, given, __file__)
-    ddp.n_steps = resumed.step * n_updates
-    n_answers = prompts_per_step * group_size  # of a step, over all ranks
-    own = slice(world.rank * n_answers // world_size, (world.rank + 1) * n_answers // world_size)  # this rank's
-    slots = range(own.start // group_size, own.stop // group_size)  # their prompts
-    draw = rollouts.drawing(model, tokenizer, config, world_size, torch_dtype)
-    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
-    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
-    logps_of = partial(rollouts.answer_logps, temperature=temperature, device=torch_device, dtype=torch_dtype)
+    # ---- the checkpoint to continue, or the weights to start from
+    data_record = {"algorithm": algorithm, "seed": seed, "block_size": block_size}
+    data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
+    data_record |= {"val_fraction": val_fraction} | corpus.record()
+    data_record |= {"reward": rewards.record()}
+    if trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
+        data_record["reference_weights"] = huggingface.weights_fingerprint(source)
+    if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
+        data_record["critic_weights"] = huggingface.weights_fingerprint(critic_source)
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    if not resumed:
+        huggingface.load_start(model, source, n_known, tokenizer)
+    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+    model.to(torch_device)
+    models = [model]
 
-    def reference_logps(batch: rollouts.RolloutBatch) -> Tensor:
-        with adapters_off(first_model):
-            return logps_of(first_model, batch)[0]
+    # ---- the reference of the KL divergence: the weights before training
+    reference = model  # with its adapters off
+    if kl_coef and trainable != "lora":
+        held_in = frozen_dtype(trainable, torch_dtype)
+        reference = huggingface.build(Transformer, model_config, held_in)
+        reference.requires_grad_(False)
+        huggingface.load_start(reference, source, n_known, tokenizer)
+        reference.to(torch_device)
+        models.append(reference)
 
-    def evaluate_now(step: int) -> None:
-        """Log the mean reward of one answer to each held-out prompt; minus this mean ranks this step's checkpoint."""
-        figures, shown = rollouts.evaluate(draw, rewards, corpus, world, config)
-        rollouts.report_evaluation(log, step, {"val_loss": -figures["reward"]} | figures, shown)
-        run.rank(parts, step, -figures["reward"], config, log)
+    # ---- the critic
+    if is_ppo:
+        critic_config = huggingface.tuned_config(critic_source, n_ids, block_size, dropout=0.0)
+        with weights_in(frozen_dtype(trainable, torch_dtype)):
+            critic = RewardModel(critic_config)
+        set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
+        critic.score.requires_grad_(True)
+        known = huggingface.count_known_ids(critic_source, tokenizer, "the chat tokenizer")
+        reward_model.load_start(critic, critic_source, known, tokenizer)
+        if normalise_rewards:  # its head has learned another scale
+            torch.nn.init.zeros_(critic.score.weight)
+        critic.to(torch_device)
+        models.append(critic)
+
+    # ---- compile, data parallel, optimizer
+    for network in models:
+        network.activation_checkpointing = activation_checkpointing
+    if compile:
+        check_compiler(torch_device)
+        # A block is compiled for each model, with gradients and without, and for other lengths.
+        torch._dynamo.config.recompile_limit = 32
+        for network in models:
+            for part in (*network.layers, network.norm):
+                part.forward = torch.compile(part.forward)
+    fp16 = torch_dtype == torch.float16
+    muon_dtype = torch.float32 if torch_dtype == torch.float32 else torch.bfloat16
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=fp16)
+    ddp = DDP(model, zero1=zero1, whole_matrices=optimizer == "muon")
+    opt = Optimizer(ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype)
+    if is_ppo:
+        critic_scaler = torch.amp.GradScaler(torch_device.type, enabled=fp16)
+        critic_ddp = DDP(critic, zero1=zero1, whole_matrices=optimizer == "muon")
+        critic_opt = Optimizer(
+            critic_ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype
+        )
+
+    # ---- restore
+    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    first_step = state["step"]  # steps that are done; 0 for a new run
+    # number, sum and sum of squares of all rewards so far
+    reward_sums = torch.tensor(state.get("reward_sums", [0.0, 0.0, 0.0]), dtype=torch.float64)
+    if is_ppo and resumed:
+        critics.restore(state["critic"], critic, critic_ddp, critic_opt, critic_scaler)
+    del state  # its tensors are mapped from a file
+    config = checkpoint.start(config, __file__, resumed, max_steps)
+    flops = plan.flops_per_token(model, block_size)
+    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    order = corpus.redrawn_order(prompts_per_step)
+    sampler = AnswerSampler(
+        model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile
+    )
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        evaluate_now(resumed.step)
+        scores, lines = evaluate(sampler, rewards, corpus, config)
+        report(log, first_step, scores, lines)
+        saver.update_best()
     stop_signal.begin()
-    warmup, stopping = run.warmup_of(config), False
-    mark_time, mark_step = time.perf_counter(), resumed.step
-    since_log: list[dict] = []  # figures of each step since the last log line
-    for update in range(resumed.step * n_updates, max_steps * n_updates):
-        step, turn, last = update // n_updates + 1, update % n_updates, update // n_updates + 1 == max_steps
-        lr, value_lr = (
-            learning_rate_at(step, schedule, top, min_lr, warmup, decay_steps or max_steps, decay_fraction)
-            for top in (learning_rate, value_learning_rate)
+    log.begin()
+    since_log: list[dict[str, float]] = []  # figures of each step since the last log line
+    for step in range(first_step + 1, max_steps + 1):
+        lr = learning_rate_at(step, schedule, learning_rate, 0.0, warmup_steps, max_steps)
+        value_lr = learning_rate_at(
+            step, schedule, value_learning_rate, 0.0, warmup_steps, max_steps
         )
-        if turn == 0:  # answers, and all that stays the same for the updates that are made from them
-            ddp.flush()  # updates that wait for the next forward
-            drawn, table, lengths, figures = rollouts.draw_step(draw, rewards, corpus, step, slots, config)
-            if normalise_rewards:
-                reward_sums = reward_sums + pg.power_sums(table[0][~table[0].isnan()])
-                table = pg.whiten(table, *pg.moments(reward_sums))
-            learned_rewards, counts = rollouts.learned_rewards(table[0], config)
-            if group_size > 1:  # a group of one is compared with nothing
-                figures["flat_groups"] = pg.flat_groups(learned_rewards, group_size, counts).float().mean().item()
-            answers = rollouts.Rollouts(drawn, counts[own].tolist(), block_size, tokenizer.pad_id)
-            each = partial(answers.of_each, batch_size=batch_size, device=torch_device)
-            ref = each(reference_logps) if kl_coef else None
-            old = each(lambda batch: logps_of(model, batch)[0]) if n_updates > 1 or critic else None
-            if critic:
-                values = each(critic_values)
-                kls = torch.zeros_like(old) if ref is None else old - ref
-                of_rank = learned_rewards[own], kls, values, answers
-                advantages, returns, figures["explained"] = estimate_advantages(*of_rank, kl_coef, gamma, lam)
-                values, returns = values.to(torch_device), returns.to(torch_device)
-            else:
-                advantages = pg.group_advantages(learned_rewards, group_size, scale_rewards, counts)[own][answers.row]
-            advantages, old, ref = (x if x is None else x.to(torch_device) for x in (advantages, old, ref))
-            sums = torch.zeros(len(rollouts.TOKEN_SUMS), device=torch_device)
-            ratio_max = torch.ones((), device=torch_device)
-        epoch, minibatch = divmod(turn, minibatches)
-        in_update = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch) == minibatch
-        n_tokens = int(lengths[torch.from_numpy(in_update) & counts].sum())  # over all ranks
-        batches = list(answers.batches(batch_size, np.flatnonzero(in_update[own])))
-        ddp.expect_step(opt, lr)
-        for k, batch in enumerate(batches):
-            ddp.sync = k == len(batches) - 1  # talk once per update, during the last backward
-            batch = batch.to(torch_device)
-            logps, entropies = logps_of(model, batch, with_entropy=epoch == 0)
-            before = logps.detach() if old is None else old[batch.place]
-            losses, ratios, clipped = pg.policy_losses(logps, before, advantages[batch.place], clip_low, clip_high)
-            kls = torch.zeros_like(before) if ref is None else before - ref[batch.place]  # for the log
-            if kl_coef and not critic:
-                losses = losses + kl_coef * pg.kl_penalty(logps, before, ref[batch.place])
-            loss_of_micro = pg.normalise(losses, batch.row, loss, n_answers // minibatches, n_tokens, max_new_tokens)
-            scaler.scale(loss_of_micro * world_size).backward()  # ddp averages over ranks
-            value_loss = losses.new_zeros(())
-            if critic:
-                critic.ddp.sync = ddp.sync
-                new_values = critic_values(batch)
-                errors = pg.value_losses(new_values, values[batch.place], returns[batch.place], value_clip)
-                value_loss = errors.sum() / max(1, n_tokens)
-                critic.scaler.scale(value_loss * world_size).backward()
-            n_learned, n_positions = losses.new_tensor([float(len(losses)), float(batch.x.numel())])
-            added = n_learned, loss_of_micro, value_loss, entropies.sum(), kls.sum(), clipped.sum(), n_positions
-            sums += torch.stack([value.detach().float() for value in added])
-            ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
-        # <<< optimizer step
-        if critic:
-            value_norm = critic.ddp.step(critic.opt, lr=value_lr, clip=grad_clip, scaler=critic.scaler)
-            found_inf = critic.ddp.found_inf
-            value_skipped = torch.stack((value_skipped[0] + found_inf, (value_skipped[1] + 1) * found_inf))
-        if turn < n_updates - 1:
-            continue
+
+        # 1. draw group_size answers to each of this rank's prompts
+        ddp.flush()  # apply the updates that wait for the next forward
+        sampler.reset()
+        drawn = draw(sampler, corpus, step, own_prompts)
+
+        # 2. score: the reward of each answer, and from it the advantage of each token
+        table = rewards.table(drawn)  # (1 + parts, answers): the weighted sum, then each part
+        n_redrawn = 0
+        for attempt in range(1, filter_groups + 1):
+            # Equal rewards teach nothing: answer other prompts instead (arXiv:2503.14476, 3.2).
+            learned_rewards, learned = rollouts.learned_rewards(table[0], config)
+            flat = pg.flat_groups(learned_rewards, group_size, learned).nonzero()[:, 0].tolist()
+            if not flat:
+                break
+            redrawn = draw(sampler, corpus, step, [own_prompts[k] for k in flat], attempt)
+            rollouts.replace_groups(drawn, table, flat, redrawn, rewards.table(redrawn))
+            n_redrawn += len(flat)
+        table, lengths = rollouts.gather(table, drawn)  # now of all ranks: (1 + parts, R), (R,)
+        figures = rollouts.describe_answers(table, lengths, rewards.names, config)
+        figures |= rollouts.describe_drawing(sampler, n_redrawn)
+        if normalise_rewards:
+            finished = ~table[0].isnan()
+            reward_sums += pg.power_sums(table[0][finished])
+            table = pg.whiten(table, *pg.moments(reward_sums))
+        # R rewards, and which of the answers are trained on
+        learned_rewards, learned = rollouts.learned_rewards(table[0], config)
+        if group_size > 1:
+            flat = pg.flat_groups(learned_rewards, group_size, learned)
+            figures["flat_groups"] = flat.float().mean().item()
+
+        answers = rollouts.Rollouts(drawn, learned[own].tolist(), block_size, tokenizer.pad_id)
+        old = None  # (n,) log-probabilities of this rank's n tokens before the first update
+        if n_updates > 1 or is_ppo:
+            old = rollouts.measure_logps(model, answers, batch_size, temperature, torch_dtype)
+        if kl_coef:
+            with adapters_off(reference):
+                of_reference = rollouts.measure_logps(
+                    reference, answers, batch_size, temperature, torch_dtype
+                )
+        if is_ppo:
+            values = critics.measure_values(critic, answers, batch_size, torch_dtype)
+            kls = old - of_reference if kl_coef else torch.zeros_like(old)
+            of_tokens = pg.token_rewards(learned_rewards[own], kls.cpu(), answers.row, kl_coef)
+            advantages, returns, figures["explained"] = critics.estimate_advantages(
+                of_tokens, values, answers, GAMMA, lam
+            )
+        else:
+            of_answers = pg.group_advantages(learned_rewards, group_size, scale_rewards, learned)
+            advantages = of_answers[own][answers.row].to(torch_device)
+
+        # 3. train: n_updates updates, each on a part of the answers
+        totals = dict.fromkeys(rollouts.TOTALS, 0.0)  # over the micro-steps, for the log
+        ratio_max = torch.ones((), device=torch_device)
+        for epoch in range(epochs_per_step):
+            part_of = rollouts.minibatch_of(n_answers, minibatches, seed, step, epoch)  # (R,)
+            for minibatch in range(minibatches):
+                chosen = part_of == minibatch  # (R,) bool
+                n_tokens = int(lengths[torch.from_numpy(chosen) & learned].sum())  # of all ranks
+                batches = list(answers.batches(batch_size, np.flatnonzero(chosen[own])))
+                ddp.expect_step(opt, lr)
+                for micro_step, batch in enumerate(batches):
+                    # talk once per update, in the last backward
+                    ddp.sync = micro_step == len(batches) - 1
+                    batch = batch.to(torch_device)
+                    logps, entropies = rollouts.answer_logps(
+                        model, batch, temperature, torch_dtype, with_entropy=epoch == 0
+                    )
+                    before = logps.detach() if old is None else old[batch.token]
+                    losses, ratios, clipped = pg.policy_losses(
+                        logps, before, advantages[batch.token], clip_low, clip_high
+                    )
+                    if kl_coef:
+                        ref = of_reference[batch.token]
+                        totals["kl"] += (before - ref).sum()
+                        if not is_ppo:  # ppo has it in the rewards of its tokens
+                            losses = losses + kl_coef * pg.kl_penalty(logps, before, ref)
+                    policy_loss = pg.normalise(
+                        losses, batch.row, loss, n_answers // minibatches, n_tokens, max_new_tokens
+                    )
+                    # ddp averages over the ranks
+                    scaler.scale(policy_loss * world_size).backward()
+                    if is_ppo:
+                        critic_ddp.sync = ddp.sync
+                        new_values = critics.predict(critic, batch, torch_dtype)
+                        old_values, targets = values[batch.token], returns[batch.token]
+                        errors = pg.value_losses(new_values, old_values, targets, VALUE_CLIP)
+                        value_loss = errors.sum() / max(1, n_tokens)
+                        critic_scaler.scale(value_loss * world_size).backward()
+                        totals["value_loss"] += value_loss.detach()
+                    totals["loss"] += policy_loss.detach()
+                    totals["entropy"] += entropies.sum()
+                    totals["clipped"] += clipped.sum()
+                    totals["tokens"] += len(losses)
+                    totals["positions"] += batch.x.numel()
+                    ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
+
+                # >>> optimizer step: identical in all trainers (tests/test_repo.py)
+                grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+                # <<< optimizer step
+                if is_ppo:
+                    value_norm = critic_ddp.step(
+                        critic_opt, lr=value_lr, clip=grad_clip, scaler=critic_scaler
+                    )
         log.advance()
 
-        figures |= rollouts.describe_updates(sums, ratio_max, n_updates, epochs_per_step, int(counts.sum()))
-        if not kl_coef:  # there is no reference, so nothing is known of the KL divergence from it
+        # log
+        figures |= rollouts.describe_updates(
+            totals, ratio_max, n_updates, epochs_per_step, int(learned.sum())
+        )
+        if not kl_coef:  # without a reference there is no KL divergence
             del figures["kl"], figures["kl_answer"]
         since_log.append(figures)
-        stopping = ranks.any_rank(stop_signal.received > 0)
+        last = step == max_steps
+        stopping = ranks.any_rank(stop_signal.received)
         if step % log_every == 0 or last or stopping:
-            seconds, n_steps = time.perf_counter() - mark_time, step - mark_step
-            means = rollouts.mean_figures(since_log, seconds)
-            tokens_per_s = n_steps * means.pop("positions") / seconds
-            # mfu: work of the policy's updates over all the time. Drawing, the critic, and forward passes without
-            # gradient (old, reference, rewards) take time and count no work, so it is lower than in other stages.
-            means |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
-            means["epoch"] = float(corpus.redrawn_order(prompts_per_step).epochs(step * prompts_per_step).max())
-            means |= {"value_norm": value_norm.item(), "value_skipped": int(value_skipped[0])} if critic else {}
-            log.train(step, means, seconds / n_steps)
-            if n_cut := sum(one["finished"] == 0 for one in since_log):
-                what = f"in {n_cut} of these {n_steps} steps every answer was cut off at {max_new_tokens=}"
-                log.print(f"train: {what}; no reward was learnt. Raise it, or teach the model to end answers (sft.py)")
-            for key, (_, in_a_row) in {"learning_rate": skipped, "value_learning_rate": value_skipped}.items():
-                if in_a_row >= max_skipped:
-                    run.report_save(parts, log)
-                    problem = f"train: step {step}: {int(in_a_row)} updates in a row without a finite gradient"
-                    raise UserError(f"{problem}; lower {key} or continue from an earlier checkpoint")
-            mark_time, mark_step, since_log = time.perf_counter(), step, []
-        pause = time.perf_counter()
-        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
-        if saving or evaluating:
-            ddp.flush()  # updates that wait for the next forward
-        if saving:
-            other = {"seen_scores": reward_sums.tolist()}
-            if critic:
-                other |= {"critic": critic_state(critic, step * n_updates, zero1, critic_source)}
-                other |= {"value_skipped": value_skipped.tolist()}
-            save(step, skipped, other=other)
-        if evaluating:  # after the save: it may run out of memory
-            evaluate_now(step)
-        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+            means = rollouts.mean_figures(since_log, log.seconds())
+            n_positions = means.pop("positions") * len(since_log)
+            shown = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
+            shown |= {"skipped": int(ddp.skipped[0])}
+            shown |= {"epoch": float(order.epochs(step * prompts_per_step).max())} | means
+            skipped = {"learning_rate": ddp.skipped}
+            if is_ppo:
+                shown["value_norm"] = value_norm.item()
+                shown["value_skipped"] = int(critic_ddp.skipped[0])
+                skipped["value_learning_rate"] = critic_ddp.skipped
+            # mfu counts only the work of the policy's updates, but all the time: sampling, the
+            # critic, and forward passes without gradient are not counted as work.
+            log.train(step, shown, n_positions)
+            if warning := rollouts.warn_of_cut_answers(since_log, max_new_tokens):
+                log.print(warning)
+            for key, (_, in_a_row) in skipped.items():
+                if in_a_row >= MAX_SKIPPED:
+                    saver.wait()
+                    text = f"{int(in_a_row)} updates in a row without a finite gradient"
+                    how = f"lower {key} or continue from an earlier checkpoint"
+                    raise UserError(f"train: step {step}: {text}; {how}")
+            since_log = []
+
+        # save, then evaluate: an evaluation may run out of memory
+        with log.paused():
+            saving = step % save_every == 0 or last or stopping
+            evaluating = step % eval_every == 0 or last
+            if saving or evaluating:
+                ddp.flush()  # apply the updates that wait for the next forward
+            if saving:
+                other = {"reward_sums": reward_sums.tolist()}
+                if is_ppo:
+                    critic_ddp.flush()
+                    other["critic"] = critics.state_of(
+                        critic, critic_ddp, critic_opt, critic_scaler, zero1
+                    )
+                saver.save(step, model, ddp, opt, scaler, other)
+            if evaluating:
+                scores, lines = evaluate(sampler, rewards, corpus, config)
+                report(log, step, scores, lines)
+                saver.update_best()
         if stopping:
             break
 
-    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None)
+    # ---- the end
+    saver.close()
+    config = config | {"max_steps": max_steps}
+    next_command = f"python sample.py --init_from={out_dir}"
+    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    ranks.close()
+    sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -32,46 +32,46 @@ from groundup.generate.chat import Chat, converse
 from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import Engine, cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
-prompt = ""  # text to continue or question to answer; empty = a new document, or a chat in the terminal
+prompt = ""  # text to continue or question to answer; empty = a new document or a chat
 prompts = ""  # jsonl file with a prompt on each line
 out = ""  # jsonl file for the answers, continued if it exists; empty = standard output
-chat = "auto"  # yes = prompts are user messages; no = they are continued; auto = yes if the model is tuned for it
+chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are kept; 0 = n
-best_of_by = "sum"  # ranked by: sum | mean of the log-probabilities of a sample's tokens | reward
+best_of_by = "sum"  # sum | mean | reward: rank by log-probabilities of the tokens, or by reward_from
 reward_from = ""  # run, checkpoint or transformers directory of a reward model, for best_of_by=reward
 presence_penalty = 0.0  # subtracted from the logits of tokens in the output
 frequency_penalty = 0.0  # subtracted for each time that a token is in the output
-repetition_penalty = 1.0  # logits of tokens in prompt or output are divided by it (negative ones multiplied); 1 = off
+repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multiply if < 0); 1 = off
 temperature = 0.8  # 0 = greedy, 1 = the model's own distribution
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
 min_p = 0.0  # only tokens at least this times as likely as the likeliest; 0 = off
 max_new_tokens = 256  # per sample; the end of the context ends it earlier
 min_new_tokens = 0  # no end before this many
-stop = ""  # texts that end a sample and are cut off, separated by |; \n, \t, \| and \\ are one character each
+stop = ""  # texts that end a sample, separated by |; \n, \t, \| and \\ are one character each
 stop_token_ids = ""  # further ids that end a sample, comma-separated
 ignore_eos = False  # go on after the end of a text or a turn
 num_beams = 1  # > 1: beam search, with temperature 0; gives its n best
 length_penalty = 1.0  # beam search: scores are divided by length to this power; > 0 favours long ones
-early_stopping = "false"  # end of beam search: true = with num_beams results; false = better ones are unlikely; never
+early_stopping = "false"  # false (better unlikely) | true (num_beams results) | never: beam search
 logprobs = -1  # k >= 0: log-probabilities of each token and of the k likeliest, as JSON; -1 = off
 prompt_logprobs = -1  # the same for the tokens of the prompt
 skip_special_tokens = True  # leave the names of special tokens out of the text
 seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
-batch_size = 16  # samples generated together
+batch_size = 16  # samples generated together; at least 1
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = False  # compile the decoding step on a GPU; takes up to a minute, pays off from some thousand tokens
+compile = False  # compile decoding on a GPU: a minute, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
 FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}
@@ -101,8 +101,6 @@ def stop_texts(value: str) -> tuple[str, ...]:
 
 def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether prompts are user messages."""
-    if value not in ("auto", "yes", "no"):
-        raise UserError(f"sample: chat must be auto, yes or no, got {value!r}")
     able = tokenizer.turn_end_id >= 0
     if value == "yes" and not able:
         raise UserError(f"sample: chat=yes, but the tokenizer of {directory} has no chat template and no <|im_end|>")
@@ -128,7 +126,6 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     for wrong, words in (
         (re.search(r"[^\d, ]", ids), f"stop_token_ids must be numbers separated by commas, got {ids!r}"),
         (config["prompt"] and config["prompts"], "both prompt and prompts are given; give one of them"),
-        (config["batch_size"] < 1, f"batch_size must be at least 1, got {config['batch_size']}"),
         (config["system"] and not talk and not config["prompts"], "system needs a chat; give --chat=yes"),
         (in_terminal and as_json, "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT"),
         ((by == "reward") != bool(source), f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}"),
@@ -164,10 +161,10 @@ def deciding_settings(
     """Return the settings that decide the answers, for the file beside them."""
     return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
         "chat": talk,
-        "model": checkpoint.model_name(directory),
+        "model": huggingface.model_name(directory),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-    } | ({"reward_model": checkpoint.model_name(reward_dir)} if reward_dir else {}) | (
+    } | ({"reward_model": huggingface.model_name(reward_dir)} if reward_dir else {}) | (
         # Files begun when sample i drew from seed + i are not continued: all their prompts share their noise.
         {"noise": "hash of seed, prompt and sample"} if config["temperature"] > 0 else {}
     )  # fmt: skip
@@ -178,10 +175,10 @@ if __name__ == "__main__":
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory)).with_template_settings(chat_template_kwargs)
+    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory)).with_template_settings(chat_template_kwargs)
     if reward_model.is_reward_model(directory):
         raise UserError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
-    cfg = checkpoint.load_config(directory)
+    cfg = huggingface.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
     as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
@@ -197,7 +194,7 @@ if __name__ == "__main__":
         print(f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
-    model = checkpoint.load_model(directory, torch_device, dtype=torch_dtype)
+    model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     ranker = None
     if reward_dir:
         ranker = Ranker(reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype)

@@ -44,18 +44,18 @@ from groundup.generate.completion import Request, Sample, Token, check, never_sa
 from groundup.generate.engine import Engine
 from groundup.generate.metrics import Metrics
 from groundup.generate.openai_format import Asked, Choice, Refused, encode, parse, usage
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help -------------------------------------------------
-init_from = ""  # run, checkpoint or Hugging Face directory; NAME=DIR,NAME=DIR = several; empty = the newest run in out/
+init_from = ""  # run, checkpoint, Hugging Face directory, or NAME=DIR,NAME=DIR; empty = newest run
 host = "127.0.0.1"  # address to listen at; any but this machine's own needs api_key
 port = 8000  # port to listen at
 api_key = ""  # clients send it as "Authorization: Bearer KEY"; empty = none is needed
 insecure = False  # listen to other machines without api_key
-cors_origins = ""  # other sites whose pages may ask, as in https://a.example,https://b.example; * = all, empty = none
-preferences = "data/preferences.jsonl"  # the page's comparisons, for dpo.py and reward.py; ties are in *.ties.jsonl
+cors_origins = ""  # other sites whose pages may ask: https://a.example,https://b.example; * = all
+preferences = "data/preferences.jsonl"  # comparisons made on the page, for dpo.py and reward.py
 max_batch = 16  # samples generated together; the others wait
 max_queue = 64  # samples that wait or are generated; beyond them clients are told to come back (429)
 max_body_kb = 1024  # of a request
@@ -66,7 +66,7 @@ temperature = 0.8  # this and the following: of requests that do not say
 top_k = -1  # only the k likeliest tokens; -1 or 0 = off
 top_p = 0.95  # only the likeliest tokens that together have this probability; 1 = off
 min_p = 0.0  # only tokens at least this times as likely as the likeliest; 0 = off
-repetition_penalty = 1.0  # logits of tokens in prompt or output are divided by it (negative ones multiplied); 1 = off
+repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multiply if < 0); 1 = off
 max_new_tokens = 1024  # tokens per sample; the end of the context ends it earlier
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
@@ -100,8 +100,8 @@ class Model(threading.Thread):
         if reward_model.is_reward_model(directory):
             raise UserError(f"serve: {directory} is a reward model, which writes no text; give another init_from")
         self.created = int(time.time())
-        self.tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(directory))
-        net = checkpoint.load_model(directory, device, dtype=dtype)
+        self.tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
+        net = huggingface.load_model(directory, device, dtype=dtype)
         with autocast(device, dtype):
             self.engine = Engine(net, self.tokenizer, rows)
         self.cfg = net.cfg

@@ -1,15 +1,16 @@
-"""Instruction tuning: conversations, of which the model learns the assistant's part.
+"""Supervised fine-tuning: the model learns the assistant's part of conversations.
 
-python sft.py config/debug_sft.py                                                  # CPU, seconds, needs nothing
-python sft.py config/sft.py --init_from=out/demo --data=chat.jsonl                 # all weights
-torchrun --standalone --nproc_per_node=4 sft.py config/lora.py --init_from=DIR --data='a.jsonl=0.5,b.jsonl=0.5'
+python sft.py config/debug_sft.py                                    # CPU, seconds, own data
+python sft.py config/sft.py --init_from=out/demo --data=chat.jsonl   # 1 GPU, all weights
+torchrun --standalone --nproc_per_node=4 sft.py config/lora.py --init_from=DIR --data=chat.jsonl
 
-It begins with a checkpoint of pretrain.py or any Hugging Face directory of Llama, Mistral, Qwen2 or Qwen3. A row is
-block_size tokens of one or more whole conversations, which do not see each other; the loss is that of the assistants'
-words and their <|im_end|>, over their number in the whole step.
+It starts from a checkpoint of pretrain.py or from any Hugging Face directory of Llama, Mistral,
+Qwen2 or Qwen3. A row holds block_size tokens of one or more whole conversations, and attention
+stays within each of them. The loss is the mean over all labels of a step: the assistant's words and
+the token that ends its turn.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C prints one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
@@ -17,241 +18,388 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is 
 import math
 import os
 import sys
-import time
-from collections.abc import Iterable, Mapping
-from functools import partial
-from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from configurator import configure
-from groundup.demo import debug_data
+from ddp import DDP, conflict
+from groundup.errors import UserError, refuse
 from groundup.generate.completion import never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
+from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.tokens.corpus import steps_of
-from groundup.train import plan as memory_plan
-from groundup.train import ranks, run
-from groundup.train.base import adapters_of, frozen_base, load_start, new_model, open_base
-from groundup.train.device import autocast, peak_flops, seed_everything
-from groundup.train.fsdp import in_step
-from groundup.train.log import RunLog
-from groundup.train.lora import lora_config_of, set_trainable
-from groundup.train.optim import learning_rate_at
-from groundup.train.plan import flops_per_token
-from groundup.train.settings import *  # noqa: F403
-from groundup.train.signals import StopSignal
-from model import Transformer, cross_entropy, token_scores
-from tokenizer import Tokenizer
+from groundup.tokens.row_corpus import steps_of
+from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.device import (
+    autocast,
+    check_compiler,
+    choose_device,
+    choose_dtype,
+    peak_flops,
+    seed_everything,
+)
+from groundup.train.log import RunLog, raise_not_finite
+from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
+from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.powersgd import make_hook
+from groundup.train.saver import Saver
+from model import Transformer
+from tokenizer import Tokenizer, chat_ready
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- settings: override with a config file or --key=value; see --help ----------------------------
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
-init_from = "out/pretrain"  # run, checkpoint or Hugging Face directory; "" = a tiny new model, to try it
-data = "data/chat"  # conversations: files, a directory of prepare.py --kind=chat; mixed 'a.jsonl=0.7,data/b=0.3'
-val_data = ""  # likewise, for validation; "" = the directory's own, or val_fraction of the conversations
+init_from = "out/pretrain"  # a run, a checkpoint or a Hugging Face directory
+data = "data/chat"  # conversations: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
+val_data = ""  # the same for validation; "" = the directory's own, or val_fraction of the rows
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
-val_fraction = 0.02  # of the conversations, by their content; for data that have no validation of their own
-lora_dropout = 0.0  # on the input of the adapters
-dropout = 0.0
-neftune_alpha = 0.0  # noise on the embeddings in training, 5 is usual (arXiv:2310.05914)
+val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
+resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
+overwrite = False  # with resume='never': delete what out_dir holds
+seed = 1337  # of new weights, data order, dropout and samples
+# which parameters are trained
+trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
+lora_rank = 16  # rank of the LoRA matrices (at least 1)
+lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
+dropout = 0.0  # from 0 to 1
 # data
-block_size = 1024  # tokens per row; a longer conversation is cut after its last answer that fits
+block_size = 1024  # tokens per row; longer conversations are cut after an answer (at least 1)
 pack = True  # several conversations per row; False = one, padded to the longest of the micro-batch
-loss_weights = ""  # what a label of a source counts, 'a.jsonl=0.5,data/b=1'; "" = 1
-epochs = 3.0  # passes over the rows of all sources
-max_steps = 0  # 0 = as many as epochs takes
-max_epochs = ""  # most epochs of each source, or 'data/a=2,data/b=8'; a source used up leaves its share to the others
+epochs = 3.0  # passes over the rows of all sources, if max_steps is 0 (from 0 to 1000)
+max_steps = 0  # 0 = as many as epochs takes (at least 0)
+max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
-batch_size = 8  # rows per rank and micro-step
-total_batch_tokens = 0  # batch_size x block_size x micro-steps x ranks; 0 = one micro-step on each rank
+batch_size = 8  # rows per rank and micro-step (at least 1)
+total_batch_tokens = 0  # tokens per step over all ranks; 0 = one micro-step on each rank
 # optimizer
-learning_rate = 2e-5  # peak; give adapters ten times as much: 2e-4
+optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
+learning_rate = 2e-5  # peak; LoRA needs about ten times as much: 2e-4 (at least 0)
+min_lr = 0.0  # learning rate at the end of the schedule (at least 0)
+schedule = "cosine"  # constant | cosine | linear | wsd (see groundup/train/optim.py)
+warmup_steps = 0.03  # steps of rising learning rate; below 1: a share of max_steps (at least 0)
+weight_decay = 0.0  # on matrices only (at least 0)
+momentum = 0.95  # Muon: decay of the mean of gradients (from 0 to 1)
+grad_clip = 1.0  # global norm; 0.0 = off (at least 0)
+# system
+device = "auto"  # auto, cpu, cuda or mps; auto takes cuda, then cpu
+dtype = "auto"  # auto | float32 | bfloat16 | float16 (with a GradScaler)
+compile = True  # torch.compile, block by block
+activation_checkpointing = False  # recompute blocks in backward: less memory, a third more work
+parallel = "ddp"  # ddp | fsdp (each rank keeps a part of weights, gradients and optimizer state)
+compress = "none"  # none | fp16 | bf16 | powersgd (gradients on the wire)
+overlap_step = "off"  # off | forward | backward (when a block is updated; see docs/ddp.md)
+zero1 = False  # each rank keeps and updates its share of the optimizer state (ZeRO-1)
+timeout_s = 300.0  # stop if ranks wait for each other longer than this (at least 1)
+peak_tflops = 0.0  # of one device, for mfu and the plan; 0 = data sheet, or measured
+plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command plans for 8 devices
 # evaluation, log, checkpoints
-eval_steps = 50  # batches of batch_size rows, over all ranks; 0 = all of the validation conversations
-eval_answers = 16  # validation questions that are answered greedily, for the share of answers that end by themselves
-eval_new_tokens = 128  # most tokens of such an answer
-sample_prompts = ""  # questions whose answers are printed at each evaluation; several separated by |
+eval_every = 100  # steps; also before the first and after the last step (at least 1)
+eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
+eval_answers = (
+    16  # validation questions to answer, to see if answers stop on their own (at least 0)
+)
+eval_new_tokens = 128  # most tokens of such an answer (at least 1)
+sample_prompts = ""  # questions that are answered at each evaluation; several separated by |
+log_every = 10  # steps (at least 1)
+tensorboard = False  # also write event files for TensorBoard into out_dir
+save_every = 500  # steps; also after the last step (at least 1)
+keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-# These decide which conversations a step sees; a resumed run must not change them.
-DATA_KEYS = ("seed", "block_size", "total_batch_tokens", "pack", "val_fraction", "max_epochs")
-DEBUG_DATA = "data/debug/chat.jsonl"  # made by the script, to try it without anything prepared
+MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
 
 
-def check_config(config: dict, world_size: int) -> int:
-    """Return the tokens per step over all ranks. Raise UserError; nothing exists yet when it does."""
-    run.check_config(config, {"neftune_alpha": 0, "eval_answers": 0, "eval_new_tokens": 1})
-    return run.count_per_step(config, "total_batch_tokens", block_size=config["block_size"], world_size=world_size)
+def hidden_at_labels(model: Transformer, batch: Batch) -> Tensor:
+    """Return the hidden states (n, C) of the positions that have a label.
 
-
-def label_states(model: Transformer, batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the hidden states at the positions that have a label, (n, C); the others need no logits."""
-    with autocast(device, dtype):
-        return model(batch.x, documents=batch.documents, index=batch.index)
+    The others, which are questions and padding, need no logits."""
+    return model(batch.x, documents=batch.documents, index=batch.index)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Mapping[str, Iterable[Batch]], batch_size: int, shares: list[float],
-    token_bytes: torch.Tensor, device: torch.device, dtype: torch.dtype,
-) -> dict[str, float]:  # fmt: skip
-    """Return over validation conversations, which the ranks divide: loss in nats per label, accuracy of the likeliest
-    token, bits per byte of the answers. With several sources: of each, and of a mixture with these shares."""
+    model: Transformer,
+    corpus: ChatCorpus,
+    token_bytes: Tensor,
+    torch_device: torch.device,
+    torch_dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the validation loss in nats per label, the bits per byte of the assistant's text, and
+    the accuracy: how often the likeliest token is the label.
+
+    With several sources: of each, and their average weighted by the sources' shares."""
     model.eval()
-    sums = torch.zeros(len(batches), 4, dtype=torch.float64)  # nats, labels, right ones, bytes
-    for source, of_source in enumerate(batches.values()):
-        for batch in in_step(model, of_source):
+    sums = torch.zeros(len(corpus.val), 4, dtype=torch.float64)  # nats, labels, correct, bytes
+    val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
+    for source, batches in enumerate(val_batches.values()):
+        for batch in fsdp.same_forwards(model, batches):
             n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
-            batch = batch.to(device).even(batch_size)
-            hidden = label_states(model, batch, device, dtype)
-            nats, right = token_scores(hidden, model.lm_head.weight, batch.targets)
-            counts = [nats.double().sum().item(), n_labels, right.sum().item(), n_bytes]
-            sums[source] += torch.tensor(counts, dtype=torch.float64)
+            batch = batch.to(torch_device)
+            batch = batch.even(batch_size)  # pad the last batch: a new shape recompiles
+            with autocast(torch_device, torch_dtype):
+                hidden = hidden_at_labels(model, batch)
+                nats, correct = token_scores(hidden, model.lm_head.weight, batch.targets)
+            n_nats, n_correct = nats.double().sum().item(), correct.sum().item()
+            sums[source] += torch.tensor(
+                [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
+            )
     ranks.all_reduce_sum(sums)
     model.train()
-    mixed = (torch.tensor(shares, dtype=torch.float64)[:, None] * sums / sums[:, 1:2].clamp(min=1)).sum(0)
-    of = {"": mixed} | ({f"/{name}": sums[k] for k, name in enumerate(batches)} if len(batches) > 1 else {})
-    scores = {f"val_loss{name}": (nats / labels).item() for name, (nats, labels, _, _) in of.items()}
-    scores |= {f"val_bpb{name}": (nats / math.log(2) / n_bytes).item() for name, (nats, _, _, n_bytes) in of.items()}
-    return scores | {f"mean_token_accuracy{name}": (right / n).item() for name, (_, n, right, _) in of.items()}
+
+    shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
+    average = (shares[:, None] * sums / sums[:, 1:2]).sum(0)
+    rows = {"": average}
+    if len(corpus.val) > 1:
+        rows |= {f"/{name}": row for name, row in zip(corpus.val, sums, strict=True)}
+    scores = {f"val_loss{name}": (nats / n).item() for name, (nats, n, _, _) in rows.items()}
+    for name, (nats, _, _, n_bytes) in rows.items():
+        scores[f"val_bpb{name}"] = (nats / math.log(2) / n_bytes).item()
+    for name, (_, n, n_correct, _) in rows.items():
+        scores[f"mean_token_accuracy{name}"] = (n_correct / n).item()
+    return scores
 
 
 def answer(
-    model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], max_new_tokens: int
+    model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> list[tuple[str, bool]]:
-    """Return the greedy answer to each prompt, and whether it ends by itself."""
-    banned = never_sampled(tokenizer, model.cfg.vocab_size)
-    params = SamplingParams(max_new_tokens, temperature=0.0, eos_ids=tokenizer.stop_ids, banned_ids=banned)
-    copies = lora_config_of(model) is None  # beside adapters a frozen base is most of the memory
-    results = generate(model, tokenizer, prompts, params, batch_size=16, copies=copies) if prompts else []
-    return [(result.completions[0].text, result.completions[0].finish_reason == "stop") for result in results]
+    """Return the greedy answer to each prompt (token ids), and whether it stops on its own."""
+    if not prompts:
+        return []
+    params = SamplingParams(
+        eval_new_tokens,
+        temperature=0.0,
+        eos_ids=tokenizer.stop_ids,
+        banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
+    )
+    # The engine's copy of the matrices is faster, but with LoRA the frozen ones fill the memory.
+    copies = lora_config_of(model) is None
+    results = generate(model, tokenizer, prompts, params, batch_size=16, copies=copies)
+    completions = [result.completions[0] for result in results]
+    return [(completion.text, completion.finish_reason == "stop") for completion in completions]
+
+
+def share_that_stops(model: Transformer, tokenizer: Tokenizer, questions: list[list[int]]) -> float:
+    """Return the share of answers that stop on their own; nan without questions. All ranks call it.
+
+    Each rank answers a part of the questions (token ids)."""
+    mine = [questions[i] for i in ranks.own_part(len(questions))]
+    stops = [stop for _, stop in answer(model, tokenizer, mine)]
+    counts = torch.tensor([sum(stops), len(stops)], dtype=torch.float64)
+    n_stopped, n_answers = ranks.all_reduce_sum(counts)
+    return (n_stopped / n_answers).item()
+
+
+def sample(model: Transformer, tokenizer: Tokenizer, prompts: list[str]) -> list[str]:
+    """Return a line for each question: the question and the model's greedy answer."""
+    talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    ids = [tokenizer.render(talk, add_generation_prompt=True)[0] for talk in talks]
+    answers = [text for text, _ in answer(model, tokenizer, ids)]
+    return [f"{prompt!r} -> {text!r}" for prompt, text in zip(prompts, answers, strict=True)]
+
+
+def report(log: RunLog, step: int, scores: dict[str, float], samples: list[str]) -> None:
+    """Write an evaluation to the log, with the loss of each source if there are several."""
+    line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
+    line.append(f"accuracy {100 * scores['mean_token_accuracy']:.1f}%")
+    if math.isfinite(scores["self_stop"]):
+        line.append(f"stops on its own {100 * scores['self_stop']:.0f}%")
+    for name in (key.partition("/")[2] for key in scores if key.startswith("val_loss/")):
+        line.append(f"{name} {scores[f'val_loss/{name}']:.4f}")
+    log.report(step, scores, line, [f"    {text}" for text in samples])
 
 
 if __name__ == "__main__":
     config = configure(globals())
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    tokens_per_step = config["total_batch_tokens"] = check_config(config, world_size)
-    rows_per_step = tokens_per_step // block_size
-    torch_device, torch_dtype = run.choose_device_and_dtype(config)
+
+    # ---- ranks and device
+    world = ranks.init(device, timeout_s)
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    if plan_only and device != "auto":  # a plan may be for a machine that is not here
+        torch_device = torch.device(device)
+    else:
+        torch_device = choose_device(device, world.local_rank)
+    torch_dtype = choose_dtype(dtype, torch_device)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
-    # ---- weights, tokenizer, conversations: mistakes show here, before a process group or out_dir exists
-    if data == DEBUG_DATA:
-        debug_data.make_debug_rows(Path(data), lambda talks: [{"messages": talk} for talk in talks])
-    source, tokenizer, n_known, cfg = open_base(config, DEBUG_DATA)
-    flops = flops_per_token(cfg, block_size, trainable=trainable)
-    corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction, loss_weights)
+    # ---- batch: a step is accum_steps micro-steps on each rank
+    tokens_per_micro_step = batch_size * block_size * world_size
+    tokens_per_step = total_batch_tokens or tokens_per_micro_step
+    if tokens_per_step % tokens_per_micro_step:
+        raise UserError(
+            f"config: {total_batch_tokens=} must be a multiple of batch_size*block_size*world_size"
+            f" = {batch_size}*{block_size}*{world_size} = {tokens_per_micro_step}"
+        )
+    accum_steps = tokens_per_step // tokens_per_micro_step
+    rows_per_step = tokens_per_step // block_size
+
+    # ---- the checkpoint to start from, and its tokenizer
+    source = checkpoint.resolve(init_from)
+    tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    n_ids = tokenizer.vocab_size
+    # token ids that the weights were trained with
+    n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")
+    huggingface.check_trainable(trainable, source, n_ids - n_known)
+    model_config = huggingface.tuned_config(source, n_ids, block_size, dropout)
+    huggingface.check_saves(model_config, tokenizer)
+
+    # ---- data
+    corpus = ChatCorpus(data, tokenizer, block_size, pack, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    given = dict(config)  # out_dir/config.py keeps max_steps=0
-    n_rows, lost = corpus.n_rows, corpus.left_out()
-    max_steps = config["max_steps"] = steps_of(config, n_rows, rows_per_step, "total_batch_tokens", "rows", lost)
-    mixture = corpus.order(seed, rows_per_step, max_steps, max_epochs)
-    order = {key: config[key] for key in DATA_KEYS} | corpus.record()
-    if rank == 0:
-        passes, warnings = corpus.describe(mixture, max_steps * rows_per_step)
-        batch = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, {passes}"
-        size = cfg, config, batch, tokens_per_step * max_steps, world_size, torch_device, torch_dtype, peak, pack
-        print("\n".join([*corpus.report(), memory_plan.describe(*size), *warnings]), flush=True)
+    settings = config | {"total_batch_tokens": tokens_per_step}
+    lost = corpus.left_out()  # for the error message
+    max_steps = steps_of(settings, corpus.n_rows, rows_per_step, "total_batch_tokens", lost=lost)
+    order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
+    epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
+    batch_line = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, "
+    batch_line += epochs_of_each
+
+    # ---- model
+    seed_everything(seed)  # all ranks draw the same new weights
+    if parallel == "fsdp" and not plan_only:
+        refuse(reason := fsdp.conflict(config, torch_dtype), reason)
+        model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
+    else:
+        place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
+        with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+            model = Transformer(model_config)
+        set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
+    if world.is_main:
+        print(*corpus.report(), sep="\n")
+        settings = config | {"max_steps": max_steps}
+        n_tokens = tokens_per_step * max_steps
+        text = plan.describe(
+            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+        )
+        print(text, *warnings, sep="\n", flush=True)
     if plan_only:
         sys.exit(0)
-    resumed = run.find_checkpoint(config, cfg, order)
 
-    # ---- processes, model, optimizer, state
-    stop_signal = StopSignal()
-    world = run.join(config, order, resumed.step, torch_device, torch_dtype)
-    accum_steps = rows_per_step // (batch_size * world_size)
-    seed_everything(seed)
-    raw_model = new_model(Transformer, cfg, config, torch_dtype)
-    if source and not resumed.path:
-        load_start(raw_model, source, n_known, tokenizer)
-    set_trainable(raw_model, trainable, adapters_of(config))
-    raw_model.neftune_alpha, raw_model.most_documents = neftune_alpha, corpus.most_documents()
-    base = frozen_base(resumed.path, source)
-    parts = run.set_up(config, raw_model, world, torch_device, torch_dtype, lengths_vary=not pack)
-    model, opt, scaler, ddp = raw_model, parts.opt, parts.scaler, parts.ddp  # compiled in place: the same object
-    skipped = run.start(parts, resumed, given, __file__)
-    batches = Batches(
-        corpus.train, mixture, block_size, batch_size, accum_steps, world.rank, world_size, torch_device, resumed.step,
-        load=corpus.load, valid=corpus.label_weight,
-    )  # fmt: skip
-    val = partial(corpus.val_batches, batch_size, eval_steps, world.rank, world_size)
-    shares = corpus.val_shares()
-    questions = [ids for ids, _ in corpus.prompts(eval_answers)]
-    shown = [text for text in sample_prompts.split("|") if text]
+    # ---- the checkpoint to continue, or the weights to start from
+    data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
+    data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
+    data_record |= corpus.record()
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    if not resumed:
+        huggingface.load_start(model, source, n_known, tokenizer)
+    base = huggingface.frozen_base(model, source, resumed)  # of adapters
+
+    # ---- device, compile, data parallel, optimizer
+    model.to(torch_device)
+    model.activation_checkpointing = activation_checkpointing
+    model.most_documents = corpus.most_documents()
+    if compile:
+        check_compiler(torch_device)
+        compile_loss(torch_device)
+        # Block by block, so that a block's gradients are ready, and sent, when its backward ends.
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+    scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
+    if parallel == "fsdp":
+        ddp = fsdp.FSDP(model)
+        opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
+    else:
+        fp16 = scaler.is_enabled()
+        refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+        hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+        ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
+        opt = Optimizer(
+            ddp.buckets,
+            optimizer,
+            betas=(0.9, 0.95),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+        )
+
+    # ---- restore
+    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
+    first_step = state["step"]  # steps that are done; 0 for a new run
+    config = checkpoint.start(config, __file__, resumed, max_steps)
+    flops = plan.flops_per_token(model, block_size)
+    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
-    log = RunLog(out_dir, max_steps, resumed.step, world.is_main, tensorboard)
-    save = partial(run.save, parts, tokenizer=tokenizer, config=config, order=order, base=base, log=log)
-
-    def evaluate_now(step: int) -> None:
-        """Log all scores and rank the checkpoint of this step by its validation loss."""
-        scores = evaluate(model, val(), batch_size, shares, token_bytes, torch_device, torch_dtype)
-        mine = answer(model, tokenizer, questions[world.rank :: world_size], eval_new_tokens)
-        ended = ranks.all_reduce_sum(torch.tensor([sum(end for _, end in mine), len(mine)], dtype=torch.float64))
-        scores["self_stop"] = (ended[0] / ended[1]).item()  # the fraction that ends by itself; nan without questions
-        asked = [tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)[0] for text in shown]
-        answers = answer(model, tokenizer, asked, eval_new_tokens)
-        line = [f"val loss {scores['val_loss']:.4f}", f"{scores['val_bpb']:.4f} bits per byte"]
-        line += [f"accuracy {100 * scores['mean_token_accuracy']:.1f}%"]
-        line += [f"ends by itself {100 * scores['self_stop']:.0f}%"] if math.isfinite(scores["self_stop"]) else []
-        names = [key.partition("/")[2] for key in scores if key.startswith("val_loss/")]
-        line += [f"{name} {scores[f'val_loss/{name}']:.4f}" for name in names]
-        replies = [f"    {text!r} -> {said!r}" for text, (said, _) in zip(shown, answers, strict=True)]
-        log.report(step, scores, line, replies)
-        run.rank(parts, step, scores["val_loss"], config, log)
+    questions = [ids for ids, _ in corpus.prompts(eval_answers)]
+    prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        evaluate_now(resumed.step)
+        scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+        scores["self_stop"] = share_that_stops(model, tokenizer, questions)
+        report(log, first_step, scores, sample(model, tokenizer, prompts))
+        saver.update_best()
     stop_signal.begin()
-    warmup, stopping = run.warmup_of(config), False
-    mark_time, mark_step = time.perf_counter(), resumed.step
-    seen = torch.zeros(2, dtype=torch.float64)  # positions and labels of this rank since the last log line
-    for step in range(resumed.step + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, decay_steps or max_steps, decay_fraction)
-        n_targets = batches.valid_tokens(step - 1)  # labels by their weights, over all micro-steps and ranks
+    log.begin()
+    counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
+    for step in range(first_step + 1, max_steps + 1):
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+
+        # forward and backward
+        n_targets = batches.count_targets(step - 1)  # over all micro-steps and ranks
         loss_sum = torch.zeros((), device=torch_device)
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
-            ddp.sync = micro_step == accum_steps - 1  # talk once per step, during the last backward
+            ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
-            n_labels, batch = len(batch.targets), batch.even()
-            hidden = label_states(model, batch, torch_device, torch_dtype)
+            counts += torch.tensor([batch.x.numel(), len(batch.targets)])
+            batch = batch.even()
             with autocast(torch_device, torch_dtype):
-                loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
-            loss = loss * (world_size / max(n_targets, 1e-6))  # the loss is a sum; ddp averages over ranks
+                hidden = hidden_at_labels(model, batch)  # (n, C)
+                loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
+                # the loss is a sum; ddp averages over the ranks
+                loss = loss * (world_size / n_targets)
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
-            seen += torch.tensor([batch.x.numel(), n_labels])
+
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        skipped = torch.stack((skipped[0] + ddp.found_inf, (skipped[1] + 1) * ddp.found_inf))
-        # <<< optimizer step
         log.advance()
+        # <<< optimizer step
 
-        last, stopping = step == max_steps, ranks.any_rank(stop_signal.received > 0)
+        # log
+        last = step == max_steps
+        stopping = ranks.any_rank(stop_signal.received)
         if step % log_every == 0 or last or stopping:
-            mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size  # waits for the device, so that
-            seconds = time.perf_counter() - mark_time  # this clock is true
-            tokens_per_s, labels_per_s = (ranks.all_reduce_sum(seen) / seconds).tolist()
-            values = {"loss": mean_loss, "tokens": step * tokens_per_step, "labels_per_s": labels_per_s}
-            values |= run.figures(parts, lr, grad_norm, skipped, tokens_per_s, flops, peak)
-            values |= {"epoch": float(mixture.epochs(step * rows_per_step).max())}
-            log.train(step, values | corpus.tokens_seen(mixture, step * rows_per_step), seconds / (step - mark_step))
-            if skipped[1] >= max_skipped:
-                run.stop_not_finite(parts, log, step, int(skipped[1]), loss_sum, batches)
-            mark_time, mark_step = time.perf_counter(), step
-            seen.zero_()
-        pause = time.perf_counter()
-        saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last
-        if saving or evaluating:
-            ddp.flush()  # updates that wait for the next forward
-        if saving:
-            save(step, skipped)
-        if evaluating:  # after the save: it may run out of memory
-            evaluate_now(step)
-        mark_time += time.perf_counter() - pause  # evaluations and saves are not training
+            mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size
+            n_tokens, n_labels = ranks.all_reduce_sum(counts).tolist()
+            values = {"loss": mean_loss, "tokens": step * tokens_per_step}
+            # .item() has waited for the device, so the time is real
+            values |= {"labels_per_s": n_labels / log.seconds(), "lr": lr}
+            values |= {"grad_norm": grad_norm.item(), "skipped": int(ddp.skipped[0])}
+            values |= {"epoch": float(order.epochs(step * rows_per_step).max())}
+            values |= corpus.tokens_seen(order, step * rows_per_step)
+            log.train(step, values, n_tokens)
+            counts.zero_()
+            if ddp.skipped[1] >= MAX_SKIPPED:
+                saver.wait()
+                raise_not_finite(step, ddp.skipped, loss_sum, batches)
+
+        # save, then evaluate: an evaluation may run out of memory
+        with log.paused():
+            saving = step % save_every == 0 or last or stopping
+            evaluating = step % eval_every == 0 or last
+            if saving or evaluating:
+                ddp.flush()  # apply the updates that wait for the next forward
+            if saving:
+                saver.save(step, model, ddp, opt, scaler)
+            if evaluating:
+                scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
+                scores["self_stop"] = share_that_stops(model, tokenizer, questions)
+                report(log, step, scores, sample(model, tokenizer, prompts))
+                saver.update_best()
         if stopping:
             break
 
-    run.finish(parts, log, config, __file__, corpus.report(), stop_signal if stopping else None, batches)
+    # ---- the end
+    batches.close()
+    saver.close()
+    config = config | {"max_steps": max_steps}
+    next_command = f"python sample.py --init_from={out_dir}"
+    log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)
+    ranks.close()
+    sys.exit(stop_signal.exit_code if stopping else int(not saver.saved))

@@ -1,12 +1,14 @@
-r"""Continued pretraining: a public model learns a new field and more Chinese, and keeps what it knows.
+r"""Continued pretraining: a public model learns a new field and more Chinese, and forgets little.
 
-    python tokenizer.py --extend=path/to/llama --input=field.jsonl --vocab_size=40000 --out_dir=data/zh_tokenizer
-    python prepare.py --input='field: field.jsonl, weight=0.15; general: wiki.jsonl, weight=0.85' \
-        --tokenizer_dir=data/zh_tokenizer --out_dir=data/field
+    python tokenizer.py --extend=path/to/llama --input=field.jsonl --vocab_size=40000 \
+        --out_dir=data/zh_tokenizer
+    python prepare.py --tokenizer_dir=data/zh_tokenizer --out_dir=data/field \
+        --input='field: field.jsonl, weight=0.15; general: wiki.jsonl, weight=0.85'
     python pretrain.py config/continue.py --init_from=path/to/llama --data_dir=data/field
 
-Trains embedding and head, which have rows for the new tokens, and adapters of rank 8 in the blocks. 85 % of the tokens
-are general text, as in the first training. tools/merge.py makes a plain model of the result.
+Trains the embedding and the head, which have rows for the new tokens, and adapters of rank 8 in the
+blocks. 85 % of the tokens are general text, as in the first training. tools/merge.py makes a plain
+model of the result.
 """
 
 out_dir = "out/continue"

@@ -1,8 +1,12 @@
-"""Run all of pretrain.py in seconds on a laptop's CPU: makes its own corpus, saves, evaluates, samples.
+"""Run all of pretrain.py in seconds on a laptop's CPU, with its own corpus.
 
 python pretrain.py config/debug.py
 torchrun --standalone --nproc_per_node=2 pretrain.py config/debug.py        # the same losses
 """
+
+from groundup.demo import debug_data
+
+debug_data.make_debug_data("data/debug")
 
 out_dir = "out/debug"
 data_dir = "data/debug"

@@ -1,7 +1,15 @@
-"""Run all of dpo.py on a laptop's CPU in seconds, with its own data and model: python dpo.py config/debug_dpo.py"""
+"""Run all of dpo.py in seconds on a laptop's CPU, with its own pairs and tiny model.
+
+python dpo.py config/debug_dpo.py
+"""
+
+from groundup.demo import debug_data, debug_model
+
+debug_data.make_debug_rows("data/debug/dpo.jsonl", debug_data.debug_pairs)
+debug_model.make_debug_model("data/debug/model")
 
 out_dir = "out/debug_dpo"
-init_from = ""
+init_from = "data/debug/model"
 data = "data/debug/dpo.jsonl"
 val_fraction = 0.1
 device = "cpu"

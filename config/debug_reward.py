@@ -1,11 +1,18 @@
-"""Run all of reward.py in seconds on a laptop's CPU, with its own pairs and tiny model. The rejected answer is the
-chosen one with its words reversed: nearly all held-out pairs come out right.
+"""Run all of reward.py in seconds on a laptop's CPU, with its own pairs and tiny model.
 
-    python reward.py config/debug_reward.py
+python reward.py config/debug_reward.py
+
+The rejected answer is the chosen one with its words reversed: nearly all held-out pairs come out
+right.
 """
 
+from groundup.demo import debug_data, debug_model
+
+debug_data.make_debug_rows("data/debug/reward.jsonl", debug_data.debug_pairs)
+debug_model.make_debug_model("data/debug/model")
+
 out_dir = "out/debug_reward"
-init_from = ""
+init_from = "data/debug/model"
 data = "data/debug/reward.jsonl"
 val_fraction = 0.1
 device = "cpu"

@@ -1,11 +1,18 @@
-"""Run all of rl.py in seconds on a laptop's CPU, with its own prompts and tiny model. An answer that ends gets 1, and a
-little less the longer it is: a model of random weights learns to end.
+"""Run all of rl.py in seconds on a laptop's CPU, with its own prompts and tiny model.
 
-    python rl.py config/debug_rl.py                                             # --algorithm=ppo
+python rl.py config/debug_rl.py                                             # --algorithm=ppo
+
+An answer that ends gets 1, and a little less the longer it is: a model of random weights learns to
+end.
 """
 
+from groundup.demo import debug_data, debug_model
+
+debug_data.make_debug_rows("data/debug/rl.jsonl", debug_data.debug_prompts)
+debug_model.make_debug_model("data/debug/model")
+
 out_dir = "out/debug_rl"
-init_from = ""
+init_from = "data/debug/model"
 data = "data/debug/rl.jsonl"
 val_fraction = 0.1
 reward = "config/debug_rl.py:_brief"

@@ -1,7 +1,15 @@
-"""Run all of sft.py on a laptop's CPU in seconds, with its own data and model: python sft.py config/debug_sft.py"""
+"""Run all of sft.py in seconds on a laptop's CPU, with its own conversations and tiny model.
+
+python sft.py config/debug_sft.py
+"""
+
+from groundup.demo import debug_data, debug_model
+
+debug_data.make_debug_rows("data/debug/chat.jsonl", debug_data.debug_chats)
+debug_model.make_debug_model("data/debug/model")
 
 out_dir = "out/debug_sft"
-init_from = ""
+init_from = "data/debug/model"
 data = "data/debug/chat.jsonl"
 val_fraction = 0.1
 device = "cpu"

@@ -1,9 +1,11 @@
-r"""What `make demo` trains, on two idle CPU cores in two and a half minutes: stories and knowledge in English
-and Chinese of this repository's own, and the prose of Python's documentation.
+r"""What `make demo` trains, on two idle CPU cores in two and a half minutes.
 
     python prepare.py --out_dir=data/demo --vocab_size=6144 --pattern=zh \
         --input='en: demo-en, weight=0.5; zh: demo-zh, weight=0.5'
     python pretrain.py config/demo.py
+
+It learns from this repository's own stories and knowledge in English and Chinese, and from the
+prose of Python's documentation.
 """
 
 out_dir = "out/demo"

@@ -1,10 +1,10 @@
-"""The end of `make demo-chat`, two CPU cores, 90 seconds: the demo's chat model learns to prefer right, finished
-descriptions without repetition. demo_reward.py says how the pairs are made.
+"""The end of `make demo-chat`, two CPU cores, 90 seconds: answers by preference.
 
     python dpo.py config/demo_dpo.py
 
-On held-out pairs the margin comes to 0.472 with 76.7 % of the signs right; the chosen answers lose 0.4 of 33.4 nats,
-the rejected ones 5.1 of 32.0.
+The demo's chat model learns to prefer right, finished descriptions without repetition.
+demo_reward.py says how the pairs are made. On held-out pairs the margin comes to 0.472 with 76.7 %
+of the signs right; the chosen answers lose 0.4 of 33.4 nats, the rejected ones 5.1 of 32.0.
 """
 
 out_dir = "out/demo_dpo"

@@ -1,8 +1,9 @@
-"""What an answer looks like, before demo_rl.py: 200 questions which of three numbers is the largest, with answers. Two
-CPU cores, a minute.
+"""What an answer looks like, before demo_rl.py. Two CPU cores, a minute.
 
     python tools/largest.py --out_dir=data/demo_largest
     python sft.py config/demo_largest.py
+
+The data are 200 questions which of three numbers is the largest, with answers.
 """
 
 out_dir = "out/demo_largest"

@@ -1,14 +1,15 @@
-r"""GRPO with a reward that can be verified: which of three numbers is the largest? One CPU core, 2.5 minutes.
+r"""GRPO with a reward that can be verified: which of three numbers is the largest?
 
     python tools/largest.py --out_dir=data/demo_largest
     python sft.py config/demo_largest.py
-    python rl.py config/demo_rl.py                                             # --seed=1, 2, 3: other runs
-    python rl.py config/demo_rl.py --algorithm=ppo --group_size=1 --prompts_per_step=128 --filter_groups=0 \
-        --value_learning_rate=5e-4 --out_dir=out/demo_ppo                      # PPO instead, three minutes
+    python rl.py config/demo_rl.py                                  # --seed=1, 2, 3: other runs
+    python rl.py config/demo_rl.py --algorithm=ppo --group_size=1 --prompts_per_step=128 \
+        --filter_groups=0 --value_learning_rate=5e-4 --out_dir=out/demo_ppo     # PPO instead
     python tools/plot.py --runs=out/demo_rl --y='reward,kl_answer,entropy'
 
-The share of right answers to 400 held-out questions rises in 40 steps from 0.285, 0.295 and 0.283 to 0.860, 0.838 and
-0.828 with seeds 1, 2 and 3 (PPO: 0.803, 0.770 and 0.768).
+It takes 2.5 minutes on one CPU core, three with PPO. The share of right answers to 400 held-out
+questions rises in 40 steps from 0.285, 0.295 and 0.283 to 0.860, 0.838 and 0.828 with seeds 1, 2
+and 3 (PPO: 0.803, 0.770 and 0.768).
 """
 
 out_dir = "out/demo_rl"

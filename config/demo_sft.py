@@ -1,11 +1,12 @@
-r"""The chat model of `make demo`, two idle CPU cores, a minute and a half: 6,700 questions and answers about Python and
-everyday things, in English and Chinese.
+r"""The chat model of `make demo`, two idle CPU cores, a minute and a half.
 
-    python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' --kind=chat \
-        --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
+    python prepare.py --input='docs: python-docs, max_chars=120; en: demo-en; zh: demo-zh' \
+        --kind=chat --hold_out=0.25 --out_dir=data/demo_chat --tokenizer_dir=data/demo
     python sft.py config/demo_sft.py
-    python evaluate.py --init_from=out/demo_sft --tasks=generation --data=groundup/demo/questions.jsonl  # 30 unseen
+    python evaluate.py --init_from=out/demo_sft --tasks=generation \
+        --data=groundup/demo/questions.jsonl                                    # 30 unseen ones
 
+It learns from 6,700 questions and answers about Python and everyday things, in English and Chinese.
 A quarter of all questions is left for demo_reward.py and demo_dpo.py.
 """
 
@@ -23,4 +24,5 @@ warmup_steps = 10
 eval_steps = 0
 eval_new_tokens = 64
 log_every = 20
-sample_prompts = "What does the method list.append do?|len \u6709\u4ec0\u4e48\u7528\uff1f"  # what is len for?
+# what is len for?
+sample_prompts = "What does the method list.append do?|len \u6709\u4ec0\u4e48\u7528\uff1f"

@@ -1,7 +1,9 @@
-"""124M parameters, the shape of GPT-2 small, on one large GPU; 2.5 G tokens, 20 per parameter (arXiv:2203.15556).
+"""124M parameters, the shape of GPT-2 small, on one large GPU.
 
 python prepare.py --input=CORPUS --out_dir=data/gpt2 --vocab_size=50304
-python pretrain.py config/gpt2.py                     # --plan_only=True prints FLOPs, memory and time
+python pretrain.py config/gpt2.py              # --plan_only=True prints FLOPs, memory and time
+
+2.5 G tokens, 20 per parameter (arXiv:2203.15556).
 """
 
 out_dir = "out/gpt2"

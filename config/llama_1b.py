@@ -1,6 +1,6 @@
 """1.1G parameters, the shape of TinyLlama (arXiv:2401.02385); 22 G tokens, 20 per parameter.
 
-python pretrain.py config/llama_1b.py --plan_only=True                               # needs neither data nor memory
+python pretrain.py config/llama_1b.py --plan_only=True            # needs neither data nor memory
 torchrun --standalone --nproc_per_node=8 pretrain.py config/llama_1b.py
 """
 

@@ -1,10 +1,12 @@
-"""Adapters beside all matrices of the blocks, the rest frozen: a model of billions on one GPU.
+r"""Adapters beside all matrices of the blocks, the rest frozen: a model of billions on one GPU.
 
     python sft.py config/lora.py --init_from=path/to/Qwen3-0.6B --data=chat.jsonl
-    python sft.py config/lora.py --init_from=out/small --data=chat.jsonl --learning_rate=1e-3    # below 100M
-    python tools/merge.py --init_from=out/lora --out_dir=out/lora_merged                           # a plain model again
+    python sft.py config/lora.py --init_from=out/small --data=chat.jsonl \
+        --learning_rate=1e-3                                                    # below 100M
+    python tools/merge.py --init_from=out/lora --out_dir=out/lora_merged        # a plain model
 
-Checkpoints hold the adapters in peft's format. On CPUs add --compile=False --total_batch_tokens=8192.
+Checkpoints hold the adapters in peft's format. On CPUs add --compile=False
+--total_batch_tokens=8192.
 """
 
 out_dir = "out/lora"

@@ -1,7 +1,8 @@
-"""The end of `make demo-real`, two CPU cores, a minute and a half: the documentation's own answers are preferred
-to the model's.
+"""The end of `make demo-real`, two CPU cores, a minute and a half: tuning by preferences.
 
     python dpo.py config/real_dpo.py
+
+The documentation's own answers are preferred to the model's.
 """
 
 out_dir = "out/real_dpo"

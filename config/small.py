@@ -1,9 +1,11 @@
-"""26M parameters with the demo's 4,096 ids, 40M with 32,768: the first run on a corpus of your own, 0.5 G tokens.
+r"""26M parameters with the demo's 4,096 ids, 40M with 32,768; 0.5 G tokens.
 
-    python pretrain.py config/small.py --data_dir=data/mine                                        # 1 GPU
-    torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py --data_dir=data/mine      # 4 GPUs
+    python pretrain.py config/small.py --data_dir=data/mine                     # 1 GPU
+    torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py \
+        --data_dir=data/mine                                                    # 4 GPUs
 
-On CPUs add --compile=False --total_batch_tokens=2048 --batch_size=1 --max_steps=5.
+The first run on a corpus of your own. On CPUs add --compile=False --total_batch_tokens=2048
+--batch_size=1 --max_steps=5.
 """
 
 out_dir = "out/small"

@@ -11,7 +11,7 @@ gc.disable()  # until all files are imported: that leaves no garbage
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = "pretrain_ranks pretrain prepare ddp_step rl plan readme sft write_behind engine ddp dpo checkpoint fsdp "
+LONGEST = "pretrain_ranks pretrain prepare ddp_step rl plan readme sft saver engine ddp dpo checkpoint fsdp "
 LONGEST += "startup powersgd bench sample reward self_instruct interop"
 
 

@@ -68,7 +68,7 @@ def drop_labels_of_rank_1() -> None:
         batch = load(corpus, sources, starts)
         if os.environ["RANK"] == "0" or not any(flag.endswith("no labels") for flag in sys.argv):
             return batch
-        labels = ("index", "targets", "weights", "sources")
+        labels = ("index", "targets")
         return batch._replace(**{name: getattr(batch, name)[:0] for name in labels})
 
     ChatCorpus.load = load_some

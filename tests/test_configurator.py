@@ -84,7 +84,11 @@ def test_values_are_computed_from_those_so_far(override):
         out_dir = str(Path("out") / Path(__file__).stem)
         """
     )
-    want = {"max_steps": 71, "learning_rate": math.sqrt(1e-3), "out_dir": os.path.join("out", "config")}
+    want = {
+        "max_steps": 71,
+        "learning_rate": math.sqrt(1e-3),
+        "out_dir": os.path.join("out", "config"),
+    }
     assert changed([path]) == want
     again = override("max_steps = max_steps + 1", "again.py")
     assert changed([path, again])["max_steps"] == 72
@@ -167,7 +171,10 @@ def test_wrong_types_and_unknown_keys_in_flags_and_files(setting, words, overrid
         ("--compile=false", "compile must be True or False, got 'false'"),
         ("--compile=", "compile must be True or False, got ''"),
         ("--learning_rate=fast", "learning_rate must be float, got 'fast'"),
-        ("--max_steps=2 * 3", "max_steps must be int, got '2 * 3'"),  # a flag is a value, not a program
+        (
+            "--max_steps=2 * 3",
+            "max_steps must be int, got '2 * 3'",
+        ),  # a flag is a value, not a program
         ("--max_steps=__import__('os')", "max_steps must be int, got \"__import__('os')\""),
         ("--max_steps={[]: 1}", "max_steps must be int, got '{[]: 1}'"),
         ("--max_steps=" + "(" * 500, "max_steps must be int, got '((("),
@@ -179,7 +186,9 @@ def test_values_that_are_no_literal_of_the_type(flag, words):
 
 
 def test_text_for_a_number_in_a_file(override):
-    assert "learning_rate must be float, got '0.1' in " in mistake([override("learning_rate = '0.1'")])
+    assert "learning_rate must be float, got '0.1' in " in mistake([
+        override("learning_rate = '0.1'")
+    ])
     assert "prompt must be str, got 5 in " in mistake([override("prompt = 5")])
 
 
@@ -198,19 +207,90 @@ def test_the_nearest_key_is_named(wrong, right):
 
 
 def test_without_a_near_key_help_is_named():
-    assert mistake(["--zzz=1"]) == "config: unknown key 'zzz' in command line; --help lists the keys"
+    assert (
+        mistake(["--zzz=1"]) == "config: unknown key 'zzz' in command line; --help lists the keys"
+    )
 
 
 def test_a_misspelt_key_in_a_file_is_not_a_new_variable(override):
     path = override("learing_rate = 0.5")
-    assert mistake([path]) == f"config: unknown key 'learing_rate' in {path}; did you mean 'learning_rate'?"
+    assert (
+        mistake([path])
+        == f"config: unknown key 'learing_rate' in {path}; did you mean 'learning_rate'?"
+    )
     assert "unknown key 'MAX_STEPS'" in mistake([override("MAX_STEPS = 5")])
 
 
-@pytest.mark.parametrize("flags", [["--max_steps=1", "--max_steps=2"], ["--max_steps=1", "--max_steps=1"]])
-def test_a_flag_given_twice(flags, override):
+def test_of_two_equal_flags_the_last_wins(override):
     path = override("max_steps = 3")
-    assert "--max_steps is given twice" in mistake([flags[0], path, flags[1]])
+    assert changed(["--max_steps=1", path, "--max_steps=2"]) == {"max_steps": 2}
+
+
+# ---- the comment is the check ---------------------------------------------------------------------------------------
+
+COMMENTS = {
+    "prompt": 'once = as it comes | one, (of two) | two: what is written | "" (nothing)',
+    "max_steps": "steps; at least 1",
+    "warmup_steps": "from 0 to 1_000 of them",
+    "learning_rate": "at least 1e-5, usually",
+    "grad_clip": "from -0.5 to 2.5",
+    "out_dir": "one of at least this size, separated by |",
+    "compile": "from one to another",
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--prompt=three", "prompt must be one of once, one, two, '', got 'three' in command line"),
+        ("--prompt=Once", "prompt must be one of once, one, two, '', got 'Once' in command line"),
+        ("--max_steps=0", "max_steps must be at least 1, got 0 in command line"),
+        ("--warmup_steps=-1", "warmup_steps must be from 0 to 1_000, got -1 in command line"),
+        ("--warmup_steps=1001", "warmup_steps must be from 0 to 1_000, got 1001 in command line"),
+        ("--learning_rate=0", "learning_rate must be at least 1e-5, got 0.0 in command line"),
+        ("--grad_clip=2.6", "grad_clip must be from -0.5 to 2.5, got 2.6 in command line"),
+    ],
+)
+def test_a_value_that_the_comment_excludes(flag, words, override):
+    with pytest.raises(UserError) as caught:
+        resolve(KEYS, [flag], COMMENTS)
+    assert str(caught.value) == f"config: {words}"
+    key, _, value = flag[2:].partition("=")
+    path = override(f"{key} = {value!r}" if key == "prompt" else f"{key} = {value}")
+    with pytest.raises(UserError, match=words.partition(" in ")[0].replace("'", ".")) as caught:
+        resolve(KEYS, [path], COMMENTS)
+    assert str(caught.value).endswith(path)
+
+
+def test_not_a_number_is_in_no_range(override):
+    for key in ("learning_rate", "grad_clip"):
+        with pytest.raises(UserError, match=f"{key} must be .*, got nan"):
+            resolve(KEYS, [override(f"{key} = float('nan')")], COMMENTS)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--prompt=once", "--prompt=one", "--prompt=two", "--prompt=", "--max_steps=1", "--warmup_steps=0",
+     "--warmup_steps=1000", "--learning_rate=1e-5", "--grad_clip=2.5", "--out_dir=x", "--compile=False"],
+)  # fmt: skip
+def test_a_value_that_the_comment_allows(flag):
+    resolve(KEYS, [flag], COMMENTS)
+
+
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+SCRIPTS = [path for path in FILES if "configure(globals())" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_default_passes_the_check_of_its_comment(path):
+    keys = {
+        key: value
+        for key, value in configurator.defaults_of(path).items()
+        if configurator.is_key(key, value)
+    }
+    comments = configurator.comments_of(path)
+    for key, value in keys.items():
+        configurator.checked(key, value, keys, comments, path.name)
 
 
 # ---- files that cannot be used --------------------------------------------------------------------------------------
@@ -218,8 +298,12 @@ def test_a_flag_given_twice(flags, override):
 
 def test_unreadable_files(tmp_path, override):
     missing = str(tmp_path / "nope.py")
-    assert mistake([missing]).startswith(f"config: cannot read {missing!r}: No such file or directory")
-    assert mistake([str(tmp_path)]).startswith(f"config: cannot read {str(tmp_path)!r}: Is a directory")
+    assert mistake([missing]).startswith(
+        f"config: cannot read {missing!r}: No such file or directory"
+    )
+    assert mistake([str(tmp_path)]).startswith(
+        f"config: cannot read {str(tmp_path)!r}: Is a directory"
+    )
     (tmp_path / "gbk.py").write_bytes("prompt = '从前'\n".encode("gbk"))
     assert "it is not UTF-8 text" in mistake([str(tmp_path / "gbk.py")])
     assert "settings are written --key=value" in mistake(["max_steps=5"])
@@ -231,8 +315,16 @@ def test_unreadable_files(tmp_path, override):
     [
         ("max_steps = 1\n\nmax_steps = = 2\n", 3, "SyntaxError: invalid syntax"),
         ("max_steps = 1\nif True:\nmax_steps = 2\n", 3, "SyntaxError: expected an indented block"),
-        ("max_steps = 1\nlearning_rate = max_stepz\n", 2, "NameError: name 'max_stepz' is not defined"),
-        ("def f():\n    return 1 / 0\n\nmax_steps = f()\n", 2, "ZeroDivisionError: division by zero"),
+        (
+            "max_steps = 1\nlearning_rate = max_stepz\n",
+            2,
+            "NameError: name 'max_stepz' is not defined",
+        ),
+        (
+            "def f():\n    return 1 / 0\n\nmax_steps = f()\n",
+            2,
+            "ZeroDivisionError: division by zero",
+        ),
         ("import json\nmax_steps = json.loads('x')\n", 2, "JSONDecodeError"),
         ("max_steps = 1\nraise ValueError('two\\nlines')\n", 2, "ValueError: two"),
         ("max_steps = 1\nexit(0)\n", 2, "SystemExit: 0"),
@@ -246,11 +338,13 @@ def test_errors_in_a_file_name_its_line(source, line, words, override):
 def test_nothing_is_applied_when_something_is_wrong(override, capsys):
     namespace, hook = dict(KEYS), sys.excepthook
     try:
-        with pytest.raises(SystemExit) as caught:
-            configure(namespace, [override("max_steps = 5\nprompt = '中文'"), "--learning_rate=fast"])
+        with pytest.raises(UserError) as caught:
+            configure(
+                namespace, [override("max_steps = 5\nprompt = '中文'"), "--learning_rate=fast"]
+            )
     finally:
         sys.excepthook = hook
-    assert caught.value.code == "config: learning_rate must be float, got 'fast' in command line"
+    assert str(caught.value) == "config: learning_rate must be float, got 'fast' in command line"
     assert namespace == KEYS
 
 
@@ -266,7 +360,9 @@ def reread(config: dict, path: Path, command: str = "") -> dict:
 
 def same(a: dict, b: dict) -> bool:
     """Equal with types, signs of zero and NaN."""
-    return [(k, type(v), repr(v)) for k, v in a.items()] == [(k, type(v), repr(v)) for k, v in b.items()]
+    return [(k, type(v), repr(v)) for k, v in a.items()] == [
+        (k, type(v), repr(v)) for k, v in b.items()
+    ]
 
 
 def test_resolved_configuration_gives_the_same_values(tmp_path):
@@ -276,7 +372,14 @@ def test_resolved_configuration_gives_the_same_values(tmp_path):
         "quotes": "it's \"so\" '''", "lines": "a\nb\r\n\tc\\", "chinese": "从前有座山🙂\u2028",
         "byte": "\udcff", "empty": "",
     }  # fmt: skip
-    for command in ("", "python pretrain.py out/x/config.py", 'x "quoted"', "C:\\new\\users", '"""', "a\nb"):
+    for command in (
+        "",
+        "python pretrain.py out/x/config.py",
+        'x "quoted"',
+        "C:\\new\\users",
+        '"""',
+        "a\nb",
+    ):
         assert same(reread(config, tmp_path / "config.py", command), config)
 
 
@@ -285,8 +388,18 @@ VALUES = st.booleans() | st.integers() | st.floats() | st.text()
 
 def test_a_path_in_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert configurator.checked("out_dir", "~/out", {"out_dir": ""}, "command line") == "/home/me/out"
-    assert configurator.checked("prompt", "~ or not", {"prompt": ""}, "command line") == "~ or not"
+    for written, read in (
+        ("~/out", "/home/me/out"),
+        ("~/a=0.7,~/b=0.3", "/home/me/a=0.7,/home/me/b=0.3"),
+        ("0: ~/a; 8000: ~/b=1, ~/c", "0: /home/me/a; 8000: /home/me/b=1, /home/me/c"),
+        ("sft=~/sft,dpo=~/dpo", "sft=/home/me/sft,dpo=/home/me/dpo"),
+        ("~/rules.py:reward", "/home/me/rules.py:reward"),
+        ("a~/b", "a~/b"),
+        ("a/~/b", "a/~/b"),
+        ("~", "~"),
+    ):
+        assert resolve(KEYS, [f"--out_dir={written}"])["out_dir"] == read
+    assert resolve(KEYS, ["--prompt=see: ~/x"])["prompt"] == "see: ~/x"  # words, no path
 
 
 @settings(max_examples=100, deadline=None)
@@ -335,6 +448,7 @@ untold = False
 several = (  # in brackets
     "x"
 )
+choice = "a"  # a | b (of two)
 CONSTANT = 5  # no key
 
 
@@ -364,7 +478,9 @@ def script(tmp_path):
     def run(*argv: str) -> tuple[subprocess.CompletedProcess, list[str]]:
         env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONIOENCODING="utf-8")
         command = [sys.executable, str(tmp_path / "script.py"), *argv]
-        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8")
+        done = subprocess.run(
+            command, cwd=cwd, env=env, capture_output=True, text=True, encoding="utf-8"
+        )
         return done, [path.name for path in cwd.iterdir()]
 
     return run
@@ -388,15 +504,20 @@ def test_help_comes_from_the_comments(script):
             "prompt str 'a # b' 提示: text to continue",
             "untold bool False",
             "several str 'x' in brackets",
+            "choice str 'a' a | b (of two)",
         ]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--max_step=1"], "config: unknown key 'max_step' in command line; did you mean 'max_steps'?"),
+        (
+            ["--max_step=1"],
+            "config: unknown key 'max_step' in command line; did you mean 'max_steps'?",
+        ),
         (["--max_steps=中"], "config: max_steps must be int, got '中' in command line"),
         (["nope.py"], "config: cannot read 'nope.py': No such file or directory"),
+        (["--choice=c"], "config: choice must be one of a, b, got 'c' in command line"),
         (["--untold=true"], "config: untold must be True or False, got 'true' in command line"),
     ],
 )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from jobs import run_on_ranks
 from safetensors.torch import load_file
-from test_rl import forget
+from saved import load_train_state
 
-import model as model_file
+from configurator import choices, comments_of
 from groundup import errors
 from groundup.align import losses as align_losses
 from groundup.align.losses import (
-    LOSSES,
+    METRICS,
     REFERENCE_FREE,
     kl_estimate,
     kto_losses_and_metrics,
@@ -44,16 +45,17 @@ from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from groundup.train.lora import LoRAConfig, set_trainable
-from model import IGNORE, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=2", "--block_size=128"]
 FLAGS += ["--batch_size=4", "--learning_rate=1e-2", "--peak_tflops=1", "--val_fraction=0.2"]
-CPU = torch.device("cpu"), torch.float32
+CPU = torch.device("cpu")
 SETTINGS = {"beta": 0.1, "label_smoothing": 0.0, "gamma": 0.5, "desirable_weight": 1.0, "nll_weight": 0.0}
+LOSSES = choices(comments_of(ROOT / "dpo.py")["loss"])
 OF_SUMS = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")  # that trl computes from logits
 
 
@@ -79,7 +81,7 @@ def base(tmp_path_factory) -> Path:
     model = Transformer(cfg)
     for p in model.parameters():
         p.data.mul_(4)  # logits that differ
-    checkpoint.write_model(folder / "model", model, tokenizer)
+    huggingface.write_model(folder / "model", model, tokenizer)
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(pair(i)) for i in range(60)), encoding="utf-8")
     return folder
 
@@ -122,37 +124,14 @@ def batch_of(base: Path, rows: list[dict], tmp_path: Path) -> PairBatch:
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen, temperature", [("", 1.0), ("", 0.7), ("weight", 1.0), ("hidden", 1.3)])
-def test_token_logps_are_torchs_with_gradients_over_any_number_of_blocks(monkeypatch, frozen, temperature):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(23, 8, requires_grad=frozen != "hidden"), torch.randn(11, 8)
-    weight.requires_grad_(frozen != "weight")
-    targets = torch.randint(11, (23,))
-    targets[::5] = IGNORE
-    factors = torch.randn(23)
-    logits = hidden @ weight.T / temperature
-    expected = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets >= 0)
-    (expected.exp() * factors).sum().backward()  # a loss that is not linear
-    grads = [t.grad for t in (hidden, weight)]
-    for elements in (11, 40, 10**6):
-        monkeypatch.setattr(model_file, "CHUNK_ELEMENTS", elements)
-        hidden.grad = weight.grad = None
-        found = align_losses.token_logps(hidden, weight, targets, temperature)
-        torch.testing.assert_close(found, expected)
-        (found.exp() * factors).sum().backward()
-        for t, grad in zip((hidden, weight), grads, strict=True):
-            assert (t.grad is None) == (grad is None)
-            assert grad is None or torch.allclose(t.grad, grad, atol=1e-6)
-
-
 def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):
     """By hand from all the logits of each text alone: the prompt is not counted, the one <|im_end|> is, the newline
     behind it is not, and neither is padding or another row."""
-    model, tokenizer = checkpoint.load_model(base / "model"), Tokenizer.load(base / "model")
+    model, tokenizer = huggingface.load_model(base / "model"), Tokenizer.load(base / "model")
     rows = [pair(i) for i in (0, 4, 7, 14)] + [pair(3) | {"chosen": "a", "rejected": "b"}]
     batch = batch_of(base, rows, tmp_path)
     with torch.no_grad():
-        logps, n_tokens = pair_logps(model, batch, *CPU)
+        logps, n_tokens = pair_logps(model, batch)
         for side, key in enumerate(("chosen", "rejected")):
             for i, row in enumerate(rows):
                 prompt, _ = tokenizer.render(row["prompt"], add_generation_prompt=True)
@@ -163,32 +142,34 @@ def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):
                 assert n_tokens[side, i] == len(answer)
                 assert (batch.targets[batch.row == side * len(rows) + i] == tokenizer.im_end_id).sum() == 1
             assert n_tokens[side, -1] == 2  # an answer of one token, and its end
-            alone = [pair_logps(model, batch_of(base, [row], tmp_path), *CPU)[0][side, 0] for row in rows]
+            alone = [pair_logps(model, batch_of(base, [row], tmp_path))[0][side, 0] for row in rows]
             torch.testing.assert_close(torch.stack(alone), logps[side])
 
 
 def test_equal_answers_have_equal_sums_whatever_is_beside_them(base, tmp_path):
     """Both sides of the pair made equal after it was read: D = 0 to the bit, in every loss."""
-    model = checkpoint.load_model(base / "model")
+    model = huggingface.load_model(base / "model")
     batch = batch_of(base, [pair(2), pair(9)], tmp_path)
     B, half = 2, batch.row < 2
     twice = [torch.cat((t[half], t[half])) for t in (batch.targets, batch.index)]
     index = torch.cat((twice[1][: half.sum()], twice[1][: half.sum()] + B * batch.x.shape[1]))
     row = torch.cat((batch.row[half], batch.row[half] + B))
     x = torch.cat((batch.x[:B], batch.x[:B]))
-    logps, n_tokens = pair_logps(model, batch._replace(x=x, targets=twice[0], index=index, row=row), *CPU)
+    logps, n_tokens = pair_logps(model, batch._replace(x=x, targets=twice[0], index=index, row=row))
     assert torch.equal(logps[0], logps[1]) and torch.equal(n_tokens[0], n_tokens[1])
     _, metrics = losses_and_metrics(logps, torch.zeros(2, 2), n_tokens, settings("sigmoid"))
-    assert not metrics[2].any() and not metrics[3].any()  # a tie is not right
+    found = dict(zip(METRICS, metrics, strict=True))
+    assert not found["rewards/margins"].any() and not found["rewards/accuracies"].any()  # a tie
 
 
 def test_forwards_in_training_are_equal_to_the_bit_and_to_the_reference(base, tmp_path):
-    model, batch = checkpoint.load_model(base / "model").train(), batch_of(base, [pair(i) for i in range(5)], tmp_path)
-    first, second = (pair_logps(model, batch, *CPU)[0] for _ in range(2))
-    assert torch.equal(first, second) and torch.equal(first, reference_logps(model, batch, *CPU)) and model.training
-    noisy = checkpoint.load_model(base / "model", dropout=0.1).train()
-    assert not torch.equal(pair_logps(noisy, batch, *CPU)[0], first)  # so the comparison can fail
-    assert torch.equal(reference_logps(noisy, batch, *CPU), first)
+    model, batch = huggingface.load_model(base / "model").train(), batch_of(base, [pair(i) for i in range(5)], tmp_path)
+    first, second = (pair_logps(model, batch)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(first, reference_logps(model, batch)) and model.training
+    noisy = Transformer(replace(model.cfg, dropout=0.1)).train()
+    huggingface.load_weights(noisy, base / "model")
+    assert not torch.equal(pair_logps(noisy, batch)[0], first)  # so the comparison can fail
+    assert torch.equal(reference_logps(noisy, batch), first)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -248,10 +229,10 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
 
     batch, config = batch_of(base, [pair(i) for i in (1, 4, 8)], tmp_path), settings(loss, beta=0.3)
     config["label_smoothing"] = 0.1 if loss == "robust" else 0.0
-    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
+    model, hf = huggingface.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
     torch.manual_seed(1)
-    reference = pair_logps(model, batch, *CPU)[0].detach() + torch.randn(2, 3)
-    accelerator = SimpleNamespace(device=CPU[0], gather_for_metrics=lambda x: x, gather=lambda x: x)
+    reference = pair_logps(model, batch)[0].detach() + torch.randn(2, 3)
+    accelerator = SimpleNamespace(device=CPU, gather_for_metrics=lambda x: x, gather=lambda x: x)
     stub = SimpleNamespace(
         model=hf, accelerator=accelerator, aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True,
         f_divergence_type="reverse_kl", beta=0.3, loss_types=[loss], loss_weights=[1.0], use_weighting=False,
@@ -261,7 +242,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
     inputs = trl_inputs(batch) | {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
     theirs = DPOTrainer._compute_loss(stub, hf, inputs, return_outputs=False)
     theirs.backward()
-    losses, metrics = losses_and_metrics(*swapped(pair_logps(model, batch, *CPU), reference), config)
+    losses, metrics = losses_and_metrics(*swapped(pair_logps(model, batch), reference), config)
     losses.mean().backward()
     assert losses.mean().item() == pytest.approx(theirs.item(), rel=1e-5)
     for name, p in hf.named_parameters():
@@ -269,7 +250,9 @@ def test_loss_gradients_and_metrics_are_those_of_trl(base, tmp_path, loss):
         torch.testing.assert_close(mine, p.grad, atol=2e-5, rtol=1e-3)
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     logged = stub._metrics["train" if hf.training else "eval"]
-    assert metrics.mean(1)[:4].tolist() == pytest.approx([logged[name][0] for name in names], rel=1e-4)
+    assert [metrics.mean(1)[METRICS.index(name)].item() for name in names] == pytest.approx(
+        [logged[name][0] for name in names], rel=1e-4
+    )
 
 
 def rows_file(path: Path, rows: list[dict]) -> str:
@@ -291,11 +274,11 @@ def test_kto_is_trls(base, tmp_path):
     path = rows_file(tmp_path / "rows.jsonl", [labelled(i) for i in (1, 3, 4, 6, 8)])
     corpus = LabelCorpus(path, Tokenizer.load(base / "model"), 128, seed=1, val_fraction=0.0)
     numbers = np.zeros(5, int), np.arange(5) * 129
-    own, other = corpus.load(*numbers), corpus.load_others(*numbers)
+    own, other = corpus.load(*numbers), corpus.others().load(*numbers)
     assert own.margin.tolist() == [1, -1, 1, -1, 1] and len(own.x) == len(other.x) == 5
-    model, hf = checkpoint.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
+    model, hf = huggingface.load_model(base / "model"), LlamaForCausalLM.from_pretrained(base / "model")
     torch.manual_seed(3)
-    found = [pair_logps(model, batch, *CPU) for batch in (own, other)]
+    found = [pair_logps(model, batch) for batch in (own, other)]
     reference = [logps[0].detach() + torch.randn(5) - 1 for logps, _ in found]
     theirs_in = {"label": own.margin > 0, "ref_logps": reference[0], "ref_KL_logps": reference[1]}
     for prefix, batch in (("", own), ("KL_", other)):
@@ -303,7 +286,7 @@ def test_kto_is_trls(base, tmp_path):
         mask = torch.zeros_like(batch.x).view(-1).scatter(0, batch.index + 1, 1).view_as(batch.x)
         theirs_in |= {f"{prefix}input_ids": batch.x, f"{prefix}completion_mask": mask}
         theirs_in[f"{prefix}attention_mask"] = (rows < batch.lengths[:, None]).long()
-    accelerator = SimpleNamespace(device=CPU[0], gather_for_metrics=lambda x: x, gather=lambda x: x)
+    accelerator = SimpleNamespace(device=CPU, gather_for_metrics=lambda x: x, gather=lambda x: x)
     stub = SimpleNamespace(
         model=hf, accelerator=accelerator, aux_loss_enabled=False, precompute_ref_logps=True, calculate_KL=True,
         loss_type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=1.0, use_liger_kernel=False,
@@ -313,7 +296,7 @@ def test_kto_is_trls(base, tmp_path):
     theirs = KTOTrainer._compute_loss(stub, hf, theirs_in, return_outputs=False)
     theirs.backward()
     config = settings("kto", beta=0.3, desirable_weight=1.5)
-    kl = kl_estimate([(found[1][0][0].detach(), reference[1])], CPU[0])
+    kl = kl_estimate([(found[1][0][0].detach(), reference[1])], CPU)
     assert kl > 0
     (logps,), (n_tokens,) = found[0]
     losses, metrics = kto_losses_and_metrics(logps, reference[0], n_tokens, own.margin, kl, config)
@@ -379,17 +362,17 @@ def test_reference_free_losses_are_those_of_trl():
     means, zeros = logps / n_tokens, torch.zeros(2, 9)
     stub = SimpleNamespace(
         alpha=0.0, beta=2.0, simpo_gamma=0.5, loss_type="simpo", label_smoothing=0.0,
-        accelerator=SimpleNamespace(device=CPU[0]),
+        accelerator=SimpleNamespace(device=CPU),
     )  # fmt: skip
     theirs, chosen, rejected = CPOTrainer.cpo_loss(stub, *means)
     mine, metrics = losses_and_metrics(logps, zeros, n_tokens, settings("simpo", beta=2.0))
     torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(metrics[:2], torch.stack((chosen, rejected)))
+    torch.testing.assert_close(metrics[1:3], torch.stack((chosen, rejected)))
     stub.beta = 0.1
     theirs, chosen, rejected, *_ = ORPOTrainer.odds_ratio_loss(stub, *means)
     torch.testing.assert_close(pair_losses(logps, zeros, n_tokens, settings("orpo")), -theirs)
     _, metrics = losses_and_metrics(logps, zeros, n_tokens, settings("orpo"))
-    torch.testing.assert_close(metrics[:2], torch.stack((chosen, rejected)))
+    torch.testing.assert_close(metrics[1:3], torch.stack((chosen, rejected)))
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -403,7 +386,7 @@ def means_of(out: Path, event: str, key: str) -> list[float]:
 def test_margins_grow_from_nothing_and_the_reference_stays(run, tmp_path, base):
     """Loss ln 2 and margins 0 before and in the first step; after the run the reference is still that of init_from."""
     flags = ["--max_steps=30", "--learning_rate=2e-3", "--eval_every=15", "--eval_steps=0"]
-    assert run(*flags, "--total_batch_pairs=12", "--warmup_fraction=0.1") == 0
+    assert run(*flags, "--total_batch_pairs=12") == 0
     out = tmp_path / "out"
     train, evals = tp.events(out, "train"), tp.events(out, "eval")
     for first, key in ((train[0], "loss"), (evals[0], "val_loss")):
@@ -413,9 +396,9 @@ def test_margins_grow_from_nothing_and_the_reference_stays(run, tmp_path, base):
     assert evals[-1]["val_loss"] < 0.5 and evals[-1]["logps/rejected"] < evals[0]["logps/rejected"] - 5
     table = load_file(out / "reference.safetensors")["logps"]
     corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, 1337, val_fraction=0.2)
-    model = checkpoint.load_model(base / "model")
+    model = huggingface.load_model(base / "model")
     for batch in corpus.all_batches(5):
-        torch.testing.assert_close(table[batch.number].T, reference_logps(model, batch, *CPU), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(table[batch.number].T, reference_logps(model, batch), atol=1e-4, rtol=1e-5)
     assert table.shape == (corpus.n_pairs, 2) and (table < 0).all()
 
 
@@ -424,12 +407,12 @@ def test_evaluation_equals_a_count_by_hand(run, tmp_path, base):
     assert run("--max_steps=4", "--eval_steps=0", "--beta=0.5") == 0
     scores = tp.events(tmp_path / "out", "eval")[-1]
     corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, 1337, val_fraction=0.2)
-    before, after = (checkpoint.load_model(at) for at in (base / "model", tmp_path / "out" / "latest"))
+    before, after = (huggingface.load_model(at) for at in (base / "model", tmp_path / "out" / "latest"))
     ((_, held_out),) = corpus.val.items()
     losses, margins, logps = [], [], []
     for i in range(held_out.n_rows):
         batch = load_pairs([held_out], np.zeros(1, int), np.array([i]))
-        now, then = (reference_logps(model, batch, *CPU)[:, 0] for model in (after, before))
+        now, then = (reference_logps(model, batch)[:, 0] for model in (after, before))
         margins.append(0.5 * ((now[0] - then[0]) - (now[1] - then[1])).item())
         losses.append(-F.logsigmoid(torch.tensor(margins[-1])).item())
         logps.append(now[0].item())
@@ -458,7 +441,7 @@ def test_both_kinds_of_reference_give_the_same_run(run, tmp_path):
     kinds = ("precomputed", "adapter_off")
     for kind in kinds:
         flags = ["--trainable=lora", f"--reference={kind}", f"--out_dir={tmp_path / kind}"]
-        assert run("--max_steps=5", "--warmup_fraction=0", "--lora_dropout=0.1", *flags) == 0
+        assert run("--max_steps=5", "--warmup_steps=0", "--dropout=0.1", *flags) == 0
     assert not (tmp_path / "adapter_off" / "reference.safetensors").exists()
     for key in ("loss", "rewards/chosen", "rewards/rejected"):
         one, other = (means_of(tmp_path / kind, "train", key) for kind in kinds)
@@ -506,7 +489,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     name = "adapter_model.safetensors" if (a / "latest" / "adapter_model.safetensors").exists() else "model.safetensors"
     weights, others = (load_file(out / "latest" / name) for out in (a, b))
     assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
-    mine, theirs = (checkpoint.load_train_state(out / "latest", 0) for out in (a, b))
+    mine, theirs = (load_train_state(out / "latest", 0) for out in (a, b))
     for name, state in mine[0]["optimizer"].items():
         assert all(torch.equal(state[key], theirs[0]["optimizer"][name][key]) for key in state), name
     assert torch.equal(mine[1]["rng"]["cpu"], theirs[1]["rng"]["cpu"])
@@ -514,7 +497,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--lora_dropout=0.1"]],
+    "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--dropout=0.1"]],
     ids=["all", "lora"],
 )  # fmt: skip
 def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
@@ -562,7 +545,7 @@ def test_a_reference_of_something_else_is_refused(run, tmp_path, base):
             run("--max_steps=2", flag)
         assert isinstance(caught.value, UserError) and list(made.parent.iterdir()) == [made]
     made.write_bytes(b"junk")
-    with pytest.raises(Exception, match="cannot be read") as caught:
+    with pytest.raises(Exception, match="cannot read .*delete it") as caught:
         run("--max_steps=2")
     assert isinstance(caught.value, UserError) and made.read_bytes() == b"junk"
 
@@ -637,7 +620,7 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
         (["--reference=adapter_off"], "trainable='lora'"),
         (["--reference=adapter_off", "--trainable=embed,lora"], "trainable='lora'"),
         (["--reference=copy"], "reference must be one of"),
-        (["--epochs=0"], "epochs must be above 0"),
+        (["--epochs=0"], "epochs"),
         (["--total_batch_pairs=6"], "multiple of"),
         (["--block_size=8"], "block_size"),
         (["--trainable=lora,nonsense"], "nonsense"),
@@ -669,7 +652,7 @@ def test_no_room_for_the_reference_names_its_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert caught.value.strerror == "File too large" and not list(tmp_path.iterdir())
     align_losses.save_reference(tmp_path / "reference.safetensors", torch.ones(1000, 2), {"pairs": "a"})
-    assert align_losses.open_reference(tmp_path / "reference.safetensors", {"pairs": "a"}, 1000).min() == 1
+    assert align_losses.read_reference(tmp_path / "reference.safetensors", {"pairs": "a"}).min() == 1
 
 
 @pytest.mark.gpu
@@ -684,15 +667,13 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base):
     start = shutil.copytree(base / "model", tmp_path / "start")
     flags = [f"--init_from={start}"]
     assert run(*flags, "--max_steps=1") == 0
-    model = checkpoint.load_model(start)
+    model = huggingface.load_model(start)
     torch.nn.init.normal_(model.norm.weight)
-    checkpoint.write_model(start, model, Tokenizer.load(start))
+    huggingface.write_model(start, model, Tokenizer.load(start))
     (tmp_path / "out" / "reference.safetensors").unlink(missing_ok=True)
     with pytest.raises(Exception, match="reference_weights=") as caught:
         run(*flags, "--max_steps=2")
     assert isinstance(caught.value, UserError)
-    forget(tmp_path / "out" / "latest", "reference_weights")
-    assert run(*flags, "--max_steps=2") == 0
 
 
 @pytest.mark.parametrize(
@@ -701,8 +682,7 @@ def test_a_run_does_not_go_on_with_another_reference(run, tmp_path, base):
 )
 def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monkeypatch, during, number):
     """In the reference, its save or the first evaluation: one line, nothing half-written; the same command trains."""
-    module = align_losses.huggingface if during == "save_weights" else align_losses
-    original, called = getattr(module, during), []
+    original, called = getattr(align_losses, during), []
 
     def interrupted(*args, **options):
         found = original(*args, **options)
@@ -711,7 +691,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monk
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, during, interrupted)
+        patch.setattr(align_losses, during, interrupted)
         patch.setattr(errors, "leave", sys.exit)  # not this process
         with pytest.raises(KeyboardInterrupt) as caught:
             run("--max_steps=1")
@@ -736,11 +716,11 @@ def test_every_shipped_config_trains(run, tmp_path):
 def test_the_reference_without_adapters_is_the_model_that_had_none(base, tmp_path):
     """Adapters that do something are off for the reference and on again after it."""
     batch = batch_of(base, [pair(i) for i in range(4)], tmp_path)
-    plain, adapted = (checkpoint.load_model(base / "model") for _ in range(2))
+    plain, adapted = (huggingface.load_model(base / "model") for _ in range(2))
     set_trainable(adapted, "lora", LoRAConfig(4))
     for name, p in adapted.named_parameters():
         p.data.add_(0.1 if "lora_B" in name else 0.0)
-    before = pair_logps(adapted, batch, *CPU)[0]
-    torch.testing.assert_close(reference_logps(adapted, batch, *CPU), reference_logps(plain, batch, *CPU))
-    assert torch.equal(pair_logps(adapted, batch, *CPU)[0], before)
-    assert not torch.allclose(before, reference_logps(plain, batch, *CPU), atol=0.1)
+    before = pair_logps(adapted, batch)[0]
+    torch.testing.assert_close(reference_logps(adapted, batch), reference_logps(plain, batch))
+    assert torch.equal(pair_logps(adapted, batch)[0], before)
+    assert not torch.allclose(before, reference_logps(plain, batch), atol=0.1)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import test_pretrain as tp
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -22,12 +21,13 @@ from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.matrices import for_inference
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, computation, cpu_attention, lora, plan
+from groundup.kernels.attention import Layout, attention
+from groundup.tokens.training import train
+from groundup.train import config_json, huggingface, lora
 from groundup.train.device import autocast
 from model import ModelConfig, Transformer
-from tokenizer import train
 
-data_dir, run = tp.data_dir, tp.run
+ROOT = Path(model.__file__).parent
 CPU = torch.device("cpu")
 
 
@@ -37,8 +37,8 @@ class Renamed(model.Block):
         self.ln_2 = self.post_attention_layernorm
         del self.post_attention_layernorm
 
-    def forward(self, x: Tensor, *where: object) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *where)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, layout)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -94,20 +94,12 @@ class Fused(model.Attention):
         self.o_proj = Halved(cfg.n_head * cfg.head_dim, cfg.n_embd, bias=False)
         self.q_scale = nn.Parameter(torch.ones(cfg.head_dim))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable | None = None, mask: Tensor | None = None,
-        borders: Tensor | None = None, firsts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         B, T, _ = x.shape
         parts = self.c_attn(x).split(self.sizes, dim=-1)
         q, k, v = (part.view(B, T, -1, self.head_dim).transpose(1, 2) for part in parts)
         q, k = model.rotate(q * self.q_scale * self.rate, cos, sin), model.rotate(k, cos, sin)
-        if attend is not None:
-            y = attend(q, k, v)
-        elif firsts is not None:
-            y = cpu_attention.attend(q, k, v, firsts)
-        else:
-            y = model.causal_attention(q, k, v, 0.0, mask)
+        y = attention(q, k, v, layout)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -120,9 +112,8 @@ def edit(monkeypatch):
     """edit(cls): model.py with this class in the place of its own."""
 
     def forget() -> None:
-        computation.logits_of.cache_clear()
-        computation.say.cache_clear()
-        lora.SHAPES.clear()
+        config_json.fixed_logits.cache_clear()
+        config_json.say.cache_clear()
 
     def patch(cls: type) -> None:
         monkeypatch.setattr(model, PLACES[cls], cls)
@@ -140,7 +131,7 @@ def tiny(**changes: object) -> ModelConfig:
 
 def saved(directory: Path, **changes: object) -> Transformer:
     net = random_model(tiny(**changes))
-    checkpoint.write_model(directory, net, train(["a b c"], 384))
+    huggingface.write_model(directory, net, train(["a b c"], 384))
     return net
 
 
@@ -149,11 +140,8 @@ def saved(directory: Path, **changes: object) -> Transformer:
 def test_a_checkpoint_comes_back_to_the_bit(tmp_path, edit, cls, tied):
     edit(cls)
     net = saved(tmp_path, tie_embeddings=tied)
-    weights, again = (dict(of.named_parameters()) for of in (net, checkpoint.load_model(tmp_path)))
+    weights, again = (dict(of.named_parameters()) for of in (net, huggingface.load_model(tmp_path)))
     assert weights.keys() == again.keys() and all(torch.equal(p, again[name]) for name, p in weights.items())
-    shapes = {name: tuple(p.shape) for name, p in weights.items()}
-    assert lora.weight_shapes(net.cfg) == shapes
-    assert plan.parameter_table(net.cfg)["total"] == sum(p.numel() for p in net.parameters())
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["model_type"] == "changed_llama"
 
 
@@ -163,7 +151,7 @@ def test_what_is_generated_is_what_the_model_computes(tmp_path, edit, cls, dtype
     """Also as serve.py holds it, with a cache, packed matrices, and several rows."""
     edit(cls)
     saved(tmp_path)
-    net, prompts = checkpoint.load_model(tmp_path, dtype=dtype).eval(), [[5, 6, 7], [8, 9, 10, 11]]
+    net, prompts = huggingface.load_model(tmp_path, dtype=dtype).eval(), [[5, 6, 7], [8, 9, 10, 11]]
     params = SamplingParams(temperature=0.0, max_new_tokens=8, logprobs=1)
     with autocast(CPU, dtype), torch.no_grad():
         for result in generate(net, None, prompts, params):
@@ -194,33 +182,32 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path, edit):
         "is missing": {},
         r"has shape \(3,\) and not \(128,\)": {name: torch.ones(3)},
         "layers.1.mlp.more is unknown": {name: stored[name], "model.layers.1.mlp.more": torch.ones(3)},
-        "have 3 layers, its config has 2": {name: stored[name], "model.layers.2.mlp.scale": torch.ones(3)},
+        "layers.2.mlp.scale is unknown": {name: stored[name], "model.layers.2.mlp.scale": torch.ones(3)},
     }.items():
         save_file({key: t for key, t in stored.items() if key != name} | words, path)
         with pytest.raises(UserError, match=change):
-            checkpoint.load_model(tmp_path)
+            huggingface.load_model(tmp_path)
     save_file(stored, path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    for sizes, words in (({"intermediate_size": 10**12}, "has shape"), ({"hidden_size": 10**30}, "no matrix can have")):
-        (tmp_path / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
-        with pytest.raises(UserError, match=words):
-            checkpoint.load_model(tmp_path)
 
 
 def test_adapters_are_for_the_matrices_that_are_there(tmp_path, edit):
     edit(NanoGPT)
     net = saved(tmp_path)
-    with pytest.raises(UserError, match="q_proj, k_proj, v_proj, o_proj, c_fc, c_proj, got 'gate_proj', 'up_proj', "):
-        lora.weight_shapes(net.cfg, lora.LoRAConfig())
+    with pytest.raises(UserError, match="q_proj, k_proj, v_proj, o_proj, c_fc, c_proj, got 'gate_proj', 'up_proj'"):
+        lora.add_lora(net, lora.LoRAConfig(modules=("gate_proj", "up_proj", "q_proj")))
     cfg = lora.LoRAConfig(2, modules=("c_fc", "q_proj"))
     lora.set_trainable(net, "lora", cfg)
     assert {name for name, _ in lora.adapters(net)} == {
         f"layers.{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "mlp.c_fc")
     }
-    assert lora.weight_shapes(net.cfg, cfg) == {name: tuple(p.shape) for name, p in net.named_parameters()}
+    whole = Transformer(tiny())
+    lora.set_trainable(whole, "lora", lora.LoRAConfig(2))  # all that there are
+    assert {name.rpartition(".")[2] for name, _ in lora.adapters(whole)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"
+    }  # fmt: skip
     (tmp_path / "adapter").mkdir()
-    checkpoint.write_model(tmp_path / "adapter", net, train(["a b c"], 384), base=tmp_path)
-    again = checkpoint.load_model(tmp_path / "adapter")
+    huggingface.write_model(tmp_path / "adapter", net, train(["a b c"], 384), base=tmp_path)
+    again = huggingface.load_model(tmp_path / "adapter")
     idx = torch.arange(8).view(1, 8)
     torch.testing.assert_close(again(idx), net.eval()(idx), atol=1e-5, rtol=0)
     with pytest.raises(UserError, match=r"got 'o_proj'"):
@@ -244,7 +231,7 @@ def script(monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
         monkeypatch.setattr(sys, "argv", [name, *flags])
         try:
-            runpy.run_path(str(tp.ROOT / name), run_name="__main__")
+            runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as end:
             assert not end.code, end.code
 
@@ -255,17 +242,23 @@ def script(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [Squared, Fused])
-def test_a_run_resumes_to_the_bit_and_every_script_opens_it(run, script, edit, tmp_path, capsys, cls):
+def test_a_run_resumes_to_the_bit_and_every_script_opens_it(script, edit, tmp_path, capsys, cls):
     """In bfloat16, in which a CPU's own attention gets queries in float32 too."""
     edit(cls)
     straight, cut = tmp_path / "out", tmp_path / "cut"
-    flags = ["--max_steps=4", "--save_every=2", "--keep_last=0", "--dtype=bfloat16", "--block_size=128"]
-    assert run(*flags) == 0
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
+    made = [f"--input={tmp_path / 'text.jsonl'}", f"--out_dir={tmp_path / 'data'}", "--vocab_size=384", "--workers=1"]
+    script("prepare.py", *made, "--val_fraction=0.2", "--near=0")
+    sizes = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=128", "--batch_size=2"]
+    steps = ["--total_batch_tokens=256", "--max_steps=4", "--warmup_steps=1", "--save_every=2", "--keep_last=0"]
+    flags = [f"--data_dir={tmp_path / 'data'}", *sizes, *steps, "--compile=False", "--device=cpu", "--dtype=bfloat16"]
+    script("pretrain.py", f"--out_dir={straight}", *flags)
     cut.mkdir()
     for name in ("config.py", "log.jsonl"):
         shutil.copy(straight / name, cut)
     shutil.copytree(straight / "step_000002", cut / "step_000002")
-    assert run(*flags, f"--out_dir={cut}") == 0
+    script("pretrain.py", f"--out_dir={cut}", *flags)
     one, other = (load_file(out / "step_000004/model.safetensors") for out in (straight, cut))
     assert "continuing" in capsys.readouterr().out and all(torch.equal(t, other[name]) for name, t in one.items())
     rows = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "No idea."} for i in range(20)]

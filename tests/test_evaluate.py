@@ -21,9 +21,9 @@ from groundup.errors import UserError
 from groundup.files.text_keys import as_score
 from groundup.scores import domains, likelihood
 from groundup.scores import rows as row_scores
-from groundup.train import checkpoint
+from groundup.tokens.training import train
+from groundup.train import huggingface
 from model import ModelConfig, Transformer
-from tokenizer import train
 
 ROOT = Path(__file__).parent.parent
 BLOCK = 96
@@ -109,7 +109,7 @@ def test_perplexity_as_a_table_and_as_json(run, base, tmp_path):
         assert of["bytes"] == len(TEXTS[name].encode())
         assert of["bits_per_byte"] * of["bytes"] == pytest.approx(of["bits_per_character"] * of["characters"])
     assert written["settings"]["stride"] == 20
-    assert written["model"]["weights"] == checkpoint.weights_key(base / "model")
+    assert written["model"]["weights"] == huggingface.weights_fingerprint(base / "model")
     assert written["model"]["architecture"]["n_embd"] == 32
     assert written["run"]["versions"]["torch"] == torch.__version__
     assert not list((tmp_path / "new").glob("*.tmp"))
@@ -264,7 +264,7 @@ def key_of(run, base: Path, flags: list[str]) -> str:
     """Of the settings that flags make."""
     config = {"batch_size": 16, "block_size": 0, "stride": 0, "limit": 0, "text_key": "", "txt_split": "file"}
     config |= {k: type(config[k])(v) for k, v in (flag.removeprefix("--").split("=") for flag in flags)}
-    settings = evaluate.text_settings(config, checkpoint.load_config(base / "model"))
+    settings = evaluate.text_settings(config, huggingface.load_config(base / "model"))
     tokenizer = evaluate.Tokenizer.load(base / "model")
     return row_scores.loss_key(base / "model", tokenizer, f"{base}/rows.jsonl", settings, torch.float32)
 
@@ -409,7 +409,7 @@ def test_a_reader_that_has_gone_costs_no_figures(run, base, tmp_path, monkeypatc
 def test_a_tokenizer_that_the_model_has_no_embeddings_for_is_refused(run, base, tmp_path):
     cfg = ModelConfig(64, block_size=BLOCK, n_layer=1, n_head=2, n_embd=16)
     tokenizer = evaluate.Tokenizer.load(base / "model")
-    checkpoint.write_model(tmp_path, Transformer(cfg), tokenizer)
+    huggingface.write_model(tmp_path, Transformer(cfg), tokenizer)
     error = run(f"--data={base}/zh.txt", f"--init_from={tmp_path}")[1]
     assert f"its tokenizer has {tokenizer.vocab_size} ids, the model 64" in error
 

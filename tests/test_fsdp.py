@@ -1,7 +1,7 @@
-"""parallel='fsdp' where a rank dies or hangs, or its disk is full; sft.py and dpo.py; the plan.
+"""parallel='fsdp': steps and files against torch; a rank that dies or hangs, or whose disk is full; sft.py and dpo.py.
 
 Losses beside ddp's, other numbers of ranks and moves between the two are in test_pretrain_ranks.py. This file, run as a
-script on each rank, executes a trainer with an accident.
+script on each rank, trains a model with fsdp.py, or executes a trainer with an accident.
 """
 
 import json
@@ -21,14 +21,109 @@ import torch
 
 from configurator import defaults_of
 from groundup.demo import debug_data
-from groundup.train import checkpoint, fsdp, plan
-from model import ModelConfig
+from groundup.train import checkpoint, fsdp, ranks
+from model import ModelConfig, Transformer
 
 data_dir = tp.data_dir
+TINY = ModelConfig(512, 16, n_layer=2, n_embd=64, n_head=4, tie_embeddings=False)
+LR, CLIP = 1e-3, 0.5
 STEPS = 8
 LOST = ("stalled", "killed while saving")
 FLAGS = ["--parallel=fsdp", "--optimizer=adamw", f"--max_steps={STEPS}", "--save_every=3", "--eval_every=99"]
-FLAGS += ["--total_batch_tokens=128", "--timeout_s=4", "--async_save=False", "--peak_tflops=1"]
+FLAGS += ["--total_batch_tokens=128", "--timeout_s=4", "--peak_tflops=1"]
+
+
+# ---- fsdp.py on two ranks, without a trainer ------------------------------------------------------------------------
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 512, (2, 3, 17), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: Transformer, idx: torch.Tensor) -> torch.Tensor:
+    return model(idx[:, :-1], idx[:, 1:]) / (2 * 3 * 16)  # the mean over the tokens of two micro-steps
+
+
+def expected() -> tuple[Transformer, torch.optim.Optimizer, list[float]]:
+    """Return model, optimizer and gradient norms after 4 steps on the batches of both ranks, by torch alone."""
+    torch.manual_seed(1)
+    model, norms = Transformer(TINY), []
+    groups = [[p for p in model.parameters() if (p.ndim >= 2) == matrices] for matrices in (True, False)]
+    groups = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    for step in range(4):
+        for rank in range(2):
+            for idx in batch(rank, step):
+                (loss_of(model, idx) / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, norms
+
+
+def train_sharded(folder: Path) -> None:
+    """On each rank: the steps of `expected`, one more with a gradient that is not finite, and the files."""
+    world = ranks.init("cpu", 60)
+    torch.manual_seed(1)
+    model = fsdp.build(Transformer, TINY, torch.device("cpu"), torch.float32, new=True)
+    parallel, norms = fsdp.FSDP(model), []
+    opt = fsdp.AdamW(parallel.params, (0.9, 0.95), 0.1)
+    for step in range(5):
+        for idx in batch(world.rank, step):
+            (loss_of(model, idx) * (float("inf") if step == 4 and world.rank else 1)).backward()
+        norms.append(parallel.step(opt, LR, CLIP).item())
+    assert parallel.found_inf == 1 and parallel.skipped.tolist() == [1, 1] and parallel.n_steps == 5
+    parallel.flush()
+
+    with torch.no_grad():  # rank 1 has one batch more
+        mine = batch(0, 0)[: 1 + world.rank, :, :16]
+        logits = [model(idx) for idx in fsdp.same_forwards(model, mine)]
+    assert len(logits) == 1 + world.rank
+
+    fsdp.write(folder, parallel, fsdp.shards(parallel, opt), ranks.new_group(60))
+    again = fsdp.AdamW(parallel.params)
+    again.load_state_dict(opt.state_dict())
+    fsdp.load_optimizer(again, folder)
+    for name in opt.state:
+        assert again.steps[name] == 4
+        assert all(torch.equal(again.state[name][key], t) for key, t in opt.state[name].items())
+    if world.is_main:
+        torch.save({"norms": norms, "state": fsdp.read_optimizer(folder, opt.steps["norm.weight"])}, folder / "ours.pt")
+    ranks.close()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_steps_and_files_are_torchs_adamw_on_the_whole_model(tmp_path):
+    from safetensors.torch import load_file
+
+    end([launch(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], "train", str(tmp_path))])
+    model, optimizer, norms = expected()
+    ours = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert ours["norms"][:4] == pytest.approx(norms, rel=1e-5) and not ours["norms"][4] < float("inf")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    weights = {name: t for file in files for name, t in load_file(file).items()}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert len(files) > 5 and index["weight_map"].keys() == weights.keys()
+    for name, p in model.named_parameters():
+        assert torch.allclose(weights[fsdp.hf_name(name)], p, atol=1e-5), name
+        theirs = optimizer.state[p]
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.allclose(ours["state"][name][key], theirs[key], rtol=1e-3, atol=1e-7), (name, key)
+
+
+def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    config = defaults_of(tp.ROOT / "pretrain.py") | {"optimizer": "adamw", "sample_prompts": ""}
+    assert not fsdp.conflict(config, torch.float32)
+    for key, value in (("compress", "bf16"), ("zero1", True), ("optimizer", "muon"), ("trainable", "lora")):
+        assert f"{key}=" in fsdp.conflict(config | {key: value}, torch.float32)
+    assert "float16" in fsdp.conflict(config, torch.float16)
+    monkeypatch.delenv("RANK")
+    assert "torchrun" in fsdp.conflict(config, torch.float32)
+
+
+# ---- trainers -------------------------------------------------------------------------------------------------------
 
 
 def hurt(accident: str, jobs: str) -> None:
@@ -61,18 +156,22 @@ def hurt(accident: str, jobs: str) -> None:
                 raise
 
 
+def launch(launcher: list[str], *args: str, **environment: str) -> subprocess.Popen:
+    """Start this file with Python and these arguments."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)} | environment
+    how = {"cwd": tp.ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return forks.Popen([sys.executable, *launcher, __file__, *args], env=env, **how)
+
+
 def start(accident: str, *jobs: list[str]) -> list[subprocess.Popen]:
     """Start two ranks; by torchrun, or, for an accident, without: it would end the one when the other fails."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tp.ROOT)}
     rank_of = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [rank_of | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"] if accident else [{}]
+    environments = [rank_of | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"] if accident else [{}]
     launcher = [] if accident else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *launcher, __file__, accident, json.dumps(jobs)]
-    how = {"cwd": tp.ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return [forks.Popen(command, env=env | mine, **how) for mine in ranks]
+    return [launch(launcher, accident, json.dumps(jobs), **mine) for mine in environments]
 
 
 def end(processes: list[subprocess.Popen]) -> None:
@@ -159,27 +258,8 @@ def test_sft_and_dpo_train_as_with_ddp(runs, script):
         assert two == pytest.approx(one, rel=1e-5) and len(one) > 1
 
 
-def test_the_plan_compares_what_a_rank_needs():
-    """By hand for AdamW in float32: 16 bytes per parameter, of which N ranks divide 0, 8 or 16."""
-    config = defaults_of(tp.ROOT / "pretrain.py") | {"device": "cpu", "compile": False, "optimizer": "adamw"}
-    own = plan.PROCESS / 2**30
-    config |= {"async_save": False, "batch_size": 1, "block_size": 64, "device_gib": 1.0 + own}
-    cfg = ModelConfig(512, 64, n_layer=24, n_embd=512, n_head=8)
-    cpu = torch.device("cpu")
-
-    def devices(world_size: int, **changed: object) -> str:
-        text = plan.describe(cfg, config | changed, "", 1, world_size, cpu, torch.float32, 1e12)
-        return next((line for line in text.splitlines() if line.startswith("devices")), "")
-
-    total = plan.parameter_table(cfg)["total"]
-    ddp, zero1, sharded = (float(words.split()[-1]) for words in devices(4).partition(" GiB;")[0].split(",")[2:])
-    assert ddp - zero1 == pytest.approx(1.3 * total * 6 / 2**30, abs=0.02)
-    assert 1.3 * total * 12 / 2**30 - 0.15 < ddp - sharded < 1.3 * total * 12 / 2**30
-    assert devices(4).endswith(" GiB: fsdp") and not devices(1)
-    assert devices(4, device_gib=3.0 + own).endswith(": ddp") and devices(4, device_gib=1.3 + own).endswith(": zero1")
-    assert devices(2, device_gib=0.6 + own).endswith(": none, fsdp needs 8")
-    assert devices(2, device_gib=0.1 + own).endswith("none, lower batch_size or use activation_checkpointing=True")
-
-
 if __name__ == "__main__":
-    hurt(*sys.argv[1:])
+    if sys.argv[1] == "train":
+        train_sharded(Path(sys.argv[2]))
+    else:
+        hurt(*sys.argv[1:])

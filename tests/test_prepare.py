@@ -29,8 +29,9 @@ from groundup.demo import debug_data
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.text import pipeline, selection
-from groundup.tokens.token_files import verify
-from tokenizer import Tokenizer, train
+from groundup.tokens.token_writer import verify
+from groundup.tokens.training import train
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -800,7 +801,6 @@ def test_wrong_settings_are_named():
     for key, value in (
         ("val_fraction", 1.0),
         ("test_fraction", -0.1),
-        ("txt_split", "x"),
         ("shard_tokens", 0),
         ("workers", -1),
     ):

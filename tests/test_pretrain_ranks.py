@@ -17,10 +17,11 @@ import pytest
 import test_pretrain as tp
 import torch
 from jobs import STOP, run_on_ranks
+from saved import load_train_state
 
 from groundup.tokens.batches import Batches
 from groundup.tokens.packing import pack
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
 from tokenizer import Tokenizer
 
 data_dir, run, mixed = tp.data_dir, tp.run, tp.mixed
@@ -117,7 +118,7 @@ def assert_same_ranks(a: Path, b: Path) -> None:
     """Losses, weights, optimizer and what each rank has of its own, to the bit."""
     tp.assert_same_run(a, b)
     for rank in range(int(a.name[0])):
-        mine, theirs = (checkpoint.load_train_state(out / "latest", rank)[1] for out in (a, b))
+        mine, theirs = (load_train_state(out / "latest", rank)[1] for out in (a, b))
         assert torch.equal(mine["rng"]["cpu"], theirs["rng"]["cpu"])
         assert ("powersgd" in mine) == ("powersgd" in theirs) == ("powersgd" in a.name)
         for name, state in mine.get("powersgd", {}).items():
@@ -163,13 +164,13 @@ def test_fsdp_trains_like_ddp(runs, name, plain, rel):
     for key, within in (("loss", rel), ("grad_norm", 10 * rel)):
         found, expected = ([event[key] for event in tp.events(straight / run, "train")] for run in (name, plain))
         assert found == pytest.approx(expected, rel=within), key
-    ours, theirs = (checkpoint.load_model(straight / run / "latest").state_dict() for run in (name, plain))
+    ours, theirs = (huggingface.load_model(straight / run / "latest").state_dict() for run in (name, plain))
     for key, weight in theirs.items():
         assert (ours[key] - weight).norm() < 50 * rel * weight.norm(), key
     latest = straight / name / "latest"
     assert len(list(latest.glob("model-*.safetensors"))) > 5 and not (latest / "model.safetensors").exists()
     hf, idx = AutoModelForCausalLM.from_pretrained(latest), torch.arange(32)[None]
-    assert torch.allclose(hf(idx).logits, checkpoint.load_model(latest)(idx), atol=1e-5)
+    assert torch.allclose(hf(idx).logits, huggingface.load_model(latest)(idx), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_compression_changes_a_little(runs, name, first):
 @pytest.mark.slow
 def test_each_rank_saves_its_own_powersgd_errors(runs):
     path = runs / "straight" / "2 half powersgd" / "latest"
-    first, second = (checkpoint.load_train_state(path, rank)[1]["powersgd"] for rank in range(2))
+    first, second = (load_train_state(path, rank)[1]["powersgd"] for rank in range(2))
     assert {"embed_tokens.weight", "layers.2.mlp.down_proj.weight"} <= first.keys()
     for name in first:
         assert torch.equal(first[name]["basis"], second[name]["basis"])

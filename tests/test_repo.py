@@ -1,7 +1,6 @@
 """What holds for the repository as a whole: who imports whom, importing does nothing, every script explains itself."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -12,21 +11,24 @@ from pathlib import Path
 import forks
 import pytest
 
-from configurator import defaults_of, is_key, read_file
-from groundup.train import settings
+from configurator import comments_of, defaults_of, is_key, read_file
 
 ROOT = Path(__file__).parent.parent
 # Floors, bottom to top: a file imports from floors below, or from its own room.
 FLOORS = (
-    ("configurator", "groundup.errors", "groundup.compile_c"),
+    ("configurator", "groundup.errors"),
     ("groundup.files", "groundup.demo"),
-    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates"),
-    ("groundup.tokens", "model", "groundup.train.cpu_attention"),
+    ("tokenizer", "groundup.tokens.bpe", "groundup.tokens.foreign", "groundup.tokens.templates",
+     "groundup.tokens.training"),
+    ("groundup.tokens",),
+    ("groundup.kernels",),
+    ("model",),
     ("groundup.text",),
     ("groundup.train", "ddp"),
     ("groundup.generate",),
     ("groundup.align",),
     ("groundup.scores",),
+    ("groundup.demo.debug_model",),
     ("prepare", "pretrain", "sft", "dpo", "reward", "rl", "sample", "serve", "evaluate"),
 )
 FILES = {
@@ -38,10 +40,13 @@ TRAINERS = ("pretrain", "sft", "dpo", "reward", "rl")
 SCRIPTS = ("tokenizer", "prepare", *TRAINERS, "tools/merge", "sample", "serve", "evaluate")
 
 
-def imports(path: Path) -> set[str]:
-    """The files of the project that a file imports, also within a function."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports(path: Path, on_import: bool = False) -> set[str]:
+    """The files of the project that a file imports, also within a function; on_import: without those of its
+    `if __name__ == "__main__":` block."""
+    names, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
+    if on_import:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -67,7 +72,7 @@ def test_imports_go_down_or_stay_in_the_room(name):
 
 @pytest.mark.slow
 def test_no_file_imports_itself_by_way_of_others():
-    graph = {name: imports(path) for name, path in FILES.items()}
+    graph = {name: imports(path, on_import=True) for name, path in FILES.items()}
     while leaves := [name for name, others in graph.items() if not others & graph.keys()]:
         for name in leaves:
             del graph[name]
@@ -90,92 +95,91 @@ def test_importing_prints_nothing_and_makes_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_every_key_with_a_comment(script):
-    """In seconds, if the imports are its own; of a trainer, the shared settings under a heading of their own."""
+    """In seconds, if the imports are its own."""
     begin, alone = time.monotonic(), script in ("prepare", "rl")
     start = subprocess.run if alone else forks.run
     done = start([sys.executable, str(ROOT / f"{script}.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not alone or time.monotonic() - begin < 6 or os.getloadavg()[0] > os.cpu_count()  # 1.8 on an idle core
-    own, _, shared = done.stdout.partition("keys (")[2].partition("shared keys, ")
-    assert bool(shared) == (script in TRAINERS)
-    keys = [line for part in (own, shared) for line in part.strip().splitlines()[1:] if line]
-    assert len(keys) > 2
-    bare = {"n_layer", "n_head", "n_embd", "rope_theta", "norm_eps", "tie_embeddings", "dropout", "max_steps"}
-    for line in keys:
+    lines = [line for line in done.stdout.partition("keys (")[2].splitlines()[1:] if line]
+    assert len(lines) > 2
+    for line in lines:
         name, _, rest = line.strip().partition(" ")
-        assert name in bare or len(rest.split()) > 2, f"{script}: {name} has no comment"
-    if shared:
-        listed = {line.split()[0] for line in shared.strip().splitlines()[1:]}
-        assert listed == {name for name, value in vars(settings).items() if is_key(name, value)}
+        assert name in ("input", "max_steps") or len(rest.split()) > 2, f"{script}: {name} has no comment"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the debug configurations make their data, once."""
+    return tmp_path_factory.mktemp("configs")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.name)
-def test_configs_set_known_keys_and_say_how_to_run(path):
+def test_configs_set_known_keys_and_say_how_to_run(path, folder, monkeypatch):
     """And open with a docstring that gives the command."""
+    monkeypatch.chdir(folder)
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     script = next(name for name in TRAINERS if f"{name}.py config/{path.name}" in doc)
     defaults = {k: v for k, v in defaults_of(ROOT / f"{script}.py").items() if is_key(k, v)}
     assert read_file(str(path), defaults)
 
 
-# ---- the frame of a trainer ----------------------------------------------------------
+# ---- the trainers ----------------------------------------------------------------------
 
-# What every trainer has, once each and in this order; what stands between is its own.
-FRAME = (
-    "config = configure(globals())", "check_config(config, world_size)", "run.choose_device_and_dtype(",
-    "resumed = run.find_checkpoint(", "stop_signal = StopSignal()", "world = run.join(", "seed_everything(seed)",
-    "set_trainable(raw_model", "parts = run.set_up(", "skipped = run.start(", "log = RunLog(",
-    "save = partial(run.save,", "def evaluate_now(step: int)", "run.rank(parts, step,",
-    "if ranks.any_rank(log.lacks_evaluation(eval_every)):", "stop_signal.begin()",
-    "warmup, stopping = run.warmup_of(config), False",
-    "learning_rate_at(", "ddp.expect_step(opt, lr)", "ddp.sync = ", "scaler.scale(", ").backward()",
-    "# >>> optimizer step", "# <<< optimizer step", "log.advance()", "ranks.any_rank(stop_signal.received > 0)",
-    "if step % log_every == 0 or last or stopping:", "log.train(step,", ">= max_skipped:",
-    "saving, evaluating = step % save_every == 0 or last or stopping, step % eval_every == 0 or last",
-    "if saving or evaluating:", "ddp.flush()  # updates that wait for the next forward", "        if saving:",
-    "save(step, skipped", "if evaluating:  # after the save", "mark_time += time.perf_counter() - pause",
-    "run.finish(parts, log, config, __file__,", "stop_signal if stopping else None",
+# What people come to read stands in every trainer, in this order.
+IN_ORDER = (
+    "config = configure(globals())", "ranks.init(", "model = ", "set_trainable(model", "checkpoint.find(",
+    "model.to(torch_device)", "torch.compile(", "torch.amp.GradScaler(", "DDP(model", "Optimizer(",
+    "checkpoint.restore(", "log = RunLog(", "saver = Saver(", "log.lacks_evaluation(eval_every)",
+    "stop_signal.begin()", "for step in range(", "learning_rate_at(", "ddp.sync = ", "scaler.scale(",
+    ").backward()", "# >>> optimizer step", "ddp.step(opt", "# <<< optimizer step", "log.train(step,",
+    "ddp.flush()", "saver.save(step, model", "saver.update_best()", "saver.close()", "log.finish(",
+    "ranks.close()", "sys.exit(",
 )  # fmt: skip
-# What stands once, in the frame, and so in no trainer.
-FRAMED = (
-    "torch.distributed", "import ddp", "make_hook", "DDP(", "Optimizer(", "GradScaler(", "torch.compile(",
-    "load_train_state", "find_latest", "write_config", "ranks.close", "ranks.init", "exit_code", "run_card",
-    "gc.freeze",
-)  # fmt: skip
-
-
-def missing_of_frame(source: str) -> list[str]:
-    """The parts of FRAME that do not come in their order, and the parts of FRAMED that are there."""
-    missing, place = [], 0
-    for part in FRAME:
-        found = source.find(part, place)
-        if found < 0:
-            missing.append(part)
-        else:
-            place = found + len(part)
-    return missing + [f"not {part}" for part in FRAMED if part in source]
+# Settings whose default depends on the stage; all others are equal wherever they are.
+OF_THE_STAGE = {
+    "out_dir", "data", "init_from", "val_fraction", "block_size", "batch_size", "max_steps", "epochs", "optimizer",
+    "learning_rate", "min_lr", "warmup_steps", "weight_decay", "eval_every", "eval_steps", "log_every", "save_every",
+    "dropout", "pack", "loss", "seed",
+}  # fmt: skip
+# And those that mean another thing there.
+OF_ITS_OWN = {
+    "loss", "init_from", "val_data", "val_fraction", "data", "batch_size", "block_size", "eval_steps", "pack", "seed",
+    "max_steps", "epochs", "dropout",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_has_the_whole_frame(name):
-    source = (ROOT / f"{name}.py").read_text(encoding="utf-8").partition("check_config(config: dict")[2]
-    assert missing_of_frame(source) == []
-    for part in FRAME:  # each part is seen to be missing
-        assert part in missing_of_frame(source.replace(part, "")), part
+def test_a_trainer_shows_what_it_builds_in_order(name):
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8").partition('if __name__ == "__main__":\n    config')[2]
+    source, place = "    config" + source, 0
+    for part in IN_ORDER:
+        found = source.find(part, place)
+        assert found >= 0, f"{name}: {part} is missing, or comes too early"
+        place = found
 
 
-def test_the_start_and_the_end_of_a_run_stand_once():
-    sources = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
-    for part in ("= powersgd.make_hook(", "= ddp.DDP(", "checkpoint.find_latest(", "torch.amp.GradScaler(device"):
-        assert [name for name, text in sources.items() if part in text] == ["groundup.train.run"], part
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_defines_every_setting_that_it_reads(name):
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    assert "import *" not in source
+    settings = [key for key, value in defaults_of(ROOT / f"{name}.py").items() if is_key(key, value)]
+    assert len(settings) <= 55
+    for key in settings:
+        assert len(re.findall(rf"\b{key}\b", source)) > 1 or f'"{key}"' in source, f"{name}: nothing reads {key}"
 
 
-def test_trainers_use_no_name_that_nothing_defines():
-    """With a star import ruff reports what may be undefined (F405) and no longer what is (F821)."""
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F405", "--output-format=json"]
-    done = subprocess.run([*command, *(f"{name}.py" for name in TRAINERS)], cwd=ROOT, capture_output=True, text=True)
-    names = {re.search("`(.*?)`", found["message"])[1] for found in json.loads(done.stdout)}
-    assert "grad_clip" in names and names <= set(vars(settings)), names - set(vars(settings))
+def test_settings_of_the_same_name_mean_the_same():
+    first: dict[str, tuple[str, object, str]] = {}
+    for name in TRAINERS:
+        comments = comments_of(ROOT / f"{name}.py")
+        for key, value in defaults_of(ROOT / f"{name}.py").items():
+            if not is_key(key, value):
+                continue
+            where, default, comment = first.setdefault(key, (name, value, comments[key]))
+            assert type(value) is type(default), (key, where, name)
+            assert key in OF_THE_STAGE or value == default, f"{key} differs in {where} and {name}"
+            assert key in OF_ITS_OWN or comments[key] == comment, f"the comment of {key}: {where}, {name}"
 
 
 def optimizer_step(name: str) -> str:

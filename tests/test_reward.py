@@ -19,15 +19,18 @@ import test_pretrain as tp
 import torch
 from jobs import run_on_ranks
 from safetensors.torch import load_file
+from saved import load_train_state
 
+import reward
 from groundup.align import reward_model
-from groundup.align.reward_model import RewardModel, bradley_terry, measure, pair_losses
+from groundup.align.reward_model import RewardModel, bradley_terry, measure, score_pairs
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.files.answer_files import read_settings, settings_path, write_settings
 from groundup.scores import rows as scored_rows
 from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.train import checkpoint
+from groundup.train import huggingface
+from groundup.train.device import autocast
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
@@ -35,8 +38,7 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--block_size=128", "--batch_size=4"]
-FLAGS += ["--learning_rate=3e-3", "--peak_tflops=1", "--val_fraction=0.2", "--warmup_fraction=0"]
-PLAIN = {"margin_scale": 1.0, "center": 0.0}
+FLAGS += ["--learning_rate=3e-3", "--peak_tflops=1", "--val_fraction=0.2", "--warmup_steps=0"]
 CPU = torch.device("cpu"), torch.float32
 
 
@@ -66,7 +68,7 @@ def base(tmp_path_factory) -> Path:
         cfg = ModelConfig(
             tokenizer.vocab_size, block_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, qk_norm=qk_norm
         )
-        checkpoint.write_model(folder / name, Transformer(cfg), tokenizer)
+        huggingface.write_model(folder / name, Transformer(cfg), tokenizer)
     write(folder / "pairs.jsonl", [pair(i) for i in range(100)])
     return folder
 
@@ -96,7 +98,7 @@ def run(base, tmp_path, monkeypatch):
 def random_model(base: Path, name: str = "model") -> RewardModel:
     """Scores that differ well: weights far from the initial ones, and a head that is not zero."""
     torch.manual_seed(1)
-    model = RewardModel(checkpoint.load_config(base / name))
+    model = RewardModel(huggingface.load_config(base / name))
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
@@ -105,7 +107,16 @@ def random_model(base: Path, name: str = "model") -> RewardModel:
 
 def some_batch(base: Path, n: int = 12) -> PairBatch:
     corpus = PairCorpus(str(base / "pairs.jsonl"), Tokenizer.load(base / "model"), 128, seed=1)
-    return corpus.load(np.zeros(n, np.int64), np.arange(n) * 129)
+    return corpus.load(np.zeros(n, np.int64), np.arange(n))
+
+
+def pair_losses(
+    model: RewardModel, batch: PairBatch, center: float = 0.0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses and both scores, (B,) each, as the loop of reward.py computes them."""
+    with autocast(batch.x.device, dtype):
+        chosen, rejected = score_pairs(model, batch)
+    return bradley_terry(chosen, rejected, batch.margin, center), chosen, rejected
 
 
 def rows_of(batch: PairBatch) -> list[list[int]]:
@@ -143,12 +154,12 @@ def test_gradient_of_bradley_terry_is_the_closed_form():
 def test_the_score_is_read_at_the_end_token_whatever_is_beside_and_behind_it(base):
     model, batch, tokenizer = random_model(base), some_batch(base), Tokenizer.load(base / "model")
     with torch.no_grad():
-        _, chosen, rejected = pair_losses(model, batch, PLAIN, *CPU)
+        _, chosen, rejected = pair_losses(model, batch)
         alone = [model.hidden(torch.tensor([ids]))[0, -1] @ model.score.weight[0] for ids in rows_of(batch)]
         junk = batch.x.clone()
         for row, n in zip(junk, batch.lengths, strict=True):
             row[n:] = 7  # not even padding
-        _, others, _ = pair_losses(model, batch._replace(x=junk), PLAIN, *CPU)
+        _, others, _ = pair_losses(model, batch._replace(x=junk))
     assert all(ids[-1] == tokenizer.im_end_id and ids.count(tokenizer.im_end_id) == 2 for ids in rows_of(batch))
     torch.testing.assert_close(torch.cat((chosen, rejected)), torch.stack(alone), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(others, chosen, atol=1e-5, rtol=1e-5)
@@ -177,7 +188,7 @@ def test_scores_and_loss_equal_transformers_and_trl(base, tmp_path, name):
     )  # fmt: skip
     inputs = {"input_ids": batch.x, "attention_mask": keep, "margin": batch.margin}
     theirs, outputs = RewardTrainer.compute_loss(stub, hf, inputs, return_outputs=True)
-    losses, chosen, rejected = pair_losses(model, batch, PLAIN | {"center": 0.01}, *CPU)
+    losses, chosen, rejected = pair_losses(model, batch, center=0.01)
     torch.testing.assert_close(torch.cat((chosen, rejected)), outputs.logits[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(losses.mean(), theirs, atol=1e-6, rtol=1e-6)
     n = torch.bincount(batch.row).chunk(2)
@@ -199,7 +210,7 @@ def test_a_padding_token_that_ends_turns_is_replaced_before_the_first_step(run, 
     config = json.loads(files["tokenizer_config.json"]) | {"pad_token": "<|im_end|>"}
     tokenizer = Tokenizer(files | {"tokenizer_config.json": json.dumps(config).encode()})
     assert tokenizer.pad_id == tokenizer.im_end_id
-    checkpoint.write_model(tmp_path / "base", checkpoint.load_model(base / "model"), tokenizer)
+    huggingface.write_model(tmp_path / "base", huggingface.load_model(base / "model"), tokenizer)
     assert run(f"--init_from={tmp_path / 'base'}", "--max_steps=2") == 0
     path = tmp_path / "out/latest"
     model, saved = reward_model.load(path), Tokenizer.load(path)
@@ -219,7 +230,7 @@ def test_a_padding_token_that_ends_turns_is_replaced_before_the_first_step(run, 
 
 def test_scores_stay_float32_under_autocast(base):
     model, batch = random_model(base), some_batch(base)
-    losses, chosen, _ = pair_losses(model, batch, PLAIN, CPU[0], torch.bfloat16)
+    losses, chosen, _ = pair_losses(model, batch, dtype=torch.bfloat16)
     assert losses.dtype == chosen.dtype == torch.float32
     assert (chosen != chosen.bfloat16().float()).any()
 
@@ -266,10 +277,11 @@ def test_metrics_equal_counts_by_hand():
     assert found["ece"] == pytest.approx(ece, abs=1e-6)
 
 
-def test_evaluation_equals_scores_of_one_answer_at_a_time(base):
+def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
     model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     corpus = PairCorpus(str(base / "pairs.jsonl"), tokenizer, 128, seed=1, val_fraction=0.3)
-    found = reward_model.evaluate(model, corpus.val_batches(4, 0), corpus.val_shares(), PLAIN, *CPU)
+    monkeypatch.setattr(reward, "batch_size", 4)
+    found = reward.evaluate(model, corpus, *CPU)
     (val,) = corpus.val.values()
     sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]
     scores = [reward_model.score_ids(model, [[int(i) for i in ids] for ids in rows], 0) for rows in sides]
@@ -321,7 +333,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert [e[key] for e in tp.events(a, "eval")] == [e[key] for e in tp.events(b, "eval")], key
     weights, others = (load_file(out / "latest" / "model.safetensors") for out in (a, b))
     assert all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
-    mine, theirs = (checkpoint.load_train_state(out / "latest", 0)[0] for out in (a, b))
+    mine, theirs = (load_train_state(out / "latest", 0)[0] for out in (a, b))
     for name, state in mine["optimizer"].items():
         assert all(torch.equal(state[key], theirs["optimizer"][name][key]) for key in state), name
     for name, weight in mine["trained"].get("weights", {}).items():
@@ -329,7 +341,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1"]], ids=["all", "lora"]
+    "flags", [["--dropout=0.1"], ["--trainable=lora", "--dropout=0.1"]], ids=["all", "lora"]
 )
 def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
     common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
@@ -352,35 +364,32 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
 
 DIES = """
 import os, runpy, signal, sys, time
-from groundup.train import checkpoint
+from groundup.train import saver
 
-write_state = checkpoint.write_state
+write_state = saver.write_state
 
 def write_and_die(path, state):
-    digest = write_state(path, state)
+    write_state(path, state)
     if path.parent.name == ".step_000006.tmp" and path.name == "train_state.pt":
-        while not path.with_name("model.safetensors").exists():  # another thread's
-            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    return digest
 
-checkpoint.write_state = write_and_die
+saver.write_state = write_and_die
 sys.argv[0] = "reward.py"
 runpy.run_path("reward.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--dropout=0.1"], ["--trainable=lora", "--lora_dropout=0.1"]], ids=["all", "lora"])
+@pytest.mark.parametrize("flags", [["--dropout=0.1"], ["--trainable=lora", "--dropout=0.1"]], ids=["all", "lora"])
 def test_a_run_killed_in_a_save_continues_to_the_bit(run, base, tmp_path, flags):
-    """kill -9 in the second save, all written but the checksums; then the same command."""
+    """kill -9 in the second save, half written; then the same command."""
     common = [*flags, "--max_steps=8", "--save_every=3", "--eval_every=4"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DIES, *flags_of(base, killed, *common)]
     done = forks.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert (killed / ".step_000006.tmp" / "model.safetensors").exists() and not (killed / "step_000006").exists()
+    assert (killed / ".step_000006.tmp" / "train_state.pt").exists() and not (killed / "step_000006").exists()
     assert run(*common, f"--out_dir={killed}") == 0
     assert run(*common, f"--out_dir={straight}") == 0
     assert [e["step"] for e in tp.events(killed, "save")] == [3, 6, 8] and not list(killed.glob(".step*"))
@@ -395,18 +404,18 @@ def test_the_plan_names_what_a_run_holds(base, tmp_path, monkeypatch, capsys):
         runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
     matrices = sum(p.numel() for name, p in random_model(base).layers.named_parameters() if p.ndim == 2)
-    assert f"compression error {4 * matrices / 2**20:,.0f} MiB" in line and "head 0 MiB" in line
+    assert f"compression error {4 * matrices / 2**20:,.0f} MiB" in line and "logits 0 MiB" in line
     assert not (tmp_path / "out").exists()
 
 
 def test_adapters_are_added_to_what_is_saved_and_the_base_stays(run, base, tmp_path):
     assert run("--trainable=lora", "--max_steps=4", "--learning_rate=3e-2", "--lora_rank=4") == 0
     path = tmp_path / "out" / "latest"
-    trained = checkpoint.load_train_state(path, 0)[0]["trained"]
+    trained = load_train_state(path, 0)[0]["trained"]
     assert all("lora" in name or name == "score.weight" for name in trained["weights"])
-    model = RewardModel(checkpoint.load_config(base / "model"))
+    model = RewardModel(huggingface.load_config(base / "model"))
     set_trainable(model, "lora", LoRAConfig(4, 32.0))
-    reward_model.load_trained(model, path, trained, model.cfg.vocab_size)
+    reward_model.load_weights(model, path)
     plain, tokenizer = reward_model.load(path), Tokenizer.load(path)
     assert "model.layers.0.self_attn.q_proj.weight" in load_file(path / "model.safetensors")
     talks = [[*pair(i)["prompt"], {"role": "assistant", "content": pair(i)["chosen"]}] for i in range(3)]
@@ -557,7 +566,7 @@ def test_scored_answers_say_how_they_were_made_and_by_which_reward_model(run, ba
     (completion,) = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["completions"]
     assert completion["reward"] == pytest.approx(reward_model.score(model, tokenizer, [said])[0], abs=1e-5)
     beside = read_settings(tmp_path / "out.jsonl")
-    assert beside == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
+    assert beside == ANSWERED | {"reward_model": huggingface.model_name(judge)}
     with pytest.raises(UserError, match="answered with another seed"):
         run(*flags, f"--score={tmp_path / '[ab].jsonl'}")
 
@@ -572,7 +581,7 @@ def test_a_directory_of_answers_is_scored_without_their_settings(run, judge, tmp
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["completions"][0]["text"] for row in rows[:2]] == ["一", "二"] and len(rows) == 3
     assert rows[2]["messages"][-1]["content"] == "三" and isinstance(rows[2]["reward"], float)
-    assert read_settings(tmp_path / "out.jsonl") == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
+    assert read_settings(tmp_path / "out.jsonl") == ANSWERED | {"reward_model": huggingface.model_name(judge)}
     for source, says in ((tmp_path / "in" / "*.config.json", "settings of answers only"), ("-", "standard input")):
         with pytest.raises(UserError, match=says):
             run(f"--init_from={judge}", f"--score={source}", f"--out={tmp_path / 'x'}")
@@ -597,7 +606,7 @@ def test_older_settings_do_not_vouch_for_other_answers(run, judge, tmp_path):
     """Rows without settings onto a file that has some: they go. Answers onto their own file: they stay."""
     out = write_answers(tmp_path / "out.jsonl", "Hi", "Yes", ANSWERED)
     assert run(f"--init_from={judge}", f"--score={out}", f"--out={out}") == 0
-    assert read_settings(out) == ANSWERED | {"reward_model": checkpoint.model_name(judge)}
+    assert read_settings(out) == ANSWERED | {"reward_model": huggingface.model_name(judge)}
     talks = write(tmp_path / "talks.jsonl", [talk("Hi", "Yes")])
     assert run(f"--init_from={judge}", f"--score={talks}", f"--out={out}") == 0
     assert out.read_text(encoding="utf-8").count("\n") == 1 and read_settings(out) is None
@@ -665,10 +674,13 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--init_from="], "init_from"),
+        (["--init_from="], "holds no checkpoint"),
         (["--init_from=nowhere"], "nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
-        (["--epochs=0"], "epochs must be above 0"),
+        (["--epochs=0"], "too few to learn from"),
+        (["--center=-1"], "center must be at least 0"),
+        (["--margin_scale=-1"], "margin_scale must be at least 0"),
+        (["--schedule=cosin"], "schedule must be"),
         (["--total_batch_pairs=3"], "multiple of"),
         (["--trainable=nonsense"], "nonsense"),
         (["--block_size=8"], "does not fit"),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import forks
 import pytest
+import saved
 import torch
 from test_model import as_transformers, random_model, tiny_config
 
@@ -28,9 +29,10 @@ from groundup.generate.chat import Chat
 from groundup.generate.completion import Token, never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, ranks
+from groundup.tokens.training import train
+from groundup.train import huggingface
 from model import Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 ROOT = Path(sample.__file__).parent
 CORPUS = [
@@ -38,7 +40,6 @@ CORPUS = [
     "从前有一只猫，坐在垫子上。" * 20,
     "🙂👩‍👩‍👧 and 𠮷野家 " * 3,
 ]
-ALONE = ranks.World(rank=0, local_rank=0, world_size=1)
 
 
 def save_run(out_dir: Path, seed: int, stage: str, block_size: int = 64) -> Path:
@@ -48,8 +49,7 @@ def save_run(out_dir: Path, seed: int, stage: str, block_size: int = 64) -> Path
     liked = set(tokenizer.encode(CORPUS[1]))
     with torch.no_grad():
         net.lm_head.weight[sorted(liked | {tokenizer.pad_id, tokenizer.im_start_id})] *= 3  # a ban is needed
-    kept = {"val_loss": None, "keep_last": 2, "keep_best": 0}
-    path = checkpoint.save(out_dir, 20, net, tokenizer, {"step": 20}, {}, ALONE, **kept)
+    path = saved.save(out_dir, 20, net, tokenizer)
     if stage:
         text = f"'Resolved configuration; re-run with: python {stage}.py {out_dir}/config.py'\nseed = 1\n"
         (out_dir / "config.py").write_text(text, encoding="utf-8")
@@ -70,7 +70,7 @@ def runs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tuned(runs) -> tuple[Transformer, Tokenizer]:
     path = runs / "tuned/chat/step_000020"
-    return checkpoint.load_model(path), Tokenizer.load(path)
+    return huggingface.load_model(path), Tokenizer.load(path)
 
 
 class Ended(NamedTuple):
@@ -121,7 +121,7 @@ def params_of(tokenizer: Tokenizer, net: Transformer, **changes: object) -> Samp
 
 def texts(directory: Path, ids: list[int] | str, **changes: object) -> list[str]:
     """Samples by the engine, decoded at once."""
-    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    tokenizer, net = Tokenizer.load(directory), huggingface.load_model(directory)
     ids = tokenizer.encode(ids) or [tokenizer.eot_id] if isinstance(ids, str) else ids
     result = generate(net, tokenizer, [ids], params_of(tokenizer, net, **changes))[0]
     return [tokenizer.decode(found.ids, skip_special_tokens=True) for found in result.completions]
@@ -151,7 +151,7 @@ def test_prompt_and_parameters_of_the_command_line(runs, init_from):
 def test_the_best_of_several(runs):
     """best_of is a choice among the samples that n would give, by the sum of their tokens' log-probabilities."""
     directory = runs / "out/older/step_000020"
-    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    tokenizer, net = Tokenizer.load(directory), huggingface.load_model(directory)
     ids = tokenizer.encode("The")
     params = params_of(tokenizer, net, n=4, max_new_tokens=6, top_p=1.0)
     scores = {}
@@ -196,7 +196,7 @@ def test_stop_text_and_ids_of_the_command_line(runs):
     free = texts(directory, "The", max_new_tokens=40)[0]
     ended = run(runs, "--init_from=out/older", "--prompt=The", "--max_new_tokens=40", f"--stop=%%|{free[5:8]}")
     assert ended.out == f"The{free[: free.index(free[5:8])]}\n"
-    net = checkpoint.load_model(directory)
+    net = huggingface.load_model(directory)
     ids = generate(net, tokenizer, [tokenizer.encode("The")], params_of(tokenizer, net, max_new_tokens=40))[0][1][0].ids
     other = next(i for i in range(500) if i not in ids)
     stops = f"--stop_token_ids={other}, {ids[9]}"
@@ -210,7 +210,7 @@ def test_stop_text_and_ids_of_the_command_line(runs):
 def test_hugging_face_directory_without_a_run(runs, tmp_path):
     """As transformers itself writes it, with our tokenizer beside the weights."""
     source = runs / "out/older/step_000020"
-    as_transformers(checkpoint.load_model(source)).save_pretrained(tmp_path / "hf")
+    as_transformers(huggingface.load_model(source)).save_pretrained(tmp_path / "hf")
     Tokenizer.load(source).save(tmp_path / "hf")
     ended = run(tmp_path, "--init_from=hf", "--prompt=The", "--temperature=0", "--max_new_tokens=8")
     assert (ended.code, ended.err) == (0, "")
@@ -706,7 +706,7 @@ def test_two_processes_do_not_write_the_same_answers(runs, tmp_path):
 def test_logprobs_are_printed_as_json(runs):
     """Of the tokens and of the prompt, against the logits of one pass over both."""
     directory = runs / "out/newer/step_000020"
-    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    tokenizer, net = Tokenizer.load(directory), huggingface.load_model(directory)
     flags = ["--prompt=The 猫", "--max_new_tokens=5", "--logprobs=2", "--prompt_logprobs=0", "--temperature=0.5"]
     ended = run(runs, "--init_from=out/newer", *flags)
     assert (ended.code, ended.err) == (0, "")

@@ -18,7 +18,7 @@ from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import generate
 from groundup.generate.openai_format import CallReader, Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from tokenizer import Tokenizer
 
 KEYS = "max_queue max_body_kb max_seconds system api_key insecure host cors_origins preferences".split()
@@ -72,7 +72,7 @@ def client(server):
 @pytest.fixture(scope="module")
 def alone(directory):
     """generate() of a conversation or a text by the engine -> its Result."""
-    tokenizer, net = Tokenizer.load(directory), checkpoint.load_model(directory)
+    tokenizer, net = Tokenizer.load(directory), huggingface.load_model(directory)
     own = {"eos_ids": tokenizer.stop_ids, "banned_ids": never_sampled(tokenizer, net.cfg.vocab_size)}
 
     def call(prompt, **changes):

@@ -21,7 +21,7 @@ NAMES = sorted(
     if file.name != "__init__.py"
 )
 WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
-WITHOUT_TORCH |= {"largest", "plot", "self_instruct"}
+WITHOUT_TORCH |= {"largest", "plot", "reading", "self_instruct"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}

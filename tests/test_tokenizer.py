@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from test_bpe import CHINESE, CODE, CORPUS, ENGLISH, LLAMA3_PATTERN, TEXTS, brute_force, random_texts, replaced
 
 from groundup.errors import UserError
-from groundup.files.streams import scrub
 from groundup.files.text_mix import mix_texts
-from groundup.tokens import bpe as bpe_module
+from groundup.files.untrusted import scrub
 from groundup.tokens import foreign
-from groundup.tokens.bpe import PATTERNS, blocks, count_chunks, train_bpe
-from groundup.tokens.foreign import TO_CHAR, added_token
-from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready, extended, train
+from groundup.tokens.bpe import count_chunks, train_bpe
+from groundup.tokens.foreign import PATTERNS, TO_CHAR, added_token, blocks
+from groundup.tokens.training import extended, train
+from tokenizer import CHAT_TEMPLATE, SPECIALS, StreamDecoder, Tokenizer, chat_ready
 
 ROOT = Path(__file__).resolve().parent.parent
 # steps of a tokenizer.json
@@ -261,7 +261,7 @@ def test_long_texts_have_the_ids_of_the_whole(bpe: Tokenizer, monkeypatch: pytes
     assert len(text) > 150_000
     whole = bpe.engine.encoding.encode_ordinary(text)
     assert bpe.encode(text) == whole == bpe.encode_array(text).tolist()
-    monkeypatch.setattr(bpe_module, "MAX_CHARS", 1000)
+    monkeypatch.setattr(foreign, "MAX_CHARS", 1000)
     assert len(list(blocks(text))) > 150 and "".join(blocks(text)) == text and max(map(len, blocks(text))) <= 1000
     assert bpe.encode(text) == whole
 

@@ -1,4 +1,4 @@
-"""pretrain.py's validation on data of other directories, its end when nothing gets better, and event files."""
+"""pretrain.py's validation on data of other directories, the best checkpoint, and event files."""
 
 import importlib.util
 import json
@@ -12,8 +12,6 @@ from test_pretrain import data_dir, events, finish, mixed, refused, run, start  
 from groundup.errors import UserError
 from groundup.tokens.batches import TextCorpus, val_batches
 from groundup.tokens.token_files import TokenData
-from groundup.train import checkpoint
-from groundup.train.log import RunLog
 
 VAL = "--val_data={0}/even=3,{0}/odd=1"
 
@@ -37,88 +35,67 @@ def test_log_has_each_and_training_is_the_same(run, tmp_path, mixed, capsys):  #
     plain, both = tmp_path / "plain", tmp_path / "both"
     assert [e["loss"] for e in events(plain, "train")] == [e["loss"] for e in events(both, "train")]
     for alone, event in zip(events(plain, "eval"), events(both, "eval"), strict=True):
-        assert event["val_loss"] == pytest.approx(0.75 * event["val_loss/even"] + 0.25 * event["val_loss/odd"])
-        assert event["val_loss/even"] == pytest.approx(alone["val_loss"], rel=0.05)  # fewer of its windows
+        assert event["val_loss"] == pytest.approx(
+            0.75 * event["val_loss/even"] + 0.25 * event["val_loss/odd"]
+        )
+        assert event["val_loss/even"] == pytest.approx(
+            alone["val_loss"], rel=0.05
+        )  # fewer of its windows
     assert "| odd " in capsys.readouterr().out
 
 
-def test_training_ends_when_nothing_gets_better(run, tmp_path, mixed, capsys):  # noqa: F811
-    """With a learning rate of nothing no evaluation is better than the first; two after it are enough."""
-    flags = [f"--data_dir={mixed}/even", "--learning_rate=0", "--min_lr=0", "--weight_decay=0"]
-    flags += ["--max_steps=20", "--eval_every=3"]
-    assert run(*flags, "--stop_after=2") == 0
-    out = tmp_path / "out"
-    assert [event["step"] for event in events(out, "eval")] == [0, 3, 6]
-    assert (out / "latest").resolve().name == "step_000006"
-    assert "no better val_loss in 2 evaluations" in capsys.readouterr().out
-    assert run(*flags, "--stop_after=2") == 0  # again: it has ended
-    assert [event["step"] for event in events(out, "train")][-1] == 6
-    assert run(*flags, "--stop_after=4") == 0  # more patience: it goes on
-    assert [event["step"] for event in events(out, "eval")] == [0, 3, 6, 9, 12]
-
-
-def test_training_goes_on_while_it_gets_better(run, tmp_path, mixed):  # noqa: F811
-    run(f"--data_dir={mixed}/even", "--max_steps=8", "--eval_every=2", "--stop_after=1")
-    found = [event["val_loss"] for event in events(tmp_path / "out", "eval")]
-    assert len(found) == 5 and found == sorted(found, reverse=True)
-
-
-# Learns the odd ids, then unlearns them for the even ones.
-UNLEARNS = ["--data_dir=0: {0}/odd=1; 6: {0}/even=1", "--val_data={0}/odd", "--max_steps=40", "--eval_every=2"]
-UNLEARNS += ["--schedule=constant", "--optimizer=adamw"]
+# It learns the odd ids for 6 steps, then unlearns them for the even ones.
+UNLEARNS = [
+    "--data_dir=0: {0}/odd=1; 6: {0}/even=1",
+    "--val_data={0}/odd",
+    "--max_steps=20",
+    "--eval_every=2",
+    "--save_every=4",
+    "--schedule=constant",
+    "--optimizer=adamw",
+]
 
 
 def check_best_is_of_odd(out: Path) -> None:
-    """`best` is the step with the lowest loss on the odd ids, and the card's."""
-    by_loss = {event["val_loss"]: event for event in events(out, "eval") if event["step"] > 0}
-    best, last = by_loss[min(by_loss)], events(out, "eval")[-1]
-    assert 0 < best["step"] < last["step"] < 40
-    assert (out / "best").resolve().name == f"step_{best['step']:06d}"
-    assert checkpoint.read_loss(out / "best") == best["val_loss"]
-    assert [e["step"] for e in events(out, "save")][-1] == last["step"]
+    """`best` is the saved step with the lowest loss on the odd ids; the card has the lowest of all."""
+    of_odd = {event["step"]: event["val_loss"] for event in events(out, "eval")}
+    saved = [event["step"] for event in events(out, "save")]
+    best, second, *_ = sorted(saved, key=of_odd.get)
+    assert saved == [4, 8, 12, 16, 20] and best < 20
+    assert (out / "best").resolve().name == f"step_{best:06d}"
+    assert (out / "best2").resolve().name == f"step_{second:06d}"
+    assert (out / "latest").resolve().name == "step_000020"
+    lowest = min(of_odd, key=of_odd.get)
+    assert 0 < lowest < 20
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert f"| step | 0 | {best['step']} | {last['step']} |" in card
-    assert "Ended before its last step, no better val_loss in 3 evaluations: step " in card
+    assert f"| step | 0 | {lowest} | 20 |" in card
+    assert "Complete: step 20 of 20" in card
 
 
 def test_best_checkpoint_is_that_of_the_lowest_loss(run, tmp_path, mixed):  # noqa: F811
-    flags = [flag.format(mixed) for flag in UNLEARNS]
-    assert run(*flags, "--stop_after=3") == 0
+    assert run(*[flag.format(mixed) for flag in UNLEARNS]) == 0
     check_best_is_of_odd(tmp_path / "out")
-    again = [*flags, f"--out_dir={tmp_path / 'again'}", "--save_every=4"]  # ranked by it also if it never stops
-    run(*again)
-    of_odd = {event["step"]: event["val_loss"] for event in events(tmp_path / "again", "eval")}
-    best = min((step for step in of_odd if step and step % 4 == 0), key=of_odd.get)
-    assert (tmp_path / "again/best").resolve().name == f"step_{best:06d}"
 
 
 @pytest.mark.slow
 def test_best_checkpoint_on_two_ranks(tmp_path, mixed):  # noqa: F811
-    flags = [flag.format(mixed) for flag in [*UNLEARNS, "--stop_after=3"]]
+    flags = [flag.format(mixed) for flag in UNLEARNS]
     finish(start(*flags, f"--out_dir={tmp_path / 'out'}", ranks=2))
     check_best_is_of_odd(tmp_path / "out")
 
 
-def test_evaluations_that_are_not_finite_are_not_better(tmp_path):
-    log = RunLog(str(tmp_path), 9, 0, enabled=True)
-    for step, loss in enumerate([float("nan"), 2.0, 3.0, float("nan")]):
-        log.write("eval", step, {"val_loss": loss})
-        assert log.since_best() == [0, 0, 1, 2][step]
-    log.close()
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--stop_after=-1"], "stop_after must be at least 0, got -1"),
-    (["--val_data=nowhere"], "no directory nowhere"),
-])  # fmt: skip
-def test_mistakes_are_one_line(run, tmp_path, mixed, capsys, flags, says):  # noqa: F811
-    assert says in refused(run, capsys, f"--data_dir={mixed}", *flags)
+def test_val_data_that_is_not_there_is_one_line(run, mixed, capsys):  # noqa: F811
+    assert "no directory nowhere" in refused(
+        run, capsys, f"--data_dir={mixed}", "--val_data=nowhere"
+    )
 
 
 def test_other_validation_of_another_tokenizer_is_refused(tmp_path, mixed):  # noqa: F811
     other = shutil.copytree(mixed, tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
-    (other / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_fingerprint": "0" * 64}), encoding="utf-8")
+    (other / "manifest.json").write_text(
+        json.dumps(manifest | {"tokenizer_fingerprint": "0" * 64}), encoding="utf-8"
+    )
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         TextCorpus(f"{mixed}/even", 32, val_data=str(other))
 

@@ -35,9 +35,9 @@ quick = False  # small cases, nothing compiled, three repeats; without sft and d
 out = ""  # JSON file with all samples; "" = none
 repeats = 5  # of each side
 device = "auto"  # auto | cpu | cuda | mps
-dtype = "auto"  # train, sft, dpo, generate: auto | float32 | bfloat16
-shapes = ""  # all but ddp and text: some of tiny,10M,25M,124M,350M,1.1B; "" = what the device does in minutes
-compile = "none,blocks"  # train, dpo, generate: ours as it is and compiled: none | blocks | none,blocks
+dtype = "auto"  # auto | float32 | bfloat16: train, sft, dpo, generate
+shapes = ""  # models: some of tiny,10M,25M,124M,350M,1.1B; "" = what the device does in minutes
+compile = "none,blocks"  # none | blocks | none,blocks: train, dpo, generate
 tokens = 0  # train, head: tokens in a step; 0 = 4096 on a CPU (head 2048), else 16384
 optimizer = "adamw,muon"  # train, ours: adamw, muon or both
 apart = True  # train: each side in a process of its own
@@ -46,7 +46,7 @@ data = ""  # sft, dpo: conversations or pairs; "" = made from the documentation 
 block_size = 512  # sft, dpo: longest row
 batch_size = 8  # sft, dpo: rows or pairs in a micro-batch; generate: prompts at once, beside 1
 new_tokens = 128  # generate: tokens written after each prompt
-input = ""  # data, tokenize, bpe, dedup: files, directories or patterns; "" = docs of Python, and a Chinese sample
+input = ""  # data, tokenize, bpe, dedup: files or patterns; "" = docs of Python, Chinese sample
 corpus_mb = 10.0  # data, tokenize, bpe: megabytes of text at most
 vocab_size = 32768  # tokenize, bpe
 checkpoint_dir = "out"  # checkpoint: a temporary directory is made here, on the disk to measure
@@ -67,7 +67,7 @@ QUICK = {  # instead of the defaults
 def check(config: dict) -> None:
     """Raise UserError for a value of a list that is not known."""
     for key, allowed in {
-        "optimizer": ("adamw", "muon"), "compile": ("none", "blocks"), "shapes": ("", *bench_model.SHAPES),
+        "optimizer": ("adamw", "muon"), "shapes": ("", *bench_model.SHAPES),
         "rows": ("all", *MODULES), "cases": ("all", *bench_ddp.CASES),
     }.items():  # fmt: skip
         for value in config[key].split(","):

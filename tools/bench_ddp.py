@@ -1,13 +1,15 @@
-"""Row ddp: gradient exchange on a slow network, ddp.py beside torch DDP, each case with its own copy of one model.
+"""Row ddp: gradient exchange on a slow network, ddp.py beside torch DDP, each case with its own
+copy of one model.
 
-With mbit each of the two ranks has a network namespace (removed at the end, also after an error or Ctrl-C), joined by
-a link that tc's token bucket limits; that needs root, ip and tc. A round runs every case once: barrier, an untimed
-step, then the timed steps with nothing between, so that work which a step leaves to the next is timed too. Times are
-the slowest rank's, per step. float32, one thread per rank, fused AdamW, norm clipped to 1.0. torch DDP has
-gradient_as_bucket_view=True and broadcast_buffers=False, both in its favour.
-eta = (T_sequential - T) / (T_sequential - T_ideal): the part of the possible gain that overlap has won. In T_ideal a
-bucket leaves once it is ready (measured without communication) and the link is free, at the rate of the case comm:
-f_k = max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last).
+With mbit each of the two ranks has a network namespace (removed at the end, also after an error or
+Ctrl-C), joined by a link that tc's token bucket limits; that needs root, ip and tc. A round runs
+every case once: barrier, an untimed step, then the timed steps with nothing between, so that work
+which a step leaves to the next is timed too. Times are the slowest rank's, per step. float32, one
+thread per rank, fused AdamW, norm clipped to 1.0. torch DDP has gradient_as_bucket_view=True and
+broadcast_buffers=False, both in its favour. eta = (T_sequential - T) / (T_sequential - T_ideal):
+the part of the possible gain that overlap has won. In T_ideal a bucket leaves once it is ready
+(measured without communication) and the link is free, at the rate of the case comm: f_k =
+max(ready_k, f_k-1) + bytes_k / rate, T_ideal = max(T_compute, f_last).
 """
 
 import gc
@@ -42,7 +44,9 @@ from model import ModelConfig, Transformer
 LR, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
 SEQUENCES, LENGTH = 4, 128  # per rank and step
 STEPS = 3  # timed in a row
-MODEL = ModelConfig(vocab_size=2048, block_size=LENGTH, n_layer=8, n_head=8, n_embd=256)  # 7M, ten buckets
+MODEL = ModelConfig(
+    vocab_size=2048, block_size=LENGTH, n_layer=8, n_head=8, n_embd=256
+)  # 7M, ten buckets
 CASES = {  # options of our DDP
     "compute": {},  # without communication
     "comm": {},  # without computation
@@ -54,8 +58,8 @@ CASES = {  # options of our DDP
     "backward": {"overlap_step": "backward"},
     "zero1": {"zero1": True},
     "zero1_forward": {"zero1": True, "overlap_step": "forward"},
-    "fp16": {"hook": ddp.Average(torch.float16)},
-    "bf16": {"hook": ddp.Average(torch.bfloat16)},
+    "fp16": {"hook": ddp.Average("fp16")},
+    "bf16": {"hook": ddp.Average("bf16")},
     "powersgd": {"hook": PowerSGD(rank=4, embedding=True)},
     "powersgd_raw": {"hook": PowerSGD(rank=4, embedding=False)},
 }
@@ -63,14 +67,26 @@ CASES = {  # options of our DDP
 
 @contextmanager
 def namespaces(mbit: int) -> Iterator[list[tuple[list[str], str]]]:
-    """Two network namespaces, joined by a link of so many Mbit/s: yield (command prefix, interface) of each."""
-    homes = [f"b{os.getpid()}r{rank}" for rank in range(2)]  # the interface in a home is called like it
+    """Two network namespaces, joined by a link of so many Mbit/s.
+
+    Yield (command prefix, interface) of each.
+    """
+    homes = [
+        f"b{os.getpid()}r{rank}" for rank in range(2)
+    ]  # the interface in a home is called like it
     setup = [f"ip netns add {home}" for home in homes]
-    setup += [f"ip link add {homes[0]} netns {homes[0]} type veth peer name {homes[1]} netns {homes[1]}"]
+    setup += [
+        f"ip link add {homes[0]} netns {homes[0]} type veth peer name {homes[1]} netns {homes[1]}"
+    ]
     for rank, home in enumerate(homes):
-        setup += [f"ip -n {home} addr add 10.77.0.{rank + 1}/24 dev {home}", f"ip -n {home} link set {home} up"]
+        setup += [
+            f"ip -n {home} addr add 10.77.0.{rank + 1}/24 dev {home}",
+            f"ip -n {home} link set {home} up",
+        ]
         setup += [f"ip -n {home} link set lo up"]
-        setup += [f"tc -n {home} qdisc add dev {home} root tbf rate {mbit}mbit burst 64kb latency 100ms"]
+        setup += [
+            f"tc -n {home} qdisc add dev {home} root tbf rate {mbit}mbit burst 64kb latency 100ms"
+        ]
     try:
         for command in setup:
             subprocess.run(command.split(), check=True, capture_output=True, text=True)
@@ -81,7 +97,7 @@ def namespaces(mbit: int) -> Iterator[list[tuple[list[str], str]]]:
             subprocess.run(["ip", "netns", "del", home], capture_output=True)
 
 
-# ---- cases: step(), flush() what a step has left, buckets, times of a step's begin and of each bucket being ready ----
+# ---- cases: step(), flush() what a step has left, buckets, times of a step's begin and of each buc
 
 
 class Sequential(ddp.DDP):
@@ -98,8 +114,8 @@ def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
     def silent(bucket: ddp.Bucket) -> Iterator:
         times.append(time.perf_counter())
-        yield False
-        yield ddp.sum_of_squares(bucket.grad)
+        yield ddp.Sent.LAST
+        yield ddp.Reduced(ddp.sum_of_squares(bucket.grad))
 
     options = {"hook": silent} if key == "compute" else CASES[key]
     parallel = (Sequential if key == "sequential" else ddp.DDP)(model, **options)
@@ -122,8 +138,14 @@ def our_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
-    cap = sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB if key == "torch_same" else None
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False)
+    cap = (
+        sum(p.nbytes for p in model.layers[0].parameters()) / ddp.MIB
+        if key == "torch_same"
+        else None
+    )
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=cap, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
     opt = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
 
     def step() -> None:
@@ -136,13 +158,22 @@ def torch_case(key: str, model: Transformer, tokens: Tensor) -> SimpleNamespace:
 
 
 def sent_mib() -> float:
-    """Return the MiB that this process has written until now, sockets included. (Others use the loopback too.)"""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    """Return the MiB that this process has written until now, sockets included.
+
+    (Others use the loopback too.)
+    """
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    )
     return int(fields["wchar"]) / 2**20
 
 
 def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
-    """{case: {"ms" of the slowest rank, "sent_mib" of the mean rank: one value per round, "median" ms}}, per step."""
+    """{case.
+
+    {"ms" of the slowest rank, "sent_mib" of the mean rank: one value per round, "median" ms}}, per
+    step.
+    """
 
     def turn(case: SimpleNamespace) -> list[float]:
         barrier()
@@ -157,7 +188,9 @@ def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
     samples = timing.alternate({key: partial(turn, case) for key, case in built.items()}, rounds)
     everyone, results = gather_objects(samples), {}
     for key in built:
-        t = torch.tensor([theirs[key] for theirs in everyone], dtype=torch.float64)  # (ranks, rounds, 2)
+        t = torch.tensor(
+            [theirs[key] for theirs in everyone], dtype=torch.float64
+        )  # (ranks, rounds, 2)
         ms = t[..., 0].amax(0).tolist()
         results[key] = {"ms": ms, "median": median(ms), "sent_mib": t[..., 1].mean(0).tolist()}
     return results
@@ -165,15 +198,29 @@ def measure(built: dict[str, SimpleNamespace], rounds: int) -> dict[str, dict]:
 
 def add_ideal(results: dict[str, dict], compute: SimpleNamespace) -> float:
     """T_ideal in ms; writes eta into `results`."""
-    t = 1e3 * torch.tensor(compute.times, dtype=torch.float64).view(-1, 1 + len(compute.buckets))[1 + STEPS :]
+    t = (
+        1e3
+        * torch.tensor(compute.times, dtype=torch.float64).view(-1, 1 + len(compute.buckets))[
+            1 + STEPS :
+        ]
+    )
     mine = (t[:, 1:] - t[:, :1]).median(0).values  # when each bucket is ready
     sent = [bucket.grad.nbytes for bucket in compute.buckets]
     rate = sum(sent) / results["comm"]["median"]  # bytes per ms
     last = 0.0
-    for n_bytes, *ready in zip(sent, *(times.tolist() for times in gather_objects(mine)), strict=True):
+    for n_bytes, *ready in zip(
+        sent, *(times.tolist() for times in gather_objects(mine)), strict=True
+    ):
         last = max(last, *ready) + n_bytes / rate
     ideal, slow = max(results["compute"]["median"], last), results["sequential"]["median"]
-    for key in {"sequential", "torch", "torch_same", "ours", "forward", "backward"} & results.keys():
+    for key in {
+        "sequential",
+        "torch",
+        "torch_same",
+        "ours",
+        "forward",
+        "backward",
+    } & results.keys():
         results[key]["eta"] = (slow - results[key]["median"]) / max(slow - ideal, 1e-9)
     return ideal
 
@@ -182,15 +229,21 @@ def run_rank(cases: list[str], rounds: int) -> None:
     """Do one rank's part; rank 0 prints the results as JSON."""
     torch.set_num_threads(1), torch.manual_seed(0)
     world, model = init(timeout_s=60), Transformer(MODEL)
-    tokens = torch.randint(MODEL.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(world.rank))
-    built = {key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens) for key in cases}
+    tokens = torch.randint(
+        MODEL.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(world.rank)
+    )
+    built = {
+        key: (torch_case if "torch" in key else our_case)(key, deepcopy(model), tokens)
+        for key in cases
+    }
     results = measure(built, rounds)
     if {"compute", "comm", "sequential"} <= built.keys():
         add_ideal(results, built["compute"])
     if world.is_main:
         print(json.dumps(results))
-    # torch's reducers end before the process group. Its last owner destroys it, which a reducer does with the GIL held,
-    # and gloo's thread may wait for the GIL: for ever, seen beside other work.
+    # torch's reducers end before the process group. Its last owner destroys it, which a reducer
+    # does with the GIL held, and gloo's thread may wait for the GIL: for ever, seen beside other
+    # work.
     built.clear()
     gc.collect()
     close()
@@ -205,29 +258,54 @@ def launch(cases: list[str], rounds: int, mbit: int) -> dict[str, dict]:
                 host, places = "10.77.0.1", stack.enter_context(namespaces(mbit))
             except (OSError, subprocess.CalledProcessError) as error:
                 said = f"{error} {getattr(error, 'stderr', '')}".strip()
-                raise UserError(f"bench: mbit={mbit} needs root, ip and tc; or use mbit=0: {said}") from None
-        command = [sys.executable, "-W", "ignore::FutureWarning", __file__, json.dumps([cases, rounds])]
+                raise UserError(
+                    f"bench: mbit={mbit} needs root, ip and tc; or use mbit=0: {said}"
+                ) from None
+        command = [
+            sys.executable,
+            "-W",
+            "ignore::FutureWarning",
+            __file__,
+            json.dumps([cases, rounds]),
+        ]
         port = f"{20000 + os.getpid() % 12000}"  # below those that the kernel hands out
         env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        env |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that namespaces have no DNS
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # it would warn that namespaces have no DNS
         processes = []
         for rank, (prefix, interface) in enumerate(places):
             env |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "GLOO_SOCKET_IFNAME": interface}
             pipe = subprocess.DEVNULL if rank else subprocess.PIPE
-            processes.append(subprocess.Popen([*prefix, *command], env=env, stdout=pipe, start_new_session=True))
+            processes.append(
+                subprocess.Popen([*prefix, *command], env=env, stdout=pipe, start_new_session=True)
+            )
             stack.callback(processes[-1].kill)
-        if any(codes := [process.wait() for process in processes]):  # a rank that is left alone ends after timeout_s
-            raise UserError(f"bench: a rank of bench_ddp.py ended with status {next(filter(None, codes))}")
+        if any(
+            codes := [process.wait() for process in processes]
+        ):  # a rank that is left alone ends after timeout_s
+            raise UserError(
+                f"bench: a rank of bench_ddp.py ended with status {next(filter(None, codes))}"
+            )
         return json.loads(processes[0].stdout.read())
 
 
 def ddp_row(options: Options) -> Iterator[Line]:
     """Steps/s of each case beside torch DDP; the limit is the step without communication."""
-    cases = list(CASES) if options.cases == "all" else list(dict.fromkeys(["compute", *options.cases.split(",")]))
+    cases = (
+        list(CASES)
+        if options.cases == "all"
+        else list(dict.fromkeys(["compute", *options.cases.split(",")]))
+    )
     results = launch(cases, options.repeats, options.mbit)
     seconds = {key: [ms / 1e3 for ms in found["ms"]] for key, found in results.items()}
     notes = {key: f"{median(found['sent_mib']):.2f} MiB sent" for key, found in results.items()}
-    notes |= {key: f"{notes[key]}, eta {found['eta']:.2f}" for key, found in results.items() if "eta" in found}
+    notes |= {
+        key: f"{notes[key]}, eta {found['eta']:.2f}"
+        for key, found in results.items()
+        if "eta" in found
+    }
     peers, limit = ("torch", "torch_same"), 1e3 / results["compute"]["median"]
     case = f"7M, 2 x {SEQUENCES} x {LENGTH}" + f", {options.mbit} Mbit/s" * bool(options.mbit)
     yield from timing.lines("ddp", case, seconds, "step/s", peers, 1, limit, notes)

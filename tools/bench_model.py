@@ -12,7 +12,7 @@ generate: tokens/s of whole calls, the prompt included, with the same random wei
 matrix and the cached keys and values once, at the rate at which a sum reads as many bytes. transformers has its static
 cache, with which it compiles itself on a GPU; on a CPU it does not.
 checkpoint: the bare disk writes as many bytes into the same directory and waits until they are stored. Training waits
-for the copy in memory that write_behind.py then saves from. The model is on the CPU, also on a machine with a GPU.
+for the copy in memory that saver.py then saves from. The model is on the CPU, also on a machine with a GPU.
 """
 
 import importlib.util
@@ -34,15 +34,17 @@ import torch.nn.functional as F
 from timing import Line, Options
 
 import ddp
-import tokenizer
 from groundup.generate.engine import cache_bytes, generate
 from groundup.generate.sampling import SamplingParams
-from groundup.train import checkpoint, ranks
-from groundup.train.device import autocast, rng_state
-from groundup.train.optim import Optimizer, stays_whole
+from groundup.kernels.cross_entropy import compile_loss, cross_entropy
+from groundup.tokens.training import train
+from groundup.train import checkpoint, huggingface
+from groundup.train.device import autocast
+from groundup.train.log import RunLog
+from groundup.train.optim import Optimizer
 from groundup.train.plan import flops_per_token, parameter_table
-from groundup.train.write_behind import Writer
-from model import ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy, fused_chunk
+from groundup.train.saver import Saver, sync
+from model import ModelConfig, Transformer
 
 SHAPES = {
     "tiny": ModelConfig(512, 64, 2, 2, n_embd=64),
@@ -76,10 +78,12 @@ def our_step(
 ) -> tuple[Callable, list[torch.Tensor]]:
     """Return a step of pretrain.py and its parameters: AdamW or Muon; compiled block by block or not."""
     model = Transformer(cfg).to(tokens.device)
-    parallel = ddp.DDP(model, keep_whole=partial(stays_whole, kind))
+    parallel = ddp.DDP(model)
     opt = Optimizer(parallel.buckets, kind, muon_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16)
     if way == "blocks":
-        model.compile_blocks(partial(torch.compile, dynamic=False))
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward, dynamic=False)
+        compile_loss(tokens.device)
 
     def step() -> None:
         parallel.expect_step(opt, 1e-3)
@@ -168,7 +172,7 @@ def train_row(options: Options) -> Iterator[Line]:
         with timing.apart(makers) if options.apart else nullcontext(timing.build(makers)) as made:
             sides = {name: side for name, (side, _) in made.items()} | {"matmul": timing.matmul(device, dtype)}
             found = timing.alternate(sides, options.repeats, warmups=0)
-        limit = median(found.pop("matmul")) / flops_per_token(cfg, cfg.block_size)
+        limit = median(found.pop("matmul")) / flops_per_token(shapes_only(cfg), cfg.block_size)
         notes = {name: f"{made[name][1] / 1e6:.1f}M parameters" for name in found}
         if "nanoGPT" in notes:
             notes["nanoGPT"] += f", {str(nanogpt_dtype(device))[6:]}"
@@ -186,8 +190,7 @@ def train_row(options: Options) -> Iterator[Line]:
 def head_losses(device: torch.device) -> dict[str, Callable]:
     """Return {side: function of hidden states (N, C), the weight (V, C) and targets (N,) that gives the mean loss}."""
     found = {"ours": lambda h, w, t: cross_entropy(h, w, t)[0] / len(t)}
-    if device.type == "cuda":
-        ChunkedCrossEntropy.chunk = staticmethod(torch.compile(fused_chunk))  # as compile_blocks does
+    compile_loss(device)
     found[HEAD_PEERS[0]] = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         chunks = torch.nn.LinearCrossEntropyOptions()
@@ -261,9 +264,15 @@ def their_call(model: Transformer, prompts: list[list[int]], options: Options) -
     return call
 
 
+def shapes_only(cfg: ModelConfig) -> Transformer:
+    """Return a model without memory, to count its parameters."""
+    with torch.device("meta"):
+        return Transformer(cfg)
+
+
 def bytes_per_step(cfg: ModelConfig, rows: int, dtype: torch.dtype, length: int) -> int:
     """Return the bytes that a step reads after `length` tokens: every matrix but the embedding, and the cache."""
-    table = parameter_table(cfg)
+    table = parameter_table(shapes_only(cfg))
     matrices = table["attention"] + table["mlp"] + cfg.vocab_size * cfg.n_embd
     return matrices * dtype.itemsize + cache_bytes(cfg, rows, length, dtype)
 
@@ -318,19 +327,25 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
     (model(tokens, tokens) / tokens.numel()).backward()
     parallel.step(opt, lr=1e-3, clip=1.0)
     parallel.flush()
-    names, world = tokenizer.train(["Three letters, and a few more: abc."], 384), ranks.init()
-    run, plain, writer = folder / "run", folder / "plain.pt", Writer(behind=True)
+    run, plain = folder / "run", folder / "plain.pt"
+    run.mkdir()
+    checkpoint.lock(run)
+    log = RunLog(str(run), max_steps=1, first_step=0)
+    names = train(["Three letters, and a few more: abc."], 384)
+    saver = Saver(run, 1, names, log, config={"zero1": False, "timeout_s": 300.0}, data={})
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
 
-    def states() -> tuple[dict, dict]:
-        return {"step": 1, "optimizer": opt.state_dict()}, {"rng": rng_state(torch.device("cpu"))}
+    def save() -> None:
+        saver.save(1, model, parallel, opt, scaler)
+        saver.wait()
 
-    def save() -> Path:
-        return checkpoint.save(run, 1, model, names, *states(), world, val_loss=None, keep_last=1, keep_best=0)
+    def copy() -> None:
+        saver.memory.copy((huggingface.stored_weights(model), opt.state_dict()))
 
     def torch_save() -> None:
         with open(plain, "wb") as f:
             torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, f)
-        checkpoint.sync(plain)
+        sync(plain)
 
     def disk() -> None:
         with open(folder / "raw.bin", "wb", buffering=0) as f:
@@ -339,6 +354,7 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
             os.fsync(f.fileno())
 
     block = random.Random(0).randbytes(2**24)  # a file system may compress zeros
-    n_bytes = sum(path.stat().st_size for path in save().iterdir() if path.is_file())
-    calls = {"disk": disk, "torch.save": torch_save, "ours": save}
-    return calls | {"ours, training waits": lambda: writer.copy(model, *states())}, n_bytes
+    save()
+    n_bytes = sum(path.stat().st_size for path in (run / "step_000001").iterdir())
+    calls = {"disk": disk, "torch.save": torch_save, "ours": save, "ours, training waits": copy}
+    return calls, n_bytes

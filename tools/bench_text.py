@@ -22,7 +22,7 @@ from groundup.demo.python_docs import chinese_sample, python_docs
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.text import dedup
-from groundup.tokens import bpe
+from groundup.tokens import bpe, training
 
 THRESHOLD, BANDS, ROWS = 0.8, 16, 8
 
@@ -114,7 +114,7 @@ def tokenize_row(options: Options) -> Iterator[Line]:
 
     for name, texts, megabytes in corpora(options):
         directory = options.folder / name
-        tokenizer.train(texts, options.vocab_size).save(directory)
+        training.train(texts, options.vocab_size).save(directory)
         ours, theirs = tokenizer.Tokenizer.load(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))
         encoders = {
             "tiktoken": ours.engine.encoding.encode_ordinary,

@@ -24,15 +24,16 @@ from groundup.align.losses import compute_reference, losses_and_metrics, pair_lo
 from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
+from groundup.kernels.cross_entropy import cross_entropy
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus, load_pairs
-from groundup.train import checkpoint, ranks
+from groundup.tokens.training import train as train_tokenizer
+from groundup.train import huggingface, ranks
 from groundup.train.compiled import compile_blocks
 from groundup.train.device import autocast
-from groundup.train.optim import Optimizer, stays_whole
-from model import Transformer, cross_entropy
+from groundup.train.optim import Optimizer
+from model import Transformer
 from tokenizer import Tokenizer, chat_ready
-from tokenizer import train as train_tokenizer
 
 STEPS = 16  # of a side in a round: dpo.py sorts the pairs of so many
 LOSS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "gamma": 0.0, "nll_weight": 0.0}
@@ -51,7 +52,7 @@ def start(kind: str, shape: str, options: Options) -> tuple[str, Tokenizer, Path
     cfg = replace(SHAPES[shape], vocab_size=tokenizer.vocab_size, block_size=options.block_size)
     torch.manual_seed(0)
     base.mkdir()
-    checkpoint.write_model(base, Transformer(cfg), tokenizer)
+    huggingface.write_model(base, Transformer(cfg), tokenizer)
     return data, tokenizer, base
 
 
@@ -63,19 +64,19 @@ def sft_row(options: Options) -> Iterator[Line]:
 
 
 def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Options) -> list[Line]:
-    model = checkpoint.load_model(base, options.device).train()
+    model = huggingface.load_model(base, options.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     B, columns = options.batch_size, options.block_size
     corpora = {name: ChatCorpus(data, tokenizer, columns, name == "packed", seed=1) for name in ("padded", "packed")}
 
     def load(name: str, step: int) -> tuple:
         numbers = (step * B + np.arange(B)) % corpora[name].train[0].n_rows
-        return corpora[name].load(np.zeros_like(numbers), numbers * (columns + 1))
+        return corpora[name].load(np.zeros_like(numbers), numbers)
 
     def step(batch: tuple) -> None:
         with autocast(options.device, options.dtype):
             hidden = model(batch.x, documents=batch.documents, index=batch.index)
-            loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets, batch.weights)
+            loss, _ = cross_entropy(hidden, model.lm_head.weight, batch.targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,7 +88,7 @@ def layouts(shape: str, data: str, tokenizer: Tokenizer, base: Path, options: Op
         return timing.device_seconds(lambda: list(map(step, batches)), options.device) / n_labels
 
     packed, notes = corpora["packed"].train[0], {}
-    n_used = int(packed.n_rows * columns - packed.n_padding)
+    n_used = int(packed.n_used.sum())
     for name, corpus in corpora.items():
         n_places = sum(load(name, k).x.numel() for k in range(-(-corpus.train[0].n_rows // B)))
         notes[name] = f"padding {100 * max(0.0, 1 - n_used / n_places):.1f} %"
@@ -124,12 +125,12 @@ def dpo_row(options: Options) -> Iterator[Line]:
 def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side:
     """Return the steps of dpo.py."""
     device, dtype, batch_size = options.device, options.dtype, options.batch_size
-    model = checkpoint.load_model(base, device)
+    model = huggingface.load_model(base, device)
     if way == "blocks":
         compile_blocks(model, lengths_vary=True)
     table = compute_reference(model, corpus, batch_size, ranks.init(device.type), device, dtype)
     on_device = table.to(device)
-    parallel = ddp.DDP(model, keep_whole=partial(stays_whole, "adamw"))
+    parallel = ddp.DDP(model)
     opt = Optimizer(parallel.buckets, "adamw", (0.9, 0.999), weight_decay=0.0)
     model.train()
 

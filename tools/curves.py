@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import configure, defaults_of, read_file
 from groundup.errors import UserError
 from groundup.train.log import read_events
-from groundup.train.settings import REMOVED
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 run = ""  # directory of a finished run
@@ -41,10 +40,9 @@ MOST = 60  # training and as many evaluation events of a curve
 KEPT = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "val_loss", "val_bpb", "reward", "accuracy",
         "rewards/accuracies", "rewards/margins", "mean_token_accuracy")  # fmt: skip
 NO_CAUSE = {  # settings that do not change what is learnt per token, but for rounding
-    "out_dir", "resume", "overwrite", "device", "dtype", "compile", "activation_checkpointing", "parallel", "bucket_mb",
-    "overlap_step", "zero1", "timeout_s", "peak_tflops", "device_gib", "plan_only", "eval_every", "log_every",
-    "tensorboard", "save_every", "async_save", "keep_last", "keep_best", "sample_prompts", "batch_size", "seed",
-    "max_skipped", "stop_after", "eval_steps",
+    "out_dir", "resume", "overwrite", "device", "dtype", "compile", "activation_checkpointing", "parallel",
+    "overlap_step", "zero1", "timeout_s", "peak_tflops", "plan_only", "eval_every", "log_every", "tensorboard",
+    "save_every", "keep_last", "sample_prompts", "batch_size", "seed", "eval_steps",
 }  # fmt: skip
 MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
 NAN = float("nan")
@@ -67,7 +65,7 @@ def settings_of(directory: Path) -> tuple[str, dict]:
     if not found or not (ROOT / f"{found[1]}.py").exists():
         raise UserError(f"curves: {directory} has no config.py of a run; give the directory of a run")
     defaults = defaults_of(ROOT / f"{found[1]}.py")
-    return found[1], defaults | read_file(str(path), defaults, REMOVED)
+    return found[1], defaults | read_file(str(path), defaults)
 
 
 def config_of(path: Path) -> tuple[str, dict]:
@@ -75,7 +73,7 @@ def config_of(path: Path) -> tuple[str, dict]:
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     script = re.search(rf"(\w+)\.py config/{path.name}", doc)[1]
     defaults = defaults_of(ROOT / f"{script}.py")
-    return script, defaults | read_file(str(path), defaults, REMOVED)
+    return script, defaults | read_file(str(path), defaults)
 
 
 def keep(directory: Path, name: str, command: str = "", folder: Path = CURVES) -> Path:

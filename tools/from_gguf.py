@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from groundup.errors import UserError
 from groundup.tokens import foreign
-from groundup.tokens.bpe import PATTERNS
-from groundup.train import huggingface
+from groundup.tokens.foreign import PATTERNS
+from groundup.train.config_json import write_json
+from groundup.train.tensor_files import save_weights
 from model import ModelConfig, rope_frequencies
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -95,9 +96,9 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
         temp.mkdir(parents=True)
         n = write_weights(temp, weights(reader.tensors, arch, config, path), dtype)
         name = str(dtype).removeprefix("torch.")
-        huggingface.write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
+        write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
         ends = sorted({i for i in (ids["eos_token_id"], fields.get("tokenizer.ggml.eot_token_id")) if i is not None})
-        huggingface.write_json(temp / "generation_config.json", ids | {"eos_token_id": ends})
+        write_json(temp / "generation_config.json", ids | {"eos_token_id": ends})
         for name, content in files.items():
             (temp / name).write_bytes(content)
         os.replace(temp, out)
@@ -216,7 +217,7 @@ def write_weights(directory: Path, named: Iterable[tuple[str, np.ndarray]], dtyp
 
     def flush() -> None:
         path = directory / f"model-{len(shards) + 1:05d}.safetensors"
-        huggingface.save_weights(path, shard)
+        save_weights(path, shard)
         shards.append((path, list(shard)))
         shard.clear()
 
@@ -232,7 +233,7 @@ def write_weights(directory: Path, named: Iterable[tuple[str, np.ndarray]], dtyp
         shards[0][0].rename(directory / "model.safetensors")
     else:
         weight_map = {name: path.name for path, names in shards for name in names}
-        huggingface.write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+        write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     return n
 
 

@@ -19,19 +19,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.errors import UserError, reason_of
-from groundup.train import checkpoint
+from groundup.train import checkpoint, huggingface
+from groundup.train.saver import sync
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory with an adapter
 out_dir = ""  # directory to write, new or empty
-dtype = "float32"  # of the written weights: float32, bfloat16 or float16
+dtype = "float32"  # float32 | bfloat16 | float16: of the written weights
 
 
 def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
     """Write the merged model; return (directory it was read from, directory written, number of parameters)."""
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise UserError(f"config: dtype must be float32, bfloat16 or float16, got {dtype!r}")
     if not init_from:
         raise UserError("config: init_from is empty; give the run or directory with the adapter")
     source, out = checkpoint.resolve(init_from), Path(out_dir)
@@ -39,20 +38,20 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
         raise UserError(f"config: out_dir={out_dir!r} is not a directory")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"config: out_dir={out_dir!r} is not empty; give another")
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_dir(source))
-    model = checkpoint.load_model(source)
+    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(source))
+    model = huggingface.load_model(source)
     temp = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temp, ignore_errors=True)  # of a merge that was killed
     try:
         temp.mkdir(parents=True)
-        checkpoint.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
+        huggingface.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
         settings = source.parent / "config.py"  # of the run, if it is one of ours: how the model came about
         if checkpoint.STEP_NAME.fullmatch(source.name) and settings.exists():
             shutil.copy(settings, temp)
         for path in temp.iterdir():
-            checkpoint.sync(path)
+            sync(path)
         os.replace(temp, out)
-        checkpoint.sync(out.parent)
+        sync(out.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint: cannot write {out}: {reason_of(error)}") from None
     finally:

@@ -32,7 +32,7 @@ from groundup.errors import UserError
 
 # ---- config ---------------------------------------------------------------------------------------------------------
 input = "input.txt"  # char-rnn's tinyshakespeare
-nanogpt = ""  # checkout of karpathy/nanoGPT; "" = its seconds and loss as they were on the machine of docs/race.md
+nanogpt = ""  # checkout of karpathy/nanoGPT; "" = its figures from docs/race.md
 entry = "config/shakespeare.py"  # settings of the runs
 flags = ""  # more of them, separated by spaces: --eval_every=25
 vocab_size = 1024  # of the tokenizer, trained on the text

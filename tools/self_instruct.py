@@ -35,21 +35,21 @@ from groundup.scores.client import Endpoint, Journal, Reply, read_key
 from groundup.text import dedup
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
-seeds = ""  # files, directories, globs, comma-separated, of any chat shape; of a conversation its first turn
+seeds = ""  # files, directories, globs of chats; the first turn of each is a task
 out = ""  # the jsonl file to make or to go on with; <out>.journal beside it keeps the answers
 n_tasks = 1000  # to make; raise it to go on
-base_url = "http://localhost:8000/v1"  # /chat/completions is added; vLLM, llama.cpp, Ollama and others serve it
+base_url = "http://localhost:8000/v1"  # of vLLM, llama.cpp, Ollama; /chat/completions is added
 model = ""  # as the endpoint calls it
 api_key_env = ""  # name of the environment variable with the key; "" = none is sent
 fields = '{"temperature": 1.0, "max_tokens": 4096}'  # what else a request holds, a JSON object
-language = "en"  # of the new tasks: en | zh | both (requests take turns)
+language = "en"  # en | zh | both (requests take turns): of the new tasks
 tasks_per_request = 10  # asked for
 demos = 4  # tasks shown in a request
 rouge = 0.7  # ROUGE-L from which on an instruction is too similar to a seed or an earlier one
 parallel = 8  # requests at once, at most 32
 timeout = 300.0  # seconds without a byte of an answer
 max_retries = 8  # of a request, after HTTP 429, 5xx, a timeout, a broken connection
-retry_wait = 1.0  # seconds before the first retry, then twice as many each time; Retry-After counts if it is longer
+retry_wait = 1.0  # seconds before the first retry, doubled each time; Retry-After if longer
 patience = 20  # stop after so many requests in a row that gave no new task
 seed = 1337  # decides which tasks are shown
 

@@ -23,6 +23,8 @@ from groundup.errors import UserError, listed
 from groundup.files.untrusted import read_json
 from groundup.tokens.foreign import merge_words
 from groundup.train import checkpoint, huggingface
+from groundup.train.config_json import from_hf_config
+from groundup.train.tensor_files import drop_tied_head, open_weights
 from tokenizer import Tokenizer
 
 NORMAL, UNUSED = 1, 5  # kinds of tokens
@@ -35,10 +37,10 @@ def convert(source: Path, path: Path, dtype: str) -> int:
         import gguf
     except ImportError:
         raise UserError("to_gguf: this needs a package; pip install gguf==0.19.0") from None
-    if checkpoint.is_adapter(source):
+    if huggingface.is_adapter(source):
         fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
-    config, tokenizer = read_json(source / "config.json"), Tokenizer.load(checkpoint.tokenizer_dir(source))
+    config, tokenizer = read_json(source / "config.json"), Tokenizer.load(huggingface.tokenizer_dir(source))
     arch = config.get("model_type")
     if arch not in ARCHITECTURES:
         raise UserError(f"to_gguf: {source}: model_type={arch!r}; supported are {', '.join(ARCHITECTURES)}")
@@ -61,7 +63,7 @@ def convert(source: Path, path: Path, dtype: str) -> int:
 
 
 def add_config(writer: object, config: dict, source: Path) -> None:
-    cfg = huggingface.from_hf_config(source / "config.json")
+    cfg = from_hf_config(source / "config.json")
     writer.add_name(source.resolve().parent.name if checkpoint.STEP_NAME.fullmatch(source.name) else source.name)
     writer.add_context_length(cfg.block_size)
     writer.add_embedding_length(cfg.n_embd)
@@ -94,9 +96,9 @@ def add_weights(writer: object, source: Path, config: dict, kind: object) -> int
     from gguf.quants import quantize
 
     n = 0
-    tensors = huggingface.open_weights(source)
+    tensors = open_weights(source)
     if config.get("tie_word_embeddings"):
-        huggingface.drop_tied_head(tensors, source)
+        drop_tied_head(tensors, source)
     for name, tensor in tensors.items():
         array = tensor[:].float().numpy()
         if config["model_type"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):

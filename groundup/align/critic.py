@@ -1,88 +1,96 @@
-"""The critic of PPO: a second model that predicts, before each token of an answer, the reward still to come.
+"""The critic of PPO: before each token of an answer it predicts the reward that is still to come.
 
-It is a reward model (see reward_model.py), read at the position from which a token is sampled. It has its own weights,
-gradients and optimizer, and trains the parts that the policy trains, and its head.
+It is a reward model (reward_model.py), read at the position from which a token is sampled. rl.py
+builds it beside the policy, with its own DDP, optimizer and scaler. It trains the parts that the
+policy trains, and its score.
 """
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ddp import DDP
 from groundup.align import policy_gradient as pg
-from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.align.rollouts import RolloutBatch, Rollouts
-from groundup.errors import UserError
-from groundup.train import checkpoint, ranks, run
-from groundup.train.base import adapters_of, count_known_ids, new_model, tuned_architecture
+from groundup.train import ranks
 from groundup.train.device import autocast
-from groundup.train.lora import set_trainable
-from tokenizer import Tokenizer
+from groundup.train.optim import Optimizer
 
 
-def make_critic(
-    config: dict, source: Path | None, tokenizer: Tokenizer, saved: dict, world: ranks.World, device: torch.device,
-    dtype: torch.dtype,
-) -> run.Parts:  # fmt: skip
-    """Return the critic with its optimizer; with `saved`, of `critic_state`, exactly as it was then. Unless it starts
-    from a reward model its head, and so every value, is 0. Raise UserError if the first weights have changed."""
-    cfg = tuned_architecture(config, source, tokenizer.vocab_size)
-    model = new_model(RewardModel, cfg, config, dtype)
-    if source:
-        n_known = count_known_ids(source, tokenizer, "the chat tokenizer")
-        reward_model.load_start(model, source, n_known, tokenizer)
-    if config["normalise_rewards"]:  # returns have another scale than the scores of its head
-        torch.nn.init.zeros_(model.score.weight)
-    set_trainable(model, config["trainable"], adapters_of(config))
-    model.score.requires_grad_(True)
-    if saved:
-        load(model, saved, source)
-    plain = {"compress": "none"} if config["compress"] == "powersgd" else {}
-    parts = run.set_up(config | {"overlap_step": "off"} | plain, model, world, device, dtype, saves=False)
-    if saved:
-        run.load_state(parts, saved)
-    return parts
-
-
-def values_of(model: RewardModel, batch: RolloutBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the value before each learned token, (n,) float32 with gradient."""
-    with autocast(device, dtype):
-        return model(batch.x, index=batch.index)
-
-
-def estimate_advantages(
-    rewards: Tensor, kls: Tensor, values: Tensor, answers: Rollouts, kl_coef: float, gamma: float, lam: float
-) -> tuple[Tensor, Tensor, float]:
-    """Return (advantages (n,), whitened over the learned tokens of all ranks; returns (n,); explained variance of the
-    returns by the values, nan if they are all equal). All ranks call it. rewards (R,) of answers; kls, values (n,) of
-    their tokens."""
-    of_tokens = pg.token_rewards(rewards, kls, answers.row, kl_coef)
-    advantages, returns = pg.gae(of_tokens, values, answers.row, gamma, lam)
-    columns = torch.stack((advantages, returns, returns - values))[:, answers.learned]
-    sums = ranks.all_reduce_sum(torch.stack([pg.power_sums(column) for column in columns]))
-    (mean, var), (_, var_returns), (_, var_errors) = map(pg.moments, sums)
-    explained = 1 - var_errors / var_returns if var_returns > pg.VARIANCE_FLOOR else math.nan
-    return pg.whiten(advantages, mean, var), returns, explained
-
-
-def critic_state(parts: run.Parts, step: int, zero1: bool, source: Path | None) -> dict:
-    """Return what a resume needs: trained weights, optimizer, and a key of the frozen weights. All ranks call it."""
-    parts.ddp.flush()  # updates and gathers that wait for the next forward
-    opt_state = parts.opt.state_dict(parts.ddp.gather if zero1 else None, keep=parts.world.is_main)
-    weights = {name: p.detach() for name, p in parts.model.named_parameters() if p.requires_grad}
-    base_key = checkpoint.weights_key(source) if source else ""
-    state = {"step": step, "weights": weights, "base_key": base_key}
-    return state | {"optimizer": opt_state, "scaler": parts.scaler.state_dict()}
+def predict(critic: RewardModel, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
+    """Return the value before each token to train on, (n,) float32 with gradient."""
+    with autocast(batch.x.device, dtype):
+        return critic(batch.x, index=batch.index)
 
 
 @torch.no_grad()
-def load(model: RewardModel, saved: dict, source: Path | None) -> None:
-    """Restore the trained weights. Raise UserError if the frozen ones, in `source`, have changed."""
-    params = dict(model.named_parameters())
-    frozen = any(not p.requires_grad for p in params.values())
-    if frozen and saved["base_key"] != checkpoint.weights_key(source):
-        raise UserError(f"critic: the weights in {source} are not those that the critic began with")
+def measure_values(
+    critic: RewardModel, answers: Rollouts, batch_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the value before each token of the answers, (n,) float32 on the critic's device.
+
+    It is 0 for tokens that are not trained on."""
+    device = critic.score.weight.device
+    found = torch.zeros(len(answers.row), device=device)
+    for batch in answers.batches(batch_size):
+        batch = batch.to(device)
+        found[batch.token] = predict(critic, batch, dtype)
+    return found
+
+
+def estimate_advantages(
+    token_rewards: Tensor, values: Tensor, answers: Rollouts, gamma: float, lam: float
+) -> tuple[Tensor, Tensor, float]:
+    """Return (advantages (n,), returns (n,), explained variance). All ranks call it.
+
+    token_rewards, values (n,): of the answers' tokens. Advantages are whitened over the trained
+    tokens of all ranks. Explained: the share of the returns' variance that the values predict, nan
+    if the returns are all equal. Computed on the CPU; the results are on the device of `values`."""
+    device, values = values.device, values.cpu()
+    advantages, returns = pg.gae(token_rewards.cpu(), values, answers.row, gamma, lam)
+    columns = (advantages, returns, returns - values)
+    sums = torch.stack([pg.power_sums(column[answers.learned]) for column in columns])
+    of_advantages, of_returns, of_errors = ranks.all_reduce_sum(sums)
+    mean, variance = pg.moments(of_advantages)
+    advantages = pg.whiten(advantages, mean, variance)
+
+    _, returns_variance = pg.moments(of_returns)
+    _, errors_variance = pg.moments(of_errors)
+    explained = math.nan
+    if returns_variance > pg.VARIANCE_FLOOR:
+        explained = 1 - errors_variance / returns_variance
+    return advantages.to(device), returns.to(device), explained
+
+
+# ---- checkpoints: kept in train_state.pt, beside the policy's state ------------------------------
+
+
+def state_of(
+    critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler, zero1: bool
+) -> dict:
+    """Return what a resume needs. All ranks call it, after ddp.flush()."""
+    trained = {name: p.detach() for name, p in critic.named_parameters() if p.requires_grad}
+    return {
+        "weights": trained,
+        "optimizer": opt.state_dict(ddp.gather if zero1 else None, keep=ranks.rank() == 0),
+        "scaler": scaler.state_dict(),
+        "n_steps": ddp.n_steps,
+        "skipped": ddp.skipped.tolist(),
+    }
+
+
+@torch.no_grad()
+def restore(
+    saved: dict, critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler
+) -> None:
+    """Restore what `state_of` returned. The frozen weights are loaded as in a new run."""
+    params = dict(critic.named_parameters())
     for name, weight in saved["weights"].items():
         params[name].copy_(weight)
+    opt.load_state_dict(saved["optimizer"])
+    if saved["scaler"]:  # empty unless that run was in float16
+        scaler.load_state_dict(saved["scaler"])
+    ddp.n_steps = saved["n_steps"]
+    ddp.skipped.copy_(torch.tensor(saved["skipped"]))

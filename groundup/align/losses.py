@@ -1,149 +1,122 @@
-"""Preference losses, the log-probabilities that they are made of, and those of the reference model.
+"""What dpo.py learns from: log-probabilities of answers, the losses, and the reference.
 
-    hidden = model(x, index=index)                                  # hidden states at positions of the flat x, (N, C)
-    logps = token_logps(hidden, model.lm_head.weight, targets)      # (N,), never holding all the logits
-    logps, n_tokens = pair_logps(model, batch, device, dtype)       # sums over the answers of pairs, (2, B)
-    losses = pair_losses(logps, reference, n_tokens, config)        # (B,)
+    logps, n_tokens = pair_logps(model, batch)                       # (2, B): chosen, rejected
+    losses, metrics = losses_and_metrics(logps, reference, n_tokens, config)   # (B,), (M, B)
+
+The reference is the model before the first step. Its log-probabilities do not change, so they are
+computed once for all pairs and kept in a file.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from groundup.errors import UserError, refuse
+from groundup.kernels.cross_entropy import token_logps
+from groundup.tokens import IGNORE
 from groundup.tokens.pairs import PairBatch, PairCorpus
-from groundup.train import checkpoint, huggingface, ranks
+from groundup.train import huggingface, ranks
+from groundup.train.checkpoint import on_rank_0
 from groundup.train.device import autocast
-from groundup.train.fsdp import in_step
+from groundup.train.fsdp import same_forwards
 from groundup.train.lora import adapters_off
-from model import (
-    IGNORE,
-    ModelConfig,
-    Transformer,
-    add_product,
-    chunk_rows,
-    compute_dtype,
-    cross_entropy_gradient,
-    softmax_cross_entropy,
-)
+from groundup.train.tensor_files import open_safetensors, save_weights
+from model import Transformer
 
-LOSSES = ("sigmoid", "cdpo", "robust", "hinge", "ipo", "sigmoid_norm", "simpo", "orpo", "kto")
 REFERENCE_FREE = ("simpo", "orpo")
-METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
-METRICS += ("logps/rejected", "lengths/chosen", "lengths/rejected", "kl/chosen", "kl/rejected")
+# trl's names. A reward is beta times a log-ratio; lengths are in tokens; kl is the mean log-ratio
+# per token, an estimate of the divergence from the reference.
+METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "lengths/chosen",
+    "lengths/rejected",
+    "kl/chosen",
+    "kl/rejected",
+)
 KTO_METRICS = (*METRICS, "kl", "share/chosen")  # chosen and rejected are good and bad answers
 
 
 def check_losses(config: Mapping) -> None:
     """Raise UserError for settings that do not fit the loss."""
-    wrong = config["label_smoothing"]
+    loss, wrong = config["loss"], config["label_smoothing"]
     refuse(not config["beta"] > 0, f"beta must be above 0, got {config['beta']}")
-    refuse(not 0 <= wrong < 0.5, f"label_smoothing must be from 0 to below 0.5, got {wrong}")
-    other = wrong and config["loss"] not in ("cdpo", "robust")
-    refuse(other, f"label_smoothing is for loss='cdpo' or 'robust', not {config['loss']!r}")
-    kto = config["loss"] == "kto"
-    refuse(kto and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
-    refuse(not kto and config["desirable_weight"] != 1, "desirable_weight is for loss='kto'")
+    refuse(not wrong < 0.5, f"label_smoothing must be below 0.5, got {wrong}")
+    unused = wrong and loss not in ("cdpo", "robust")
+    refuse(unused, f"label_smoothing is for loss='cdpo' or 'robust', not {loss!r}")
+    refuse(loss == "kto" and config["nll_weight"], "nll_weight is for pairs, not for loss='kto'")
+    unused = loss != "kto" and config["desirable_weight"] != 1
+    refuse(unused, "desirable_weight is for loss='kto'")
+    other = config["reference"] == "adapter_off" and config["trainable"].strip() != "lora"
+    refuse(other, f"reference='adapter_off' needs trainable='lora', got {config['trainable']!r}")
 
 
-def token_logps(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log softmax(hidden @ weight.T / temperature)[target], (N,) float32, 0 where the target is IGNORE, with
-    gradients.
-
-    hidden (N, C), weight (V, C), targets (N,) int64. Products in the dtype of autocast, softmax in float32. Unlike
-    model.cross_entropy, which forms its gradients in forward, a token's gradient here depends on a loss that is known
-    only after all tokens: backward computes the logits of a block once more."""
-    return ChunkedLogps.apply(hidden, weight, targets, compute_dtype(hidden), temperature)
+# ---- log-probabilities ---------------------------------------------------------------------------
 
 
-class ChunkedLogps(torch.autograd.Function):
-    """Head and log-softmax over blocks of tokens, so that memory holds (chunk, V) logits, never (N, V)."""
+def pair_logps(model: Transformer, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Return (logps, n_tokens), each (2, B) float32: of the chosen and the rejected answers the sum
+    of log-probabilities, with gradient, and the number of tokens. Both include <|im_end|>.
 
-    @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, temperature: float
-    ) -> Tensor:  # fmt: skip
-        N = hidden.shape[0]
-        logps, lse = (hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
-        w = weight.to(dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(N, weight):
-                logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
-                nats, of_part = softmax_cross_entropy(logits, targets[part])
-                logps[part], lse[part] = -nats, of_part.squeeze(1)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.dtype, ctx.temperature = dtype, temperature
-        return logps
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        hidden, weight, targets, lse = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        w, scale = weight.to(ctx.dtype), -grad.float() * (targets != IGNORE) / ctx.temperature
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in chunks(hidden.shape[0], weight):
-                h = hidden[part].to(ctx.dtype)
-                logits = (h @ w.T).float().div_(ctx.temperature)
-                grad_logits = cross_entropy_gradient(logits, targets[part], lse[part].unsqueeze(1), scale[part])
-                grad_logits = grad_logits.to(ctx.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[part] = grad_logits @ w
-                if grad_weight is not None:
-                    add_product(grad_weight, grad_logits.T, h)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
-
-
-def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
-    """Return the blocks of tokens whose logits by weight (V, C) are held at once."""
-    chunk = chunk_rows(weight.shape[0], weight.device.type)
-    return [slice(start, start + chunk) for start in range(0, n_tokens, chunk)]
-
-
-def pair_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sums of log-probabilities of the chosen and the rejected answers, (2, B) float32 with gradient, and
-    their numbers of tokens; (1, B) of a batch of one side. An answer's <|im_end|> counts."""
+    (1, B) for a batch of one side."""
     B, T = len(batch.number), batch.x.shape[1]
-    place = batch.row * T + batch.index % T  # all different, so that scatter_add sums in a fixed order
-    n = -len(batch.index) % max(1, batch.x.numel() // 16)  # tensors of ever new sizes fragment the memory
-    index, place, targets = F.pad(batch.index, (0, n)), F.pad(place, (0, n)), F.pad(batch.targets, (0, n), value=IGNORE)
-    with autocast(device, dtype):
-        hidden = model(batch.x, index=index)
-        logps = token_logps(hidden, model.lm_head.weight, targets)
-    zeros, valid = logps.new_zeros(batch.x.numel()), (targets != IGNORE).float()
-    return tuple(zeros.scatter_add(0, place, part).view(-1, B, T).sum(2) for part in (logps, valid))
+    # Pad to a sixteenth of the batch: tensors of ever new sizes fragment the memory.
+    n_missing = -len(batch.index) % max(1, batch.x.numel() // 16)
+    index = F.pad(batch.index, (0, n_missing))
+    targets = F.pad(batch.targets, (0, n_missing), value=IGNORE)
+
+    hidden = model(batch.x, index=index)  # (n, C): only where an answer's token follows
+    logps = token_logps(hidden, model.lm_head.weight, targets)  # (n,), 0 for padding
+    is_token = (targets != IGNORE).float()
+
+    # Put each token back in its place, then add up the rows: a sum in a fixed order.
+    zeros = logps.new_zeros(batch.x.numel())
+    sums = zeros.scatter_add(0, index, logps).view(-1, B, T).sum(2)
+    n_tokens = zeros.scatter_add(0, index, is_token).view(-1, B, T).sum(2)
+    return sums, n_tokens
 
 
-def reference_logps(model: Transformer, batch: PairBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the log-probabilities of `pair_logps`, (2, B), without gradient, dropout and adapters."""
+@torch.no_grad()
+def reference_logps(model: Transformer, batch: PairBatch) -> Tensor:
+    """Return the log-probabilities of `pair_logps` without dropout and without adapters."""
     training = model.training
     model.eval()
-    with torch.no_grad(), adapters_off(model):
-        logps, _ = pair_logps(model, batch, device, dtype)
+    with adapters_off(model):
+        logps, _ = pair_logps(model, batch)
     model.train(training)
     return logps
 
 
-def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
-    """Return the loss of each pair, (B,) float32. logps, reference, n_tokens (2, B): of chosen and rejected answers;
-    reference = 0 for losses that have none.
+# ---- losses of pairs -----------------------------------------------------------------------------
 
-    sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing. robust: unbiased under
-    such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425). ipo: arXiv:2310.12036, with means per token as its
-    authors do. sigmoid_norm: DPO with means per token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio
-    term (arXiv:2403.07691), lambda = beta; losses_and_metrics adds the chosen answer's loss."""
+
+def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> Tensor:
+    """Return the loss of each pair, (B,) float32.
+
+    logps, reference, n_tokens (2, B): of chosen and rejected answers; reference is 0 for losses
+    without one.
+
+    sigmoid: DPO (arXiv:2305.18290). cdpo: labels are wrong with probability label_smoothing.
+    robust: unbiased under such labels (arXiv:2403.00409). hinge: SLiC (arXiv:2305.10425).
+    ipo: arXiv:2310.12036, with means per token as its authors do. sigmoid_norm: DPO with means per
+    token (arXiv:2411.15124). simpo: arXiv:2405.14734. orpo: the odds-ratio term
+    (arXiv:2403.07691), whose lambda is beta; losses_and_metrics adds the chosen answer's loss.
+    """
     loss, beta, wrong = config["loss"], config["beta"], config["label_smoothing"]
     ratios = logps - reference
     means = ratios / n_tokens.clamp(min=1)
-    by_sum, by_mean = ratios[0] - ratios[1], means[0] - means[1]
+    by_sum = ratios[0] - ratios[1]
+    by_mean = means[0] - means[1]
     if loss == "sigmoid":
         return -F.logsigmoid(beta * by_sum)
     if loss == "cdpo":
@@ -164,114 +137,177 @@ def pair_losses(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapp
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x <= 0, clamped to -1e-6: an answer of probability 1 has no finite odds."""
+    """Return log(1 - exp(x)) for x <= 0. x is clamped to -1e-6: a probability of 1 has no odds."""
     return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
 
 
-def losses_and_metrics(logps: Tensor, reference: Tensor, n_tokens: Tensor, config: Mapping) -> tuple[Tensor, Tensor]:
-    """Return the loss of each pair (B,) and its METRICS (10, B) float32, detached. logps, n_tokens: of `pair_logps`."""
+def losses_and_metrics(
+    logps: Tensor,
+    reference: Tensor,
+    n_tokens: Tensor,
+    config: Mapping,
+    labels: Tensor | None = None,
+    kl: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair (B,), and its METRICS (M, B) float32 without gradient.
+
+    The first three are as in `pair_losses`. labels, kl: for loss="kto", see the function."""
+    if config["loss"] == "kto":
+        return kto_losses_and_metrics(logps[0], reference[0], n_tokens[0], labels, kl, config)
     losses = pair_losses(logps, reference, n_tokens, config)
     nll_share = config["nll_weight"] + (config["loss"] == "orpo")
     if nll_share:
         losses = losses + nll_share * (-logps[0] / n_tokens[0].clamp(min=1))
+
     logps = logps.detach()
     ratios = logps - reference
     means = ratios / n_tokens.clamp(min=1)
-    chosen, rejected = config["beta"] * (means if config["loss"] in REFERENCE_FREE else ratios)
-    parts = [chosen, rejected, chosen - rejected, (chosen > rejected).float(), *logps, *n_tokens]
-    return losses, torch.stack([*parts, *(torch.zeros_like(means) if config["loss"] in REFERENCE_FREE else means)])
+    rewards, kls = config["beta"] * ratios, means
+    if config["loss"] in REFERENCE_FREE:
+        rewards, kls = config["beta"] * means, torch.zeros_like(means)
+    margins = rewards[0] - rewards[1]
+    right = (rewards[0] > rewards[1]).float()
+    # in the order of METRICS
+    metrics = [losses.detach(), *rewards, margins, right, *logps, *n_tokens, *kls]
+    return losses, torch.stack(metrics)
+
+
+# ---- KTO: single answers, good or bad ------------------------------------------------------------
 
 
 def kto_losses_and_metrics(
-    logps: Tensor, reference: Tensor, n_tokens: Tensor, labels: Tensor, kl: Tensor, config: Mapping
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return KTO's loss (arXiv:2402.01306) of each answer (B,) and its KTO_METRICS (12, B) float32, detached, 0 in
-    those of the other label; `named` divides their means. labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`. The
-    others (B,): of the answers alone."""
-    ratios, good = logps - reference, (labels > 0).float()
+    logps: Tensor,
+    reference: Tensor,
+    n_tokens: Tensor,
+    labels: Tensor,
+    kl: Tensor,
+    config: Mapping,
+) -> tuple[Tensor, Tensor]:
+    """Return KTO's loss (arXiv:2402.01306) of each answer (B,), and its KTO_METRICS (M, B) float32
+    without gradient.
+
+    logps, reference, n_tokens, labels (B,): 1 = good, -1 = bad. kl: of `kl_estimate`.
+    A metric of good answers is 0 for a bad one, and the reverse; `named` divides their means."""
+    good = (labels > 0).float()
+    bad = 1 - good
+    ratios = logps - reference
     gains = torch.sigmoid(config["beta"] * labels * (ratios - kl))
-    losses = (1 - gains) * (good * config["desirable_weight"] + 1 - good)
+    losses = (1 - gains) * (good * config["desirable_weight"] + bad)
+
     logps, ratios = logps.detach(), ratios.detach()
     right = (labels * (ratios - kl) > 0).float()
-    values = config["beta"] * ratios, logps, n_tokens, ratios / n_tokens.clamp(min=1)
-    (reward, logps, lengths, means) = (torch.stack((one * good, one * (1 - good))) for one in values)
-    parts = [*reward, torch.zeros_like(good), right, *logps, *lengths, *means, kl.expand_as(good), good]
-    return losses, torch.stack(parts)
+    rewards = config["beta"] * ratios
+    means = ratios / n_tokens.clamp(min=1)
+    metrics = [losses.detach(), rewards * good, rewards * bad]
+    metrics += [torch.zeros_like(good), right]  # `named` computes the margin of the means
+    for values in (logps, n_tokens, means):
+        metrics += [values * good, values * bad]
+    metrics += [kl.expand_as(good), good]
+    return losses, torch.stack(metrics)
 
 
 @torch.no_grad()
-def kl_estimate(found: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Return KTO's estimate of the divergence from the reference in nats, at least 0: the mean log-ratio of answers to
-    other prompts over the batches of all ranks. found: log-probabilities (B,) by the model and by the reference."""
-    sums = torch.zeros(2, device=device)
-    for logps, reference in found:
+def kl_estimate(measured: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return KTO's estimate of the divergence from the reference in nats, 0-d, at least 0.
+
+    It is the mean log-ratio of answers to other prompts. All ranks call it.
+    measured: of each batch the log-probabilities (B,) by the model and by the reference."""
+    sums = torch.zeros(2, device=device)  # of log-ratios and answers
+    for logps, reference in measured:
         sums += torch.stack(((logps - reference).sum(), torch.ones_like(logps).sum()))
     total, n = ranks.all_reduce_sum(sums)
     return (total / n.clamp(min=1)).clamp(min=0)
 
 
+# ---- means of metrics ----------------------------------------------------------------------------
+
+
 def metric_names(config: Mapping) -> tuple[str, ...]:
+    """Return the names of the rows of `losses_and_metrics`."""
     return KTO_METRICS if config["loss"] == "kto" else METRICS
 
 
 def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
-    """Return the means of metrics by name; KTO's of good and bad answers are means over these."""
+    """Return {name: mean} of metrics; KTO's of good answers are means over these, so for bad."""
     found = dict(zip(metric_names(config), means, strict=True))
-    if config["loss"] == "kto":
-        for side, share in (("chosen", found["share/chosen"]), ("rejected", 1 - found["share/chosen"])):
-            for name in METRICS:
-                found[name] /= max(share, 1e-9) if name.endswith(side) else 1
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    if config["loss"] != "kto":
+        return found
+    good = found["share/chosen"]
+    for name in METRICS:
+        if name.endswith("chosen"):
+            found[name] /= max(good, 1e-9)
+        elif name.endswith("rejected"):
+            found[name] /= max(1 - good, 1e-9)
+    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
     return found
 
 
-def about_reference(source: Path | None, config: Mapping, cfg: ModelConfig, corpus: PairCorpus, dtype: str) -> dict:
-    """Return {what the reference log-probabilities depend on: its fingerprint}."""
-    parts = [source, checkpoint.base_of(source)] if source and checkpoint.is_adapter(source) else [source]
-    weights = [checkpoint.weights_key(part) for part in parts] if source else [config["seed"], asdict(cfg)]
-    found = {"checkpoint": json.dumps(weights), "pairs": corpus.fingerprint, "dtype": dtype}
-    return found | {"tokenizer": corpus.tokenizer.fingerprint()}
+# ---- the reference -------------------------------------------------------------------------------
 
 
-def open_reference(path: Path, about: Mapping[str, str], n_pairs: int) -> Tensor | None:
-    """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, mapped; None if there is no
-    file. Raise UserError if they belong to other weights, pairs, tokenizer or dtype."""
+def describe_reference(source: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
+    """Return {what the reference's log-probabilities depend on: its fingerprint}."""
+    weights = huggingface.weights_fingerprint(source)
+    if huggingface.is_adapter(source):
+        weights += f" on {huggingface.weights_fingerprint(huggingface.base_of(source))}"
+    return {
+        "checkpoint": weights,
+        "pairs": corpus.fingerprint,
+        "tokenizer": corpus.tokenizer.fingerprint(),
+        "dtype": str(dtype),
+    }
+
+
+@on_rank_0
+def read_reference(path: Path, made_of: Mapping[str, str]) -> Tensor | None:
+    """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, or None if
+    there is no file. Rank 0 reads them for all.
+
+    made_of: of describe_reference. Raise UserError if the file was made of something else."""
     if not path.exists():
         return None
     try:
-        with safe_open(path, "pt") as file:
-            saved, table = file.metadata() or {}, file.get_tensor("logps")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"config: {path} cannot be read ({error}); delete it, and it is computed again") from None
-    differ = [key for key, value in about.items() if saved.get(key) != value]
-    if differ or table.shape != (n_pairs, 2):
-        raise UserError(
-            f"config: the reference log-probabilities in {path} belong to another {' and '.join(differ) or 'run'}; "
-            "delete the file to have them computed again, or give another out_dir"
-        )
-    return table
+        file = open_safetensors(path)
+    except UserError as error:
+        raise UserError(f"{error}; delete it to have it computed again") from None
+    with file:
+        saved = file.metadata() or {}
+        differ = [key for key, value in made_of.items() if saved.get(key) != value]
+        if not differ:
+            return file.get_tensor("logps")
+    raise UserError(
+        f"config: the log-probabilities in {path} belong to another {' and '.join(differ)}; "
+        "delete the file to have them computed again, or use another out_dir"
+    )
 
 
 def compute_reference(
-    model: Transformer, corpus: PairCorpus, batch_size: int, world: ranks.World, device: torch.device,
+    model: Transformer,
+    corpus: PairCorpus,
+    batch_size: int,
+    device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the table of `open_reference`, on the CPU, for all pairs; each rank computes a part of them."""
-    table, began = torch.zeros(corpus.n_pairs, 2), time.perf_counter()
-    for batch in in_step(model, corpus.all_batches(batch_size, world.rank, world.world_size)):
-        table[batch.number] = reference_logps(model, batch.to(device), device, dtype).T.cpu()
+    """Return the tensor of `read_reference`, on the CPU. Each rank computes a part of it."""
+    began = time.perf_counter()
+    table = torch.zeros(corpus.n_pairs, 2)
+    batches = corpus.all_batches(batch_size, ranks.rank(), ranks.world_size())
+    for batch in same_forwards(model, batches):
+        with autocast(device, dtype):
+            logps = reference_logps(model, batch.to(device))
+        table[batch.number] = logps.T.cpu()
     ranks.all_reduce_sum(table)
-    if world.is_main:
-        print(f"reference   of {corpus.n_pairs:,} pairs in {time.perf_counter() - began:.1f} s", flush=True)
+    if ranks.rank() == 0:
+        seconds = time.perf_counter() - began
+        print(f"reference   of {corpus.n_pairs:,} pairs in {seconds:.1f} s", flush=True)
     return table
 
 
-def save_reference(path: Path, table: Tensor, about: Mapping[str, str]) -> None:
-    """Write the table, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_reference(path: Path, table: Tensor, made_of: Mapping[str, str]) -> None:
+    """Write the file of `read_reference`, whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        huggingface.save_weights(temporary, {"logps": table}, **about)
+        save_weights(temporary, {"logps": table}, **made_of)
         os.replace(temporary, path)
     finally:  # a full disk, Ctrl-C
         temporary.unlink(missing_ok=True)

@@ -1,15 +1,16 @@
-"""Rewards of sampled answers for rl.py: a reward model, your own function, or a weighted sum of several.
+"""Rewards of sampled answers: a reward model, your own function, or a weighted sum of several.
 
-    --reward=out/reward                                   # the newest checkpoint of a run of reward.py
-    --reward=rules.py:exact                               # a function of a Python file: a verifiable reward
-    --reward=out/reward=1.0,rules.py:length=-0.1          # a sum; the default weight is 1
+    --reward=out/reward                             # the newest checkpoint of a run of reward.py
+    --reward=rules.py:exact                         # a function of a Python file
+    --reward=out/reward=1.0,rules.py:length=-0.1    # a sum; the default weight is 1
 
-A function is called as function(prompt: list[dict], answer: str, row: dict) -> float: the messages before the answer,
-its text, and the row of the data, which may hold the right answer. The file runs once, when it is read. The same answer
-must always get the same reward, or a run cannot be resumed exactly.
+A function is called as function(prompt: list[dict], answer: str, row: dict) -> float: the messages
+before the answer, its text, and the row of the data, which may hold the right answer. The file runs
+once, when it is read. The same answer must always get the same reward, or a run cannot be resumed
+exactly.
 
-A reward model reads the very ids that were sampled, and scores the <|im_end|> that closes them. An unfinished answer
-has no reward here; the setting `unfinished` of rl.py says what it gets.
+A reward model reads the very ids that were sampled, and scores the <|im_end|> that closes them. An
+unfinished answer has no reward here; the setting `unfinished` of rl.py says what it gets.
 """
 
 import copy
@@ -31,7 +32,7 @@ from groundup.errors import UserError
 from groundup.tokens.corpus import names_of
 from groundup.tokens.prompts import Prompt
 from groundup.tokens.token_files import file_sha256
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from tokenizer import Tokenizer
 
 LARGEST = torch.finfo(torch.float32).max  # training computes in float32
@@ -43,53 +44,66 @@ class Rollout(NamedTuple):
     prompt: Prompt
     ids: list[int]  # with the id that ended it, if one did
     text: str  # without it
-    finished: bool  # it ended by itself
+    finished: bool  # it stopped on its own
     logprob: float  # the engine's sum over its tokens, before the temperature
 
 
 class Rewards:
-    """The parts that a `reward` string names. Raise UserError if one does not exist or does not fit the policy.
-    names: of the parts, for the log. block_size: most ids that all parts can read, 0 = any."""
+    """The parts that a `reward` string names. Raise UserError for one that does not fit the policy.
+
+    names: of the parts, for the log. block_size: most ids that all parts can read, 0 = any.
+    """
 
     def __init__(
-        self, spec: str, tokenizer: Tokenizer, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+        self,
+        spec: str,
+        tokenizer: Tokenizer,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
         batch_size: int = 16,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.weights = parse_reward(spec)
-        self.parts = [
-            FunctionReward(part) if is_function(part) else ModelReward(part, tokenizer, device, dtype, batch_size)
-            for part in self.weights
-        ]
-        parts = list(self.weights)
-        short = [part.rpartition(":")[2] if is_function(part) else Path(part).resolve().name for part in parts]
-        self.names = names_of(parts, short)
-        self.block_size = min((part.block_size for part in self.parts if part.block_size), default=0)
-
-        models = [part.model for part in self.parts if hasattr(part, "model")]
-        self.n_parameters = sum(p.numel() for model in models for p in model.parameters())
+        self.parts: list[FunctionReward | ModelReward] = []
+        short = []
+        for name in self.weights:
+            if is_function(name):
+                self.parts.append(FunctionReward(name))
+                short.append(name.rpartition(":")[2])
+            else:
+                self.parts.append(ModelReward(name, tokenizer, device, dtype, batch_size))
+                short.append(Path(name).resolve().name)
+        self.names = names_of(list(self.weights), short)
+        self.block_size = min(
+            (part.block_size for part in self.parts if part.block_size), default=0
+        )
+        self.n_parameters = sum(part.n_parameters for part in self.parts)
 
     def table(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Return (1 + parts, R) float64: the weighted sum for each of R answers, then each part; nan for unfinished
-        answers, which no part gets to see. Raise UserError for a reward that is not finite."""
+        """Return (1 + parts, R) float64: the weighted sum for each of R answers, then each part.
+
+        It is nan for unfinished answers, which no part gets to see. Raise UserError for a reward
+        that is not finite."""
         finished = torch.tensor([rollout.finished for rollout in rollouts], dtype=torch.bool)
         answers = [rollout for rollout in rollouts if rollout.finished]
-        parts, total = [part.rewards(answers) for part in self.parts], [0.0] * len(answers)
+        parts = [part.rewards(answers) for part in self.parts]
+        total = [0.0] * len(answers)
         for values, weight in zip(parts, self.weights.values(), strict=True):
             total = [so_far + weight * value for so_far, value in zip(total, values, strict=True)]
         if not all(abs(value) <= LARGEST for value in total):
-            raise UserError(f"reward: the weighted sum of {', '.join(self.weights)} is not finite; lower the weights")
+            text = f"the weighted sum of {', '.join(self.weights)} is not finite"
+            raise UserError(f"reward: {text}; lower the weights")
         table = torch.full((1 + len(parts), len(rollouts)), math.nan, dtype=torch.float64)
         table[:, finished] = torch.tensor([total, *parts], dtype=torch.float64)
         return table
 
     def record(self) -> dict[str, str]:
-        """Return {part and weight: fingerprint of the weights or of the file}: all that decides the rewards."""
+        """Return {part and weight: fingerprint of weights or file}: what decides the rewards."""
         pairs = zip(self.weights.items(), self.parts, strict=True)
-        return {f"{part}={weight:g}": of.fingerprint for (part, weight), of in pairs}
+        return {f"{name}={weight:g}": part.fingerprint for (name, weight), part in pairs}
 
 
 def parse_reward(spec: str) -> dict[str, float]:
-    """'out/reward,rules.py:length=-0.1' -> {'out/reward': 1.0, 'rules.py:length': -0.1}."""
+    """Return {part: weight}: 'out/reward,a.py:f=-0.1' -> {'out/reward': 1.0, 'a.py:f': -0.1}."""
     weights: dict[str, float] = {}
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
@@ -99,7 +113,8 @@ def parse_reward(spec: str) -> dict[str, float]:
         except ValueError:
             weight = 0.0
         if not name or not weight or not math.isfinite(weight):
-            raise UserError(f"reward: {part!r} in reward={spec!r} is not 'part' or 'part=weight', a number but 0")
+            wanted = "'part' or 'part=weight', a number but 0"
+            raise UserError(f"reward: {part!r} in reward={spec!r} is not {wanted}")
         if name in weights:
             raise UserError(f"reward: {name!r} comes twice in reward={spec!r}; add its weights up")
         weights[name] = weight
@@ -107,58 +122,76 @@ def parse_reward(spec: str) -> dict[str, float]:
 
 
 def is_function(part: str) -> bool:
+    """Return whether a part is a function, not a reward model."""
     return re.search(r"\.py(:[^/]*)?$", part) is not None
 
 
 class FunctionReward:
     block_size = 0  # text of any length
+    n_parameters = 0
 
     def __init__(self, name: str) -> None:
         self.name, self.function = name, load_function(name, "reward")
         self.fingerprint = file_sha256(Path(name.rpartition(":")[0]))
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        return list(map(self.reward, rollouts))
+        return [self.reward(rollout) for rollout in rollouts]
 
     def reward(self, rollout: Rollout) -> float:
-        """Return the function's value. Raise UserError, naming the prompt, if it fails or is no finite number."""
-        messages, row = copy.deepcopy((rollout.prompt.messages, rollout.prompt.row))  # the function may change its own
+        """Return the function's value.
+
+        Raise UserError, naming the prompt, if it fails or does not return a finite number."""
+        # The function gets copies, which it may change.
+        messages, row = copy.deepcopy((rollout.prompt.messages, rollout.prompt.row))
         try:
             value = self.function(messages, rollout.text, row)
             number = float(value) if isinstance(value, numbers.Real | np.bool_) else math.nan
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"reward: {self.name} fails {describe(rollout)}: {problem}") from error
+            text = f"{self.name} fails {describe(rollout)}: {problem}"
+            raise UserError(f"reward: {text}") from error
         if not abs(number) <= LARGEST:
             returned = f"{value!r:.60} ({type(value).__name__})"
-            raise UserError(f"reward: {self.name} returns {returned}, not a finite number, {describe(rollout)}")
+            text = f"{self.name} returns {returned}, not a finite number, {describe(rollout)}"
+            raise UserError(f"reward: {text}")
         return number
 
 
 def describe(rollout: Rollout) -> str:
     """Return the place, the prompt and the answer, shortened, for people."""
     messages = rollout.prompt.messages
-    texts = (messages[-1]["content"] if messages else "", rollout.text)
-    question, answer = (json.dumps(text, ensure_ascii=False) for text in texts)
+    question = json.dumps(messages[-1]["content"] if messages else "", ensure_ascii=False)
+    answer = json.dumps(rollout.text, ensure_ascii=False)
     return f"on {rollout.prompt.place}, prompt {question:.60}, answer {answer:.60}"
 
 
 class ModelReward:
     def __init__(
-        self, name: str, tokenizer: Tokenizer, device: torch.device | str, dtype: torch.dtype, batch_size: int
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        batch_size: int,
     ) -> None:
         directory = find_model(name, tokenizer, "reward")
-        self.name, self.tokenizer, self.dtype, self.batch_size = name, tokenizer, dtype, batch_size
+        self.name, self.tokenizer = name, tokenizer
+        self.dtype, self.batch_size = dtype, batch_size
         self.model = load(directory, device, dtype)
         self.block_size = self.model.cfg.block_size
-        self.fingerprint = checkpoint.weights_key(directory)
+        self.n_parameters = sum(p.numel() for p in self.model.parameters())
+        self.fingerprint = huggingface.weights_fingerprint(directory)
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the scores of finished answers, read at <|im_end|>, which replaces the id that ended them. Raise
-        UserError for a score that is not finite, and for an answer too long for the model."""
-        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], self.tokenizer.turn_end_id] for rollout in rollouts]
-        scores = score_ids(self.model, rows, max(self.tokenizer.pad_id, 0), self.batch_size, self.dtype)
+        """Return the scores of finished answers, read at the <|im_end|> that replaces the last id.
+
+        Raise UserError for a score that is not finite, and for an answer too long for the model."""
+        end = self.tokenizer.turn_end_id
+        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], end] for rollout in rollouts]
+        pad_id = max(self.tokenizer.pad_id, 0)
+        scores = score_ids(self.model, rows, pad_id, self.batch_size, self.dtype)
         for rollout, value in zip(rollouts, scores, strict=True):
             if not math.isfinite(value):
-                raise UserError(f"reward: {self.name} gives {value} {describe(rollout)}; try dtype=float32")
+                text = f"{self.name} gives {value} {describe(rollout)}"
+                raise UserError(f"reward: {text}; try dtype=float32")
         return scores

@@ -1,4 +1,7 @@
-"""Small data for the `debug` configurations: prepare.py makes a corpus with its tokenizer, this file makes rows."""
+"""Make small data for the `debug` configurations: a corpus by prepare.py, and rows of all kinds.
+
+Several processes may call these functions at once.
+"""
 
 import contextlib
 import fcntl
@@ -16,13 +19,20 @@ from groundup.demo.python_talks import docs_conversations
 from groundup.errors import UserError
 
 PREPARE = Path(__file__).parents[2] / "prepare.py"
-SETTINGS = ["--vocab_size=512", "--min_chars=1", "--near=0", "--val_fraction=0.1", "--strict=True", "--workers=1"]
+SETTINGS = (
+    "--vocab_size=512",
+    "--min_chars=1",
+    "--near=0",
+    "--val_fraction=0.1",
+    "--strict=True",
+    "--workers=1",
+)
 
 
 def make_debug_data(out_dir: str | Path) -> None:
-    """Run prepare.py on the documentation of Python's own parts, unless out_dir is there: it takes two seconds.
+    """Prepare the documentation of Python's own parts, unless out_dir is there: two seconds.
 
-    Several processes may call this at once: one makes it, the others wait."""
+    One process makes it, the others wait."""
     out_dir = Path(out_dir)
     if (out_dir / "manifest.json").exists():
         return
@@ -34,30 +44,52 @@ def make_debug_data(out_dir: str | Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (out_dir / "manifest.json").exists():
-            path = write_rows(debug_texts(), Path(stack.enter_context(tempfile.TemporaryDirectory())) / "debug.jsonl")
-            command = [sys.executable, str(PREPARE), f"--input={path}", f"--out_dir={out_dir}", *SETTINGS]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"demo: cannot make {out_dir}: {done.stderr.strip()}")
+        if (out_dir / "manifest.json").exists():
+            return
+        work = stack.enter_context(tempfile.TemporaryDirectory())
+        path = write_rows(debug_texts(), Path(work) / "debug.jsonl")
+        command = [sys.executable, str(PREPARE), f"--input={path}", f"--out_dir={out_dir}"]
+        done = subprocess.run([*command, *SETTINGS], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"demo: cannot make {out_dir}: {done.stderr.strip()}")
+
+
+def make_debug_rows(path: str | Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
+    """Write rows about Python beside the debug corpus, unless the file is there.
+
+    rows_of makes them of conversations: debug_chats, debug_prompts or debug_pairs. Each process
+    writes the same, first under a name of its own."""
+    path = Path(path)
+    if path.exists():
+        return
+    make_debug_data(path.parent)
+    talks = islice(docs_conversations(), 0, 1400, 7)  # the first: to read all takes a second more
+    own = path.with_name(f".{path.name}.{os.getpid()}")
+    os.replace(write_rows(rows_of(list(talks)), own), path)
+
+
+def debug_chats(talks: list[list[dict]]) -> list[dict]:
+    """Return the conversations as rows of sft.py."""
+    return [{"messages": talk} for talk in talks]
+
+
+def debug_prompts(talks: list[list[dict]]) -> list[dict]:
+    """Return the first question and answer of each conversation, for rl.py."""
+    return [{"messages": talk[:2]} for talk in talks]
 
 
 def debug_pairs(talks: list[list[dict]]) -> list[dict]:
-    """Return questions about Python with their answer, and its words in reverse."""
-    said = [(talk[:1], talk[1]["content"]) for talk in talks]
-    return [{"prompt": asked, "chosen": text, "rejected": " ".join(text.split()[::-1])} for asked, text in said]
-
-
-def make_debug_rows(path: Path, rows_of: Callable[[list], Iterable[dict]]) -> None:
-    """Write beside the debug corpus a file of the rows that `rows_of` makes of some conversations about Python, unless
-    it is there. Several processes may call this at once: each writes the same, first under a name of its own."""
-    if not path.exists():
-        make_debug_data(path.parent)
-        rows = rows_of(list(islice(docs_conversations(), 0, 1400, 7)))  # of the first: all take a second more to read
-        os.replace(write_rows(rows, path.with_name(f".{path.name}.{os.getpid()}")), path)
+    """Return first questions with their answer, and with its words in reverse as the worse one."""
+    rows = []
+    for talk in talks:
+        answer = talk[1]["content"]
+        reverse = " ".join(answer.split()[::-1])
+        rows.append({"prompt": talk[:1], "chosen": answer, "rejected": reverse})
+    return rows
 
 
 def write_rows(rows: Iterable[str | dict], path: Path) -> Path:
+    """Write rows as JSON lines and return the path."""
     with open(path, "w", encoding="utf-8") as f:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return path

@@ -5,3 +5,14 @@ split each belongs. Read readers, then streams (bytes) and records (containers) 
 row_formats and text_keys for what a row means, usable for whether it can be trained on; splits; text_mix; answer_files
 (what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere.
 """
+
+# How tools stand in a system message: row_formats writes them so, tokens/templates.py reads them.
+TOOLS_HEAD = (  # the wording of Qwen2.5's chat template
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+TOOLS_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>"
+)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from groundup.files import TOOLS_HEAD, TOOLS_TAIL
 from groundup.files.text_keys import BadRow, keys_of, parse_text_key, text
 from groundup.files.usable import Pair, are_equal, is_blank, label_of
 
@@ -325,16 +326,6 @@ def with_system(turns: list[dict], row: dict) -> list[dict]:
         first = (first + "\n\n" if first else "") + TOOLS_HEAD + lines + TOOLS_TAIL
     return [message("system", first), *turns[has_own:]]
 
-
-TOOLS_HEAD = (  # the wording of Qwen2.5's chat template
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-)
-TOOLS_TAIL = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
-    "</tool_call>"
-)
 
 # ---- preference pairs -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any, BinaryIO, NamedTuple
 
 from groundup.errors import UserError
+from groundup.files.untrusted import scrub
 
 READ_BYTES = 2**20
 BOMB_BYTES, BOMB_FACTOR = 2**26, 200  # compressed text grows 3 to 30 times; a file that grows more, and so much, stops
@@ -279,12 +280,3 @@ def mended(value: Any) -> Any:
     if isinstance(value, dict):
         return {mended(key): mended(item) for key, item in value.items()}
     return [mended(item) for item in value] if isinstance(value, list) else value
-
-
-def scrub(text: str) -> str:
-    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half of one U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

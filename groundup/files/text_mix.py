@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files.readers import Report, find_files, read_documents
-from groundup.files.streams import scrub
+from groundup.files.untrusted import scrub
 
 MAX_DOC_CHARS = 100_000  # of each document of a mixture, so that no single one decides the merges
 

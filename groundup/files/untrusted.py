@@ -97,6 +97,15 @@ def read_json(path: str | Path, who: str = "checkpoint", fix: str = "", most: in
         raise UserError(f"{who}: {path} is damaged: {error}{fix}") from None
 
 
+def scrub(text: str) -> str:
+    r"""Return `text` as valid Unicode: \ud83d\ude00, two halves in JSON, become the character; half of one U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def is_name(name: object) -> bool:
     """Return whether a file names another one in its own directory, and nothing outside."""
     return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name

@@ -34,8 +34,10 @@ from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, 
 from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
 from groundup.generate.native import NativeLinear, NativeStep, has_kernels
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
+from groundup.kernels import compute_dtype
+from groundup.kernels.cross_entropy import CHUNK_ELEMENTS
 from groundup.train.device import autocast
-from model import CHUNK_ELEMENTS, ModelConfig, Transformer, compute_dtype
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 CHUNK_ROWS = 16  # prompts that are read at once

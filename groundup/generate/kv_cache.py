@@ -10,15 +10,19 @@ A call of the model computes new positions and keeps them:
 next, and so on. A long text so takes memory and time for itself, not for all others.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from groundup.tokens.documents import can_border
-from model import ModelConfig, cached_attention
+from groundup.kernels.attention import (
+    additive_mask,
+    attention_by_length,
+    cached_attention,
+    has_varlen_lengths,
+)
+from model import ModelConfig
 
 Part = tuple[list[Tensor], list[Tensor], Tensor, Tensor]  # of a CacheStep
 
@@ -85,9 +89,9 @@ class KVCache:
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a layer (rows, K, length, D). For `attend_by_length` the heads of a position lie side by side."""
+    """Return a layer (rows, K, length, D). For `attention_by_length` the heads of a position lie side by side."""
     rows, K, length, D = shape
-    if can_read_by_length(device, dtype, D):
+    if has_varlen_lengths(device, dtype, D):
         return torch.empty(rows, length, K, D, device=device, dtype=dtype).transpose(1, 2)
     return torch.empty(shape, device=device, dtype=dtype)
 
@@ -98,39 +102,17 @@ def resized(x: Tensor, rows: int) -> Tensor:
     return new
 
 
-def can_read_by_length(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's flash attention takes a length for each row; older versions take whole rows."""
-    if not can_border(device, dtype, head_dim):
-        return False
-    return "seqused_k" in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
-
-
-def attend_by_length(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """Attention of q (B, H, 1, D) to the first lengths[b] <= width positions of keys and values (B, K, L, D), by a
-    kernel that reads no others and shares a long row out among processors. starts (B + 1,): multiples of L."""
-    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))  # (B L, K, D), no copy
-    each = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
-    gqa = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    attend = torch.nn.attention.varlen.varlen_attn
-    return attend(q[:, :, 0].to(k.dtype), k, v, each, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
-
-
 def attend_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     width = mask.shape[-1]
     return cached_attention(q, keys[:, :, :width], values[:, :, :width], mask)
-
-
-def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the scores: 0 where mask is true, else -inf. Once for all layers: from bools torch's
-    attention would make it in each."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 class CacheChunk:
     def __init__(self, cache: KVCache, begin: int, end: int, rows: Tensor | slice) -> None:
         self.cache, self.begin, self.end, self.rows = cache, begin, end, rows
         self.positions = cache.span[begin:end].unsqueeze(0)  # (1, T)
-        self.mask = bias_of(cache.span[:end] <= cache.span[begin:end].unsqueeze(1), cache.keys[0].dtype)  # (T, end)
+        visible = cache.span[:end] <= cache.span[begin:end].unsqueeze(1)  # (T, end)
+        self.mask = additive_mask(visible, cache.keys[0].dtype)
 
     def layer(self, i: int) -> Callable:
         return partial(self.attend, self.cache.keys[i], self.cache.values[i])
@@ -157,9 +139,9 @@ class CacheStep:
             if keys[0].stride(1) <= keys[0].stride(2):  # see `empty`; to ask the device would break a compiled graph
                 starts = torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
                 how = {"starts": starts, "lengths": (n[:, 0] + 1).int(), "width": span.shape[0]}
-                self.where.append(partial(attend_by_length, **how))
+                self.where.append(partial(attention_by_length, **how))
             else:
-                mask = bias_of(span <= n, keys[0].dtype)[:, None, None]  # (n, 1, 1, width)
+                mask = additive_mask(span <= n, keys[0].dtype)[:, None, None]  # (n, 1, 1, width)
                 self.where.append(partial(attend_by_mask, mask=mask))
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 

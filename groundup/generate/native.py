@@ -5,16 +5,15 @@ Where there is no C compiler, or model.py computes something else than step.c, t
 import ctypes
 import functools
 import mmap
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from groundup.compile_c import compile_c
 from groundup.generate.kv_cache import Part
-from groundup.train.computation import is_plain, say
+from groundup.kernels.compile_c import SOURCES, compile_c
+from groundup.train.config_json import is_plain, say
 from model import ModelConfig, RMSNorm, Transformer
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,7 +26,7 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in DTYPES:
         return None
     flags = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
-    found = compile_c(Path(__file__).with_name("step.c"), *flags)
+    found = compile_c(SOURCES / "step.c", *flags)
     if found is None:
         say("generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower")
         return None

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from groundup.kernels.cross_entropy import token_scores
 from groundup.train import ranks
 from groundup.train.device import autocast
-from model import Transformer, token_scores
+from model import Transformer
 
 
 class Scored(NamedTuple):

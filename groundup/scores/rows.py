@@ -35,7 +35,7 @@ from groundup.files.untrusted import check_replaceable
 from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.token_files import file_sha256
-from groundup.train import checkpoint, ranks
+from groundup.train import huggingface, ranks
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -107,7 +107,7 @@ def reasons(problems: Counter) -> str:
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Return a fingerprint of all that decides the rewards of the files in `source`."""
     paths = readers.find_files(source)
-    known = [checkpoint.weights_key(directory), str(dtype), *(file_sha256(Path(path)) for path in paths)]
+    known = [huggingface.weights_fingerprint(directory), str(dtype), *(file_sha256(Path(path)) for path in paths)]
     known += [json.dumps(read_settings(path)) for path in paths]
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 

@@ -33,7 +33,7 @@ from groundup.files.splits import is_held_out, split_position
 from groundup.text import dedup
 from groundup.text.documents import Item, load_judge
 from groundup.text.recipe import KEPT, REASONS, ROW, SHOWN, Counts, Input, Part, Recipe, Unit, read_json
-from groundup.tokens.token_files import write_json
+from groundup.tokens.token_writer import write_json
 from tokenizer import Tokenizer
 
 UNIT_BYTES = 2**26  # a large file is cut into units of this size

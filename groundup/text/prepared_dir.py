@@ -12,8 +12,8 @@ from groundup.errors import UserError, naming
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
-from groundup.tokens.packing import PackedData
-from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, TokenData, read_manifest, verify, verify_sha256
+from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, PackedData, TokenData, read_manifest
+from groundup.tokens.token_writer import verify, verify_sha256
 from tokenizer import FILES, Tokenizer
 
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # UserError is a ValueError

@@ -1,6 +1,12 @@
 """How do rows become batches?
 
-In: text, conversations, pairs or prompts of groundup/files or prepare.py. Out: micro-batches of ids in a seeded order.
-Read token_files, mixture, corpus, batches; packing; row_reader, chat_files, conversations, pairs, labelled, prompts.
-bpe, foreign and templates are parts of tokenizer.py.
+In: text, conversations, pairs or prompts of groundup/files or prepare.py. Out: micro-batches of ids
+in a seeded order.
+
+Text, for pretrain.py: read batches, corpus, mixture, token_files; token_writer and packing write
+what these read. Rows, for sft, dpo, reward and rl: row_corpus and row_reader, then chat_files and
+conversations, pairs and labelled, prompts. Parts of tokenizer.py: foreign and templates; bpe and
+training make new tokenizers.
 """
+
+IGNORE = -100  # a target with this value is not trained on

@@ -1,4 +1,4 @@
-"""The data of pretrain.py (token files of several sources), and the loader of micro-batches for all but rl.py."""
+"""The data of pretrain.py (token files of several sources), and the loader of micro-batches."""
 
 import itertools
 import os
@@ -6,91 +6,111 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from groundup.errors import UserError
+from groundup.tokens import IGNORE
 from groundup.tokens.corpus import Corpus, names_of, spread
-from groundup.tokens.mixture import Mixture, parse_data_dir, parse_weights
-from groundup.tokens.packing import PackedData
-from groundup.tokens.token_files import NoSplit, TokenData, locate, read_manifest
-from model import IGNORE
+from groundup.tokens.mixture import Mixture, Sampler, WindowSampler, parse_data_dir, parse_weights
+from groundup.tokens.token_files import NoSplit, PackedData, TokenData, locate, read_manifest
 
-# ---- the sources of pretrain.py --------------------------------------------------------------------------------------
+# ---- the sources of pretrain.py --------------------------------------------------------------
 
 SourceKey = tuple[Path, str]  # (directory, name of the source in its manifest)
 
 
-def sources_of(path: str) -> dict[SourceKey, tuple[float, int]]:
+def train_sources(path: str) -> dict[SourceKey, tuple[float, int]]:
     """Return {source: (share, train tokens)} of what a path names; the shares add up to 1.
 
-    They are the manifest's weights, or, if it has none, in proportion to the tokens. Sources of share 0 are left out.
-    """
+    They follow the manifest's weights, or, if it has none, the numbers of tokens."""
     directory, only = locate(path)
-    manifest, directory = read_manifest(directory), directory.resolve()  # two ways to write a path are one source
-    sources = manifest.get("sources") or {"": {"tokens": manifest["splits"].get("train", {"tokens": 0})["tokens"]}}
+    manifest = read_manifest(directory)
+    directory = directory.resolve()  # two ways to write a path are one source
+    whole = {"tokens": manifest["splits"].get("train", {"tokens": 0})["tokens"]}
+    sources = manifest.get("sources") or {"": whole}
     if only is not None:
         sources = {only: sources[only]}
-    key = "weight" if len(sources) > 1 and all("weight" in entry for entry in sources.values()) else "tokens"
-    sources = {name: entry for name, entry in sources.items() if entry["tokens"]}  # prepare.py has warned of the others
+    weighted = len(sources) > 1 and all("weight" in entry for entry in sources.values())
+    key = "weight" if weighted else "tokens"
+
+    # prepare.py has warned of sources without tokens
+    sources = {name: entry for name, entry in sources.items() if entry["tokens"]}
     total = sum(entry[key] for entry in sources.values())
     if not total:
         raise NoSplit(f"data: {path} has no split 'train'; rerun prepare.py with more text")
-    return {(directory, s): (entry[key] / total, entry["tokens"]) for s, entry in sources.items() if entry[key]}
+    return {
+        (directory, name): (entry[key] / total, entry["tokens"])
+        for name, entry in sources.items()
+        if entry[key]
+    }
 
 
 def val_sources(val_data: str) -> dict[SourceKey, float]:
-    """Return {source: weight} of the validation splits that val_data names; by default the weight is the number of
-    tokens. Raise NoSplit."""
+    """Return {source: weight} of the validation splits that val_data names. Raise NoSplit.
+
+    Without weights they are the numbers of tokens."""
     found = {}
     for path, weight in parse_weights(val_data, val_data, "val_data").items():
         directory, only = locate(path)
-        tokens = Counter()
+        tokens: Counter[SourceKey] = Counter()
         for shard in read_manifest(directory)["splits"].get("val", {"shards": []})["shards"]:
-            if only in (None, source := shard.get("source", "")):
+            source = shard.get("source", "")
+            if only in (None, source):
                 tokens[directory.resolve(), source] += shard["tokens"]
         if not tokens:
-            raise NoSplit(f"data: val_data: {path} has no split 'val'; rerun prepare.py with more text or val_fraction")
-        found |= {key: n if weight is None else weight * n / tokens.total() for key, n in tokens.items()}
+            how = "rerun prepare.py with more text or val_fraction"
+            raise NoSplit(f"data: val_data: {path} has no split 'val'; {how}")
+        for key, n in tokens.items():
+            found[key] = n if weight is None else weight * n / tokens.total()
     return found
 
 
 def log_names(keys: Sequence[SourceKey]) -> list[str]:
-    """Return the names of sources in the log: the source's or directory's, the path where that is not unique."""
+    """Return names for the log: of the source or directory, or the path if that is not unique."""
     paths = [os.path.relpath(directory / source) for directory, source in keys]
     return names_of(paths, [source or directory.resolve().name for directory, source in keys])
 
 
 class TextCorpus(Corpus):
-    """The sources that data_dir names. val: the validation splits of the sources that val_data names, else their own.
-    no_val: {name: why it has none}. Raise UserError if all have none, or if not all have the same tokenizer."""
+    """The sources that data_dir names.
+
+    val: validation splits of the sources that val_data names, else of data_dir's own.
+    no_val: {name: why it has none}. Raise UserError if no source has one, or if the sources do not
+    have the same tokenizer.
+    """
 
     def __init__(self, spec: str, block_size: int, pack: bool = False, val_data: str = "") -> None:
         self.block_size = block_size
         stages = parse_data_dir(spec)
-        self.by_path = {path: sources_of(path) for stage in stages for path in stage.weights}
-        self.keys = list(dict.fromkeys(key for found in self.by_path.values() for key in found))
+        self.by_path = {path: train_sources(path) for stage in stages for path in stage.weights}
+        keys = [key for found in self.by_path.values() for key in found]
+        self.keys = list(dict.fromkeys(keys))
         self.names = log_names(self.keys)
         self.stages = [(stage.first_step, self._weights(stage.weights)) for stage in stages]
         if pack:
-            self.train = [PackedData(directory, block_size, source) for directory, source in self.keys]
+            self.train = [PackedData(directory, block_size, name) for directory, name in self.keys]
         else:
-            self.train = [TokenData(directory, "train", source) for directory, source in self.keys]
+            self.train = [TokenData(directory, "train", name) for directory, name in self.keys]
         self.dir = self.train[0].dir  # the directory of the tokenizer
         for data in self.train:
             data.check_tokenizer(self.train[0].tokenizer_fingerprint)
+        self._open_val(val_data)
+
+    def _open_val(self, val_data: str) -> None:
         weights = val_sources(val_data) if val_data else {}
-        evaluated = list(weights) or self.keys
-        self.val, self.no_val = {}, {}
-        for name, (directory, source) in zip(log_names(evaluated), evaluated, strict=True):
+        keys = list(weights) or self.keys
+        self.val: dict[str, TokenData] = {}
+        self.no_val: dict[str, NoSplit] = {}
+        for name, (directory, source) in zip(log_names(keys), keys, strict=True):
             try:
                 data = TokenData(directory, "val", source)
                 data.check_tokenizer(self.train[0].tokenizer_fingerprint)
-                val_window_count(data, block_size)
+                count_val_windows(data, self.block_size)
                 self.val[name] = data
             except NoSplit as error:
                 self.no_val[name] = error
@@ -99,140 +119,181 @@ class TextCorpus(Corpus):
         self.val_weights = dict(zip(self.val, weights.values(), strict=True)) if val_data else {}
 
     def _weights(self, weights: dict[str, float | None]) -> list[float]:
-        """Return the weight of each source in a stage from the weights of paths, by default their number of tokens."""
+        """Return the weight of each source in a stage from the weights of paths.
+
+        A path without a weight weighs as much as it has tokens."""
         found = dict.fromkeys(self.keys, 0.0)
         for path, weight in weights.items():
             sources = self.by_path[path]
-            weight = sum(tokens for _, tokens in sources.values()) if weight is None and len(weights) > 1 else weight
+            if weight is None:
+                several = len(weights) > 1
+                weight = sum(tokens for _, tokens in sources.values()) if several else 1.0
             for key, (share, _) in sources.items():
                 if found[key]:
-                    raise UserError(f"data: {path} names {key[0] / key[1]} a second time in one stage; name it once")
-                found[key] = share * (1.0 if weight is None else weight)
+                    twice = f"{path} names {key[0] / key[1]} a second time in one stage"
+                    raise UserError(f"data: {twice}; name it once")
+                found[key] = share * weight
         return list(found.values())
 
-    def by_source(self, values: dict[str, float], key: str) -> dict[int, float]:
-        """See Corpus.by_source."""
+    def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
+        data = self.train[source]
+        if isinstance(data, PackedData):
+            return Sampler(data.n_rows, seed, source)
+        return WindowSampler(data.n_tokens, self.block_size, seed, source, self.names[source])
+
+    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
         found = {}
         for path, value in values.items():
             if value is None:
                 raise UserError(f"data: {key} has {path!r}; write '4' or 'data/a=2,data/b=8'")
-            for source in self.by_path.get(path) or sources_of(path):
-                if source not in self.keys or self.keys.index(source) in found:
-                    wrong = "twice" if source in self.keys else "which data_dir does not name"
-                    raise UserError(f"data: {key} names {source[0] / source[1]}, {wrong}")
-                found[self.keys.index(source)] = value
+            for source in self.by_path.get(path) or train_sources(path):
+                name = source[0] / source[1]
+                if source not in self.keys:
+                    raise UserError(f"data: {key} names {name}, which data_dir does not name")
+                number = self.keys.index(source)
+                if number in found:
+                    raise UserError(f"data: {key} names {name}, twice")
+                found[number] = value
         return found
 
     def size(self, data: TokenData) -> str:
         return f"{data.n_tokens:,}"
 
     def most_documents(self) -> int:
-        """Return a bound on the documents in a row of training or validation, for attention within documents."""
-        return max(data.most_documents(self.block_size) for data in [*self.train, *self.val.values()])
+        """Return an upper bound on the documents in a row of training or validation."""
+        every = [*self.train, *self.val.values()]
+        return max(data.most_documents(self.block_size) for data in every)
 
     def describe(self, order: Mixture, n_samples: int) -> tuple[str, list[str]]:
         text, warnings = super().describe(order, n_samples)
-        return text, [f"warning     {error}; {name} is not evaluated" for name, error in self.no_val.items()] + warnings
+        lost = [f"warning     {why}; {name} is not evaluated" for name, why in self.no_val.items()]
+        return text, lost + warnings
 
     def report(self) -> list[str]:
         """Return lines for people: the size of each source and validation split."""
-        splits = [*zip(self.names, self.train, strict=True), *self.val.items()]
-        return [
-            f"{name} {data.split}: {data.n_documents:,} documents, {data.n_bytes:,} bytes, {data.n_tokens:,} "
-            f"tokens, fingerprint {data.fingerprint[:16]}"
-            for name, data in splits
-        ]
+        lines = []
+        for name, data in [*zip(self.names, self.train, strict=True), *self.val.items()]:
+            size = (
+                f"{data.n_documents:,} documents, {data.n_bytes:,} bytes, {data.n_tokens:,} tokens"
+            )
+            lines.append(f"{name} {data.split}: {size}, fingerprint {data.fingerprint[:16]}")
+        return lines
 
     def tokens_seen(self, order: Mixture, n_samples: int) -> dict[str, int]:
-        """Return {"tokens/name": tokens} of each source in the first n_samples samples; {} for a single source."""
+        """Return {"tokens/name": tokens} of each source in the first n_samples samples.
+
+        A single source has none: they would be the run's own `tokens`."""
+        if len(self.names) == 1:
+            return {}
         counts = (order.counts(n_samples) * self.block_size).tolist()
-        return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)} if len(counts) > 1 else {}
+        return {f"tokens/{name}": n for name, n in zip(self.names, counts, strict=True)}
+
+    def load(self, sources: np.ndarray, starts: np.ndarray) -> "Windows":
+        """Return the micro-batch of the windows that start at starts[i] of source sources[i]."""
+        return load_windows([self.train[k] for k in sources], starts, self.block_size)
+
+    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return (n,) int64: how many targets of each window are trained on."""
+        found = np.empty(len(starts), dtype=np.int64)
+        for k in np.unique(sources):
+            own = sources == k
+            found[own] = self.train[k].n_valid(starts[own], self.block_size + 1) - 1
+        return found
 
     def val_batches_of(
         self, data: TokenData, batch_size: int, eval_steps: int, rank: int, world_size: int
-    ) -> "Iterator[Windows]":
+    ) -> Iterator["Windows"]:
         return val_batches(data, self.block_size, batch_size, eval_steps, rank, world_size)
 
 
-# ---- windows of tokens -----------------------------------------------------------------------------------------------
+# ---- windows of tokens -----------------------------------------------------------------------
 
 
 class Windows(NamedTuple):
-    x: torch.Tensor  # (B, T) int64
-    y: torch.Tensor  # (B, T) int64: the inputs one token later, IGNORE where nothing is learned
+    x: Tensor  # (B, T) int64
+    y: Tensor  # (B, T) int64: the inputs one token later, IGNORE where nothing is learned
 
 
-def load_windows(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> Windows:
-    """Return the windows at starts[i] of data[sources[i]]."""
-    rows = np.stack([data[s].window(int(at), block_size + 1) for s, at in zip(sources, starts, strict=True)])
+def load_windows(data: Sequence[TokenData], starts: np.ndarray, block_size: int) -> Windows:
+    """Return the batch of the windows that start at starts[i] of data[i]."""
+    pairs = list(zip(data, starts, strict=True))
+    rows = np.stack([of.window(int(start), block_size + 1) for of, start in pairs])
     x, y = rows[:, :-1].copy(), rows[:, 1:].copy()
-    y[np.arange(block_size) >= valid_targets(data, sources, starts, block_size)[:, None]] = IGNORE
+    # behind the last document of a packed row nothing is learned
+    n_valid = np.array([of.n_valid(np.array([start]), block_size + 1)[0] for of, start in pairs])
+    y[np.arange(block_size) >= n_valid[:, None] - 1] = IGNORE
     return Windows(torch.from_numpy(x), torch.from_numpy(y))
 
 
-def valid_targets(data: Sequence[TokenData], sources: np.ndarray, starts: np.ndarray, block_size: int) -> np.ndarray:
-    """Return (n,) int64: how many targets of each window are trained on, counted from its beginning."""
-    found = np.empty(len(starts), dtype=np.int64)
-    for source in np.unique(sources):
-        found[sources == source] = data[source].valid(starts[sources == source], block_size + 1) - 1
-    return found
-
-
 def val_batches(
-    data: TokenData, block_size: int, batch_size: int, eval_steps: int = 0, rank: int = 0, world_size: int = 1
+    data: TokenData,
+    block_size: int,
+    batch_size: int,
+    eval_steps: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[Windows]:
-    """Yield this rank's share of eval_steps batches of windows (0 = all), spread evenly over the split, on the CPU."""
-    n_windows = val_window_count(data, block_size)
+    """Yield this rank's part of eval_steps batches (0 = all), spread evenly, on the CPU."""
+    n_windows = count_val_windows(data, block_size)
     for windows in spread(n_windows, batch_size, eval_steps, rank, world_size):
-        yield load_windows([data], np.zeros_like(windows), windows * block_size, block_size)
+        yield load_windows([data] * len(windows), windows * block_size, block_size)
 
 
-def val_window_count(data: TokenData, block_size: int) -> int:
+def count_val_windows(data: TokenData, block_size: int) -> int:
     """Return the number of windows of a validation split. Raise NoSplit if there is none."""
     n_windows = (data.n_tokens - 1) // block_size
     if n_windows < 1:
-        raise NoSplit(
-            f"data: the {data.split} split of {data.dir} has {data.n_tokens} tokens, but block_size={block_size} needs "
-            f"{block_size + 1}; prepare more text, raise prepare.py's val_fraction or lower block_size"
-        )
+        has = f"the {data.split} split of {data.dir} has {data.n_tokens} tokens"
+        needs = f"block_size={block_size} needs {block_size + 1}"
+        how = "prepare more text, raise prepare.py's val_fraction or lower block_size"
+        raise NoSplit(f"data: {has}, but {needs}; {how}")
     return n_windows
 
 
-# ---- the loader ------------------------------------------------------------------------------------------------------
+# ---- the loader ------------------------------------------------------------------------------
 
 
-def in_each(batch: tuple, do: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
-    """Return a NamedTuple of tensors with `do` applied to each; None stays."""
-    return batch._make(None if tensor is None else do(tensor) for tensor in batch)
+def map_tensors(batch: tuple, function: Callable[[Tensor], Tensor]) -> tuple:
+    """Return a NamedTuple of tensors with `function` applied to each; None stays."""
+    return batch._make(None if tensor is None else function(tensor) for tensor in batch)
 
 
 class Batches:
-    """This rank's micro-batches from start_step on, without end, loaded ahead by a thread.
+    """This rank's micro-batches from first_step on, without end, loaded ahead by a thread.
 
-    load(sources, starts) makes a micro-batch, a NamedTuple of tensors; valid(sources, starts) returns the number of
-    targets, or their weight, of each window. Default: windows (x, y) of `data`. A step of B = batch_size * accum_steps
-    * world_size samples takes the samples step * B ... step * B + B - 1; rank r has the r-th part of them, cut into
-    micro-batches in order: the same samples in the same order for any number of ranks and micro-steps.
+    corpus.load(sources, starts) makes a micro-batch, a NamedTuple of tensors, and
+    corpus.valid(sources, starts) counts the targets of each sample.
+
+    A step takes the next samples_per_step samples of the order. Each rank has a consecutive part
+    of them, cut into micro-batches: the samples of a step depend neither on the number of ranks
+    nor on that of micro-steps.
     """
 
     def __init__(
-        self, data: Sequence[TokenData], order: Mixture, block_size: int, batch_size: int, accum_steps: int,
-        rank: int = 0, world_size: int = 1, device: str | torch.device = "cpu", start_step: int = 0, ahead: int = 4,
-        load: Callable[[np.ndarray, np.ndarray], tuple] | None = None,
-        valid: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
-    ) -> None:  # fmt: skip
-        assert 0 <= rank < world_size, f"{rank=} {world_size=}"
+        self,
+        corpus: Corpus,
+        order: Mixture,
+        batch_size: int,
+        accum_steps: int,
+        world: Any,  # ranks.World: rank and world_size
+        device: str | torch.device = "cpu",
+        first_step: int = 0,
+        ahead: int = 4,
+    ) -> None:
         assert batch_size > 0 and accum_steps > 0, f"{batch_size=} {accum_steps=}"
+        self.corpus = corpus
         self.order = order
-        self.load = load or partial(load_windows, data, block_size=block_size)
-        self.valid = valid or partial(valid_targets, data, block_size=block_size)
-        self.batch_size, self.accum_steps = batch_size, accum_steps
-        self.rank, self.start_step, self.device = rank, start_step, torch.device(device)
+        self.batch_size = batch_size
+        self.accum_steps = accum_steps
+        self.rank = world.rank
+        self.samples_per_step = batch_size * accum_steps * world.world_size
+        self.first_step = first_step
+        self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.samples_per_step = batch_size * accum_steps * world_size
+        self.error: Exception | None = None
+        self.stop = threading.Event()
         self.queue: queue.Queue = queue.Queue(maxsize=ahead)
-        self.stop, self.error = threading.Event(), None
         self.thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self.thread.start()
 
@@ -240,14 +301,15 @@ class Batches:
         """Return the number of the first sample of a step (from 0), over all ranks."""
         return step * self.samples_per_step
 
-    def valid_tokens(self, step: int) -> int | float:
-        """Return the number of targets of a step (from 0), or their weight, over all ranks, from the order alone."""
+    def count_targets(self, step: int) -> int:
+        """Return the targets of a step (from 0) over all ranks, computed without communication."""
         samples = np.arange(self.position(step), self.position(step + 1))
-        return self.valid(*self.order.start(samples)).sum().item()
+        return self.corpus.valid(*self.order.start(samples)).sum().item()
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""
-        first = self.position(step) + (self.rank * self.accum_steps + micro_step) * self.batch_size
+        batch = self.rank * self.accum_steps + micro_step
+        first = self.position(step) + batch * self.batch_size
         return np.arange(first, first + self.batch_size)
 
     def next(self) -> tuple:
@@ -257,7 +319,7 @@ class Batches:
             self.error = item
             raise item
         pinned = self.device.type == "cuda"
-        return in_each(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
+        return map_tensors(item, lambda tensor: tensor.to(self.device, non_blocking=pinned))
 
     def close(self) -> None:
         """End the thread. May be called again."""
@@ -276,14 +338,20 @@ class Batches:
             self.queue.put(error)  # next() raises it in the main thread
 
     def _load(self) -> None:
-        pinned = self.device.type == "cuda"  # from page-locked memory the copy to the device runs in the background
+        # from page-locked memory the copy to the device runs in the background
+        pinned = self.device.type == "cuda"
         if pinned:
-            torch.cuda.set_device(self.device)  # a thread begins on device 0; pinning there would open a context on it
-        first = self.start_step * self.accum_steps
-        for block in itertools.count(first, 32):  # samples of many micro-batches at once: numpy is slow on few numbers
-            samples = [self.samples(*divmod(k, self.accum_steps)) for k in range(block, block + 32)]
-            for sources, starts in zip(*self.order.start(np.stack(samples)), strict=True):
-                batch = self.load(sources, starts)
-                self.queue.put(in_each(batch, lambda tensor: tensor.pin_memory()) if pinned else batch)
+            # a thread begins on device 0, and pinning there would open a context on it
+            torch.cuda.set_device(self.device)
+        first = self.first_step * self.accum_steps
+        # find the samples of 32 micro-batches at once: numpy is slow on few numbers
+        for block in itertools.count(first, 32):
+            micro_steps = [divmod(k, self.accum_steps) for k in range(block, block + 32)]
+            samples = np.stack([self.samples(*step) for step in micro_steps])
+            for sources, starts in zip(*self.order.start(samples), strict=True):
+                batch = self.corpus.load(sources, starts)
+                if pinned:
+                    batch = map_tensors(batch, Tensor.pin_memory)
+                self.queue.put(batch)
                 if self.stop.is_set():
                     return

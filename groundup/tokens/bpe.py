@@ -1,8 +1,9 @@
-"""Training of byte pair encoding: from text to merges (ours, exact, in numpy) or to a model of sentencepiece.
+"""Train byte pair encoding: from text to merges (ours, exact, in numpy), or with sentencepiece.
 
-Ours (Sennrich et al., 2016, arXiv:1508.07909, on bytes as in GPT-2): a regular expression cuts text into chunks; equal
-chunks are counted, so a corpus of any size becomes a table of distinct chunks; then the most frequent pair of
-neighbours inside chunks is merged into one token, again and again. tokenizer.py makes a tokenizer of the result.
+Ours (Sennrich et al., 2016, arXiv:1508.07909, on bytes as in GPT-2): a regular expression cuts text
+into chunks; equal chunks are counted, so a corpus of any size becomes a table of distinct chunks;
+then the most frequent pair of neighbours inside chunks is merged into one token, again and again.
+training.py makes a tokenizer of the result.
 """
 
 import heapq
@@ -18,58 +19,26 @@ import sentencepiece
 from tqdm import tqdm
 
 from groundup.errors import UserError
-from groundup.files.streams import scrub
+from groundup.files.untrusted import scrub
+from groundup.tokens.foreign import MAX_CHARS, PATTERNS, SIZE_STEP, blocks
 
-# How text is cut into chunks. Every character matches some branch; "?+" and "++" do not give back what they matched.
-# Only what tiktoken (Rust), tokenizers (Oniguruma) and regex (Python) read alike: no set differences, no "{1,3}+".
-CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PATTERNS = {
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # Hugging Face's "ByteLevel"
-    # cl100k with at most two digits per chunk instead of three: better for vocabularies of about 32k (nanochat).
-    "gpt4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    # To learn from text with Chinese, where the others make tokens of whole clauses, comma included. Here a token has
-    # at most four characters, the length of an idiom. Digits are single. [^\P{L}\p{Han}] is a letter that is not Han.
-    # The tokenizer splits text by "qwen", so that words lie where they are and not at every fourth character.
-    "zh": r"'(?i:[sdmt]|ll|ve|re)|\p{Han}{1,4}|[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]++|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "cl100k": CL100K,
-    "qwen": CL100K.replace("{1,3}", ""),
-}
-PATTERN = PATTERNS["qwen"]  # the default: llama.cpp knows it, as qwen2
-SIZE_STEP = 128  # vocabularies are padded to a multiple, which makes the matrix products of the head faster
-SMALLEST = 384  # the multiple of SIZE_STEP that holds 256 bytes and the special tokens
+PATTERN = PATTERNS["qwen"]
 MIN_COUNT = 2  # a pair seen once is not worth an id
-MAX_BYTES = 24_000_000  # of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much
+# of distinct chunks kept; beyond it the rarest are dropped. Training takes 50 times as much memory
+MAX_BYTES = 24_000_000
 MAX_CHUNK_CHARS = 256  # longer runs (a rule of dashes, base64) are counted in parts
 HAN = regex.compile(r"\p{Han}")
 COVERED = 0.9999  # one Han character in ten thousand is left to its bytes
 SENTENCEPIECE_MB = 200  # sentencepiece holds all of its text in memory, several times over
 
-# tiktoken's regular expressions overflow their stack on about a million white-space characters, so it gets text in
-# blocks. A text may be cut between a letter or digit and one of these (U+3001 and on: Chinese punctuation): no pattern
-# here has a chunk across the two, looks back, or looks further ahead than to the end of a run of white space.
-MAX_CHARS = 100_000
-SAFE_CUT = re.compile("(?<=[^\\W_])(?=[ \n\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 
-
-def blocks(text: str) -> Iterator[str]:
-    """Yield `text` in parts of at most MAX_CHARS, cut where that cannot change the ids, or anywhere in a stretch of
-    more than MAX_CHARS / 2 characters without such a place."""
-    start = 0
-    while len(text) - start > MAX_CHARS:
-        cut = SAFE_CUT.search(text, start + MAX_CHARS // 2, start + MAX_CHARS)
-        end = cut.start() if cut else start + MAX_CHARS
-        yield text[start:end]
-        start = end
-    yield text[start:]
+# ---- chunks ----------------------------------------------------------------------------------
 
 
 def count_chunks(texts: Iterable[str], pattern: str = PATTERN) -> dict[bytes, int]:
-    """Return {chunk in UTF-8: how often it occurs in all texts}; memory is bounded by MAX_BYTES."""
+    """Return {chunk in UTF-8: how often it occurs in all texts}.
+
+    MAX_BYTES bounds the memory."""
     split = regex.compile(pattern).findall
     counts: Counter[str] = Counter()
     unchecked = 0
@@ -94,27 +63,31 @@ def n_bytes(chunk: str) -> int:
 
 
 def drop_rarest(counts: Counter[str]) -> Counter[str]:
-    """Return the most frequent chunks, the first of equally frequent ones, up to half of MAX_BYTES."""
+    """Return the most frequent chunks, up to half of MAX_BYTES; of equal ones the first."""
     kept, room = {}, MAX_BYTES // 2
     for chunk, count in sorted(counts.items(), key=itemgetter(1), reverse=True):
         room -= n_bytes(chunk)
         if room < 0:
             break
         kept[chunk] = count
-    lost = len(counts) - len(kept)
-    print(f"tokenizer: {lost:,} of {len(counts):,} distinct chunks, seen <= {count} times so far, are dropped")
+    lost = f"{len(counts) - len(kept):,} of {len(counts):,} distinct chunks"
+    print(f"tokenizer: {lost}, seen <= {count} times so far, are dropped")
     return Counter(kept)
 
 
 def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
-    """Return the counts with the frequent Han characters as chunks of their own, so often that they are merged before
-    any word: then a model writes characters, not parts of them. Those that make up COVERED of all Han characters, the
-    most frequent first; with the two-byte beginnings that they share at most `most` merges."""
+    """Return the counts with the frequent Han characters as chunks of their own.
+
+    They count so often that they are merged before any word: then a model writes characters, not
+    parts of them. Taken are those that make up COVERED of all Han characters, the most frequent
+    first; with the two-byte beginnings that they share they need at most `most` merges.
+    """
     seen: Counter[str] = Counter()
     for chunk, count in counts.items():
         for character in HAN.findall(chunk.decode()):
             seen[character] += count
-    found, beginnings, left = [], set(), seen.total() * COVERED
+    found, beginnings = [], set()
+    left = seen.total() * COVERED
     for character, count in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
         beginnings.add(character.encode()[:2])
         if left <= 0 or len(found) + len(beginnings) >= most:
@@ -125,36 +98,42 @@ def characters_first(counts: dict[bytes, int], most: int) -> dict[bytes, int]:
     return counts | {character: counts.get(character, 0) + often for character in found}
 
 
-def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
-    """Return the merges [(left id, right id), ...] that byte pair encoding learns; merge i makes the token 256 + i.
+# ---- merges ----------------------------------------------------------------------------------
 
-    Merge the most frequent pair of neighbours (ties: the smallest (left, right)) everywhere, left to right inside each
-    chunk, until no pair occurs MIN_COUNT times. Independent of the order of `counts`.
+
+def train_bpe(counts: dict[bytes, int], max_merges: int) -> list[tuple[int, int]]:
+    """Return the merges [(left id, right id), ...] that byte pair encoding learns.
+
+    Merge i makes the token 256 + i. Merge the most frequent pair of neighbours (ties: the smallest
+    (left, right)) everywhere, left to right inside each chunk, until no pair occurs MIN_COUNT
+    times. The result does not depend on the order of `counts`.
     """
     lengths = np.fromiter(map(len, counts), np.int64, len(counts))
     weights = np.fromiter(counts.values(), np.int64, len(counts))
-    return Chunks(np.frombuffer(b"".join(counts), np.uint8), lengths, weights).train(max_merges, first_id=256)
+    tokens = np.frombuffer(b"".join(counts), np.uint8)
+    return Chunks(tokens, lengths, weights).train(max_merges, first_id=256)
 
 
 class Chunks:
-    """All distinct chunks laid end to end in numpy arrays, one slot per token, with a sentinel slot around each chunk.
+    """All distinct chunks end to end, one slot per token, with a sentinel slot around each chunk.
 
-    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when a merge has absorbed it
-    after, before (slots,) int32: the neighbouring slots in use;  weight (slots,) int64: how often the chunk occurs
+    token (slots,) int32: the id that starts in the slot, SENTINEL, or GONE when it was merged
+    after, before (slots,) int32: the neighbouring slots in use
+    weight (slots,) int64: how often the chunk occurs
     pair_counts {pair: weighted count}, without pairs that were below MIN_COUNT when first seen
     places {pair: the slots where it began when first seen, ascending}
     waiting: heap of (-count when last looked at, pair)
     A pair is the integer left << 32 | right.
 
-    A new pair appears only when the later of its two tokens does; from then on its count only falls. So the places
-    recorded when it was first seen are all it will ever have, and the most frequent pair is the first in the heap
-    whose count is still right.
+    A new pair appears only when the later of its two tokens does; from then on its count only
+    falls. So the places recorded when it was first seen are all it will ever have, and the most
+    frequent pair is the first in the heap whose count is still right.
     """
 
     SENTINEL, GONE = -1, -2
 
     def __init__(self, tokens: np.ndarray, lengths: np.ndarray, weights: np.ndarray) -> None:
-        """tokens integer (n,): those of all chunks, one after the other;  lengths, weights int64 (n_chunks,)"""
+        """Take the tokens of all chunks, end to end, and each chunk's length and weight (int64)."""
         slots = len(tokens) + len(lengths) + 1
         inside = np.ones(slots, bool)
         inside[0] = False
@@ -172,7 +151,9 @@ class Chunks:
         self.add_pairs(joined(self.token[first], self.token[first + 1]), first)
 
     def train(self, max_merges: int, first_id: int) -> list[tuple[int, int]]:
-        """Return at most max_merges merges [(left id, right id), ...]; merge i makes the token first_id + i."""
+        """Return at most max_merges merges [(left id, right id), ...].
+
+        Merge i makes the token first_id + i."""
         merges: list[tuple[int, int]] = []
         progress = tqdm(total=max_merges, desc="merges", unit="", disable=None)
         while self.waiting and len(merges) < max_merges:
@@ -190,18 +171,19 @@ class Chunks:
         return merges
 
     def merge(self, pair: int, new: int) -> None:
-        """Replace `pair` by the token `new` wherever it occurs; lower the counts of pairs that this destroys, and add
-        the pairs that it creates."""
+        """Replace `pair` by the token `new` wherever it occurs, and update the pairs around it."""
         del self.pair_counts[pair]
         left, right = halves(pair)
         first = self.places.pop(pair)
-        first = first[(self.token[first] == left) & (self.token[self.after[first]] == right)]  # where it still is
+        still = (self.token[first] == left) & (self.token[self.after[first]] == right)
+        first = first[still]
         if left == right:
             first = every_other(first, self.after)
         second = self.after[first]
         following = self.after[second]
         preceding = self.before[first]
-        # In "abab" the second "ab" follows the first: count the pair between them once, from the first.
+        # In "abab" the second "ab" follows the first: count the pair between them once, from the
+        # first.
         apart = np.ones(len(first), bool)
         apart[1:] = preceding[1:] != second[:-1]
 
@@ -213,26 +195,36 @@ class Chunks:
         token_after, token_before = self.token[following], self.token[preceding]
         ahead = token_after != self.SENTINEL
         behind = apart & (token_before != self.SENTINEL)
-        pairs = np.concatenate((joined(new, token_after[ahead]), joined(token_before[behind], new)))
-        added, counts = self.add_pairs(pairs, np.concatenate((first[ahead], preceding[behind])))
+        with_after = joined(new, token_after[ahead])
+        with_before = joined(token_before[behind], new)
+        pairs = np.concatenate((with_after, with_before))
+        places = np.concatenate((first[ahead], preceding[behind]))
+        added, counts = self.add_pairs(pairs, places)
+
         # What a new pair gained, the pair in whose place it stands has lost.
-        old_left, old_right = np.where(added >> 32 == new, right, added >> 32), added & 0xFFFF_FFFF
+        old_left = np.where(added >> 32 == new, right, added >> 32)
+        old_right = added & 0xFFFF_FFFF
         old_right = np.where(old_right == new, left, old_right)
-        for pair, count in zip(joined(old_left, old_right).tolist(), counts.tolist(), strict=True):
-            if pair in self.pair_counts:
-                self.pair_counts[pair] -= count
+        old = joined(old_left, old_right).tolist()
+        for old_pair, count in zip(old, counts.tolist(), strict=True):
+            if old_pair in self.pair_counts:
+                self.pair_counts[old_pair] -= count
 
     def add_pairs(self, pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Enter new pairs, int64 (n,), that begin at places (n,); return the distinct ones and their counts."""
-        order = np.argsort(pairs, kind="stable")
-        pairs, places = pairs[order], places[order]
-        del order
-        start = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
-        start = np.concatenate(([0], start))[: len(pairs)]
-        pairs, counts = pairs[start], np.add.reduceat(self.weight[places], start) if len(start) else start
-        often = counts >= MIN_COUNT
-        ends = np.append(start[1:], len(places))
-        for pair, count, begin, end in zip(*(a[often].tolist() for a in (pairs, counts, start, ends)), strict=True):
+        """Enter new pairs, int64 (n,), that begin at places (n,).
+
+        Return the distinct pairs and their counts."""
+        by_pair = np.argsort(pairs, kind="stable")
+        pairs, places = pairs[by_pair], places[by_pair]
+        del by_pair  # large
+        starts = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
+        starts = np.concatenate(([0], starts))[: len(pairs)]
+        ends = np.append(starts[1:], len(places))
+        pairs = pairs[starts]
+        counts = np.add.reduceat(self.weight[places], starts) if len(starts) else starts
+        often = np.flatnonzero(counts >= MIN_COUNT)
+        columns = [a[often].tolist() for a in (pairs, counts, starts, ends)]  # int is fast
+        for pair, count, begin, end in zip(*columns, strict=True):
             self.pair_counts[pair] = count
             self.places[pair] = places[begin:end]
             heapq.heappush(self.waiting, (-count, pair))
@@ -240,16 +232,17 @@ class Chunks:
 
 
 def joined(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
+    """Return pairs as left << 32 | right."""
     return np.asarray(left, np.int64) << 32 | right
 
 
 def halves(pair: int) -> tuple[int, int]:
-    """Return (left id, right id) of left << 32 | right."""
+    """Return (left id, right id) of a pair."""
     return pair >> 32, pair & 0xFFFF_FFFF
 
 
 def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the places of "aa" at which merging from left to right happens: in "aaaaa" the 1st and the 3rd."""
+    """Return the places of "aa" that merge from left to right: in "aaaaa" the 1st and the 3rd."""
     n = np.arange(len(first))
     starts_run = np.ones(len(first), bool)
     starts_run[1:] = first[1:] != after[first[:-1]]
@@ -257,39 +250,52 @@ def every_other(first: np.ndarray, after: np.ndarray) -> np.ndarray:
     return first[(n - run_start) % 2 == 0]
 
 
-# ---- sentencepiece -----------------------------------------------------------------------------------------
+# ---- sentencepiece ---------------------------------------------------------------------------
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, specials: Iterable[str]) -> bytes:
-    """Return a model of sentencepiece (the content of tokenizer.model) that gives text back exactly."""
+    """Return a tokenizer.model of sentencepiece that gives text back exactly. Raise UserError."""
     lines = list(lines_of(texts))  # an error of `texts` would be lost inside sentencepiece
     if not lines:
         raise UserError("tokenizer: the input holds no text to learn from")
     model = io.BytesIO()
-    options = {
-        "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "split_digits": True,
-        "character_coverage": 0.9995,  # the rarest characters are written as bytes
-        "control_symbols": list(specials),  # unlike user_defined_symbols, never found in text
-        "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1,
-        # defaults that change the text are undone
-        "normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False,
-        "allow_whitespace_only_pieces": True,
-        "max_sentence_length": 1 << 20,  # bytes; longer lines would be dropped silently, see lines_of
-    }  # fmt: skip
-    train = sentencepiece.SentencePieceTrainer.train
     try:
-        train(sentence_iterator=iter(lines), model_writer=model, minloglevel=2, **options)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            minloglevel=2,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            character_coverage=0.9995,  # the rarest characters are written as bytes
+            control_symbols=list(specials),  # unlike user_defined_symbols, never found in text
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            # defaults that change the text are undone
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            # bytes; longer lines would be dropped silently, see lines_of
+            max_sentence_length=1 << 20,
+        )
     except RuntimeError as error:
         if found := re.search(r"value <= (\d+)", str(error)):
             most = int(found[1]) // SIZE_STEP * SIZE_STEP
             how = f"use vocab_size <= {most}, more text, or backend=bpe"
-            raise UserError(f"tokenizer: the text is too small for vocab_size={vocab_size}; {how}") from None
+            small = f"the text is too small for vocab_size={vocab_size}"
+            raise UserError(f"tokenizer: {small}; {how}") from None
         raise UserError(f"tokenizer: sentencepiece: {' '.join(str(error).split())}") from None
     return model.getvalue()
 
 
 def lines_of(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of `texts`, long ones in parts, up to SENTENCEPIECE_MB. Line ends become byte tokens."""
+    """Yield the lines of `texts`, long ones in parts, up to SENTENCEPIECE_MB.
+
+    Line ends become byte tokens."""
     room = SENTENCEPIECE_MB * 1_000_000
     for text in texts:
         for line in scrub(text).split("\n"):
@@ -298,5 +304,6 @@ def lines_of(texts: Iterable[str]) -> Iterator[str]:
                 room -= len(part.encode())
                 yield part
         if room <= 0:
-            print(f"tokenizer: sentencepiece learns from the first {SENTENCEPIECE_MB} MB; the rest is not read")
+            first = f"the first {SENTENCEPIECE_MB} MB"
+            print(f"tokenizer: sentencepiece learns from {first}; the rest is not read")
             return

@@ -1,12 +1,12 @@
 """The order of training samples: sample number -> source -> window, computed from the seed alone.
 
-    data_dir='data/x'                                                # all sources of a directory, with its own weights
-    data_dir='data/a=0.7,data/x/wiki=0.3'                            # 70 % of the samples from a, 30 % from one source
-    data_dir='0: data/a=1; 8000: data/a=0.5,data/b=0.5'              # stages: the second begins after 8000 steps
+    data_dir='data/x'                                      # all its sources, by their own weights
+    data_dir='data/a=0.7,data/x/wiki=0.3'                  # 70 % of the samples are from a
+    data_dir='0: data/a=1; 8000: data/a=0.5,data/b=0.5'    # stages: the second after 8000 steps
 
-A *sample* is one training sequence of block_size tokens and their targets. Sample i is the same on any number of
-processes and takes the same time to find for any i, so a run resumes anywhere without stored state. `Mixture`: sample
--> (source, number within the source), in exact proportions. `Sampler`: number -> window, each once per epoch.
+A sample is one training sequence. Where it starts in its source is the offset of its first token,
+or, if the source consists of rows, the number of its row. Sample i is the same on any number of
+processes and takes equally long to find for any i, so a run resumes anywhere without stored state.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from groundup.errors import UserError
 BLOCK = 1024  # samples within which the sources have their exact proportions
 
 
-# ---- the settings data_dir and max_epochs ----------------------------------------------------------------------------
+# ---- the settings data_dir and max_epochs ----------------------------------------------------
 
 
 class Stage(NamedTuple):
@@ -31,38 +31,42 @@ class Stage(NamedTuple):
 
 
 def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
-    """Return the stages in the value `spec` of the setting `key`. Raise UserError naming the wrong part."""
+    """Return the stages in the value `spec` of the setting `key`. Raise UserError."""
     stages = []
     for part in spec.split(";"):
         step, colon, paths = re.fullmatch(r"\s*(?:(\d+)\s*(:))?(.*)", part, re.DOTALL).groups()
         if not colon and ";" in spec:
-            raise UserError(f"data: {part.strip()!r} in {key}={spec!r} has no first step; write '0: a=1; 8000: b=1'")
+            problem = f"{part.strip()!r} in {key}={spec!r} has no first step"
+            raise UserError(f"data: {problem}; write '0: a=1; 8000: b=1'")
         stages.append(Stage(int(step or 0), parse_weights(paths, spec, key)))
     steps = [stage.first_step for stage in stages]
-    if steps[0] != 0 or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
-        raise UserError(f"data: stages of {key}={spec!r} begin at steps {steps}; begin at 0 and go up")
+    if steps != sorted({0, *steps}):
+        problem = f"stages of {key}={spec!r} begin at steps {steps}"
+        raise UserError(f"data: {problem}; begin at 0 and go up")
     return stages
 
 
 def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
-    """'data/a=0.7,data/b=0.3' -> {'data/a': 0.7, 'data/b': 0.3}."""
+    """Return {'data/a': 0.7, 'data/b': 0.3} of 'data/a=0.7,data/b=0.3'. Raise UserError."""
     weights: dict[str, float | None] = {}
     for part in text.split(","):
         path, equals, number = part.strip().rpartition("=")
         path, weight = (path.strip(), parse_number(number)) if equals else (number, None)
+        named = f"{part.strip()!r} in {key}={spec!r}"
         if not path or (equals and weight is None):
-            raise UserError(f"data: {part.strip()!r} in {key}={spec!r} is not 'path' or 'path=weight above 0'")
+            raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
         if path in weights:
             raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")
         weights[path] = weight
-    if len({weight is None for weight in weights.values()}) > 1:
-        bare = next(path for path, weight in weights.items() if weight is None)
-        raise UserError(f"data: {bare!r} in {key}={spec!r} has no weight but others have; weigh all or none")
+    bare = [path for path, weight in weights.items() if weight is None]
+    if 0 < len(bare) < len(weights):
+        problem = f"{bare[0]!r} in {key}={spec!r} has no weight but others have"
+        raise UserError(f"data: {problem}; weigh all or none")
     return weights
 
 
 def parse_number(text: str) -> float | None:
-    """A finite number above 0, or None."""
+    """Return the finite number above 0 that `text` is, or None."""
     try:
         number = float(text)
     except ValueError:
@@ -70,20 +74,21 @@ def parse_number(text: str) -> float | None:
     return number if 0 < number < math.inf else None
 
 
-# ---- permutation -----------------------------------------------------------------------------------------------------
+# ---- permutation -----------------------------------------------------------------------------
 
 
 def hash_words(count: int, *parts: int | str) -> np.ndarray:
-    """`count` pseudo-random uint64, the same on every machine, from the parts."""
+    """Return `count` pseudo-random uint64 made from the parts, the same on every machine."""
     return np.frombuffer(hashlib.shake_256(repr(parts).encode()).digest(8 * count), dtype="<u8")
 
 
 def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Map index (any shape) int64 in [0, n) by a pseudo-random bijection of [0, n), without a table.
+    """Map int64 in [0, n), of any shape, by a pseudo-random bijection of [0, n), without a table.
 
-    A Feistel network (Luby and Rackoff, 1988): x = (left, right) -> (right, left ^ f(right)) is invertible for any f.
-    It permutes a power of four; a result >= n is fed in again until it is below n ("cycle walking", Black and Rogaway
-    2002), on average less than four times. Eight rounds: with four, the 24 orders of n = 4 are visibly not uniform.
+    A Feistel network (Luby and Rackoff, 1988): (left, right) -> (right, left ^ f(right)) is
+    invertible for any f. It permutes a power of four; a result >= n is fed in again until it is
+    below n ("cycle walking", Black and Rogaway 2002), on average fewer than four times. keys: one
+    per round. With four rounds the 24 orders of n = 4 are visibly not uniform; use eight.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -91,9 +96,11 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     def encrypt(x: np.ndarray) -> np.ndarray:
         left, right = x >> half, x & mask
         for key in keys:
-            f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64, wrapping modulo 2**64
+            # the finaliser of splitmix64, wrapping modulo 2**64
+            f = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
             f = (f ^ (f >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((f ^ (f >> np.uint64(31))) & mask)
+            f ^= f >> np.uint64(31)
+            left, right = right, left ^ (f & mask)
         return (left << half) | right
 
     flat = encrypt(np.asarray(index, dtype=np.uint64).reshape(-1))
@@ -102,66 +109,85 @@ def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     return flat.astype(np.int64).reshape(np.shape(index))
 
 
-# ---- one source ------------------------------------------------------------------------------------------------------
+# ---- one source ------------------------------------------------------------------------------
 
 
 class Sampler:
-    """Number of a sample within its source -> where its window of block_size + 1 tokens starts. Every window comes once
-    per epoch; order and borders differ between epochs. source: its index in the mixture. packed: a window is one of the
-    rows of block_size + 1 tokens that the data consist of."""
+    """The order of one source: number of a sample within the source -> row.
 
-    def __init__(
-        self, n_tokens: int, block_size: int, seed: int, source: int = 0, packed: bool = False, name: str = ""
-    ) -> None:
-        self.block_size, self.seed, self.packed = block_size, seed, packed
-        self.source = (source,) if source else ()  # a single source and the first of several have the same order
-        # one less than fit, so that an offset can move their borders each epoch
-        self.n_windows = n_tokens // (block_size + 1) if packed else (n_tokens - 1) // block_size - 1
-        if self.n_windows < 1:
-            of = f" of {name}" if name else ""
-            raise UserError(
-                f"data: {n_tokens} training tokens{of} are too few for block_size={block_size}, which needs "
-                f"{2 * block_size + 1}; prepare more text or lower block_size"
-            )
+    Each of the per_epoch rows comes once per epoch, in another order each time.
+    source: the number of the source in the mixture.
+    """
 
-    def start(self, number: np.ndarray) -> np.ndarray:
-        """Return the token offsets (int64) for numbers of any shape. Neighbouring windows share one token."""
-        epochs, positions = np.divmod(np.asarray(number, dtype=np.int64), self.n_windows)
+    def __init__(self, per_epoch: int, seed: int, source: int = 0) -> None:
+        self.per_epoch = per_epoch
+        self.seed = seed
+        # a single source has the same order as the first of several
+        self.source = (source,) if source else ()
+
+    def start(self, numbers: np.ndarray) -> np.ndarray:
+        """Return where these samples start, int64 of the same shape."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        epochs, positions = np.divmod(numbers, self.per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
             now = epochs == epoch
             words = hash_words(9, "windows", self.seed, int(epoch), *self.source)
-            index = permute(positions[now], self.n_windows, words[:8])
-            offset = 0 if self.packed else int(words[8] % np.uint64(self.block_size))
-            starts[now] = offset + index * (self.block_size + self.packed)
+            chosen = permute(positions[now], self.per_epoch, words[:8])
+            starts[now] = self.start_of(chosen, int(words[8]))
         return starts
 
+    def start_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
+        return chosen
 
-# ---- several sources -------------------------------------------------------------------------------------------------
+
+class WindowSampler(Sampler):
+    """The same for windows of block_size + 1 tokens of a long text; neighbours share one token.
+
+    The borders of the windows move each epoch, so that one window less than fits is used."""
+
+    def __init__(
+        self, n_tokens: int, block_size: int, seed: int, source: int = 0, name: str = ""
+    ) -> None:
+        super().__init__((n_tokens - 1) // block_size - 1, seed, source)
+        self.block_size = block_size
+        if self.per_epoch < 1:
+            few = f"{n_tokens} training tokens{f' of {name}' if name else ''} are too few"
+            need = f"for block_size={block_size}, which needs {2 * block_size + 1}"
+            raise UserError(f"data: {few} {need}; prepare more text or lower block_size")
+
+    def start_of(self, chosen: np.ndarray, random: int) -> np.ndarray:
+        return random % self.block_size + chosen * self.block_size
+
+
+# ---- several sources -------------------------------------------------------------------------
 
 
 def quotas(weights: np.ndarray) -> np.ndarray:
-    """Return the samples (int64) of each source in a block of 1024, by largest remainder, the first of equal ones."""
+    """Return the samples (int64) of each source in a block, by largest remainder."""
     exact = weights / weights.sum() * BLOCK
     whole = np.floor(exact).astype(np.int64)
-    by_remainder = np.argsort(-(exact - whole), kind="stable")
+    by_remainder = np.argsort(-(exact - whole), kind="stable")  # the first of equal ones
     whole[by_remainder[: BLOCK - whole.sum()]] += 1
     return whole
 
 
 class Segment(NamedTuple):
-    """Consecutive samples with one pattern of sources: a stage, or a part of it that ends when a source is used up."""
+    """Consecutive samples with one pattern of sources.
+
+    It is a stage, or a part of a stage that ends because a source is exhausted."""
 
     first: int  # its first sample
-    quotas: np.ndarray  # (n_sources,) samples of each source in a block of 1024
+    quotas: np.ndarray  # (n_sources,) samples of each source in a block
     before: np.ndarray  # (n_sources,) samples of each source before `first`
-    pattern: np.ndarray  # (1024,) source of each sample of a block
-    rank: np.ndarray  # (1024,) how many of the same source come before it in the block
+    pattern: np.ndarray  # (BLOCK,) source of each sample of a block
+    nth: np.ndarray  # (BLOCK,) how many earlier samples of the block have the same source
 
     def counts(self, n: int) -> np.ndarray:
         """Return (n_sources,): samples of each source among the first n of this segment."""
         blocks, rest = divmod(n, BLOCK)
-        return blocks * self.quotas + np.bincount(self.pattern[:rest], minlength=len(self.quotas))
+        in_rest = np.bincount(self.pattern[:rest], minlength=len(self.quotas))
+        return blocks * self.quotas + in_rest
 
     def reaches(self, source: int, n: int) -> int:
         """Return which sample of this segment (from 0) is the source's n-th (from 0)."""
@@ -170,79 +196,91 @@ class Segment(NamedTuple):
 
 
 class Mixture:
-    """Sample -> (source, number within the source), with exact proportions in every block of 1024 samples.
+    """The order of all samples, with exact proportions of the sources in every BLOCK samples.
 
-    samplers: one per source. stages: (first sample, weight of each source), ascending from 0. limits: most samples of
-    each source; the others then take its samples in proportion to their weights. end: the sample at which all sources
-    are used up, or None.
+    samplers: one per source. stages: (first sample, weight of each source), ascending from 0.
+    limits: most samples of each source. When a source is exhausted, the others take over its
+    share. end: the sample at which all are exhausted, or None.
     """
 
     def __init__(
-        self, samplers: Sequence[Sampler], seed: int, stages: Sequence[tuple[int, Sequence[float]]] = (),
-        names: Sequence[str] = (), limits: Sequence[float] = (),
-    ) -> None:  # fmt: skip
+        self,
+        samplers: Sequence[Sampler],
+        seed: int,
+        stages: Sequence[tuple[int, Sequence[float]]] = (),
+        names: Sequence[str] = (),
+        limits: Sequence[float] = (),
+    ) -> None:
         self.samplers = list(samplers)
         self.names = list(names) or [str(source) for source in range(len(samplers))]
-        self.seed, self.end = seed, None
+        self.seed = seed
         self.limits = np.array(limits or [math.inf] * len(samplers))
-        stages = stages or [(0, [1.0] * len(samplers))]
+        self.end: int | None = None
         self.segments: list[Segment] = []
+        stages = stages or [(0, [1.0] * len(samplers))]
+        stops = [first for first, _ in stages[1:]] + [math.inf]
         before = np.zeros(len(samplers), dtype=np.int64)
-        for k, (first, weights) in enumerate(stages):
-            stop = stages[k + 1][0] if k + 1 < len(stages) else math.inf
-            before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
-            if self.end is not None:
-                break
+        for (first, weights), stop in zip(stages, stops, strict=True):
+            if self.end is None:
+                before = self._add_stage(first, stop, np.array(weights, dtype=float), before)
         self.firsts = np.array([segment.first for segment in self.segments])
 
-    def _add_stage(self, first: int, stop: float, weights: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Append the segments of samples [first, stop) and return the samples of each source before `stop`."""
-        while True:
-            now = np.where(before < self.limits, weights, 0.0)
-            if not now.any():
+    def _add_stage(
+        self, first: int, stop: float, weights: np.ndarray, before: np.ndarray
+    ) -> np.ndarray:
+        """Append the segments of samples [first, stop).
+
+        before: samples of each source before `first`; return those before `stop`."""
+        while first != stop:
+            left = np.where(before < self.limits, weights, 0.0)
+            if not left.any():
                 self.end = first
                 return before
-            segment = self._segment(first, now, before)
+            segment = self._segment(first, left, before)
             self.segments.append(segment)
-            room = self.limits - before
-            limited = [s for s in np.flatnonzero(now) if room[s] < math.inf]
-            n = min([segment.reaches(s, int(room[s])) for s in limited] + [stop - first])
+            # the segment ends where the stage does, or where the first source is exhausted
+            n = stop - first
+            for source in np.flatnonzero(left):
+                room = self.limits[source] - before[source]
+                if room < math.inf:
+                    n = min(n, segment.reaches(source, int(room)))
             if n == math.inf:
                 return before
             first, before = first + n, before + segment.counts(n)
-            if first == stop:
-                return before
+        return before
 
     def _segment(self, first: int, weights: np.ndarray, before: np.ndarray) -> Segment:
         share = quotas(weights)
-        if small := [s for s in np.flatnonzero(weights) if not share[s]]:
-            raise UserError(
-                f"data: weight {weights[small[0]] / weights.sum():.2g} of {self.names[small[0]]} is too small: shares "
-                f"are multiples of 1/{BLOCK}; raise it or leave the source out"
-            )
-        order = permute(np.arange(BLOCK), BLOCK, hash_words(8, "pattern", self.seed, len(self.segments)))
+        for source in np.flatnonzero(weights):
+            if not share[source]:
+                small = f"weight {weights[source] / weights.sum():.2g} of {self.names[source]}"
+                why = f"is too small: shares are multiples of 1/{BLOCK}"
+                raise UserError(f"data: {small} {why}; raise it or leave the source out")
+        keys = hash_words(8, "pattern", self.seed, len(self.segments))
+        order = permute(np.arange(BLOCK), BLOCK, keys)
         pattern = np.repeat(np.arange(len(share)), share)[order]
-        rank = np.empty(BLOCK, dtype=np.int64)
+        nth = np.empty(BLOCK, dtype=np.int64)
         for source, n in enumerate(share):
-            rank[pattern == source] = np.arange(n)
-        return Segment(first, share, before, pattern, rank)
+            nth[pattern == source] = np.arange(n)
+        return Segment(first, share, before, pattern, nth)
 
-    def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (sources, numbers within them), int64, of samples of any shape."""
-        sample = np.asarray(sample, dtype=np.int64)
-        sources, numbers = np.empty_like(sample), np.empty_like(sample)
-        which = np.searchsorted(self.firsts, sample, side="right") - 1
+        samples = np.asarray(samples, dtype=np.int64)
+        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        which = np.searchsorted(self.firsts, samples, side="right") - 1
         for k in np.unique(which):
             now, segment = which == k, self.segments[k]
-            blocks, places = np.divmod(sample[now] - segment.first, BLOCK)
-            source = segment.pattern[places]
+            blocks, in_block = np.divmod(samples[now] - segment.first, BLOCK)
+            source = segment.pattern[in_block]
             sources[now] = source
-            numbers[now] = segment.before[source] + blocks * segment.quotas[source] + segment.rank[places]
+            earlier = segment.before[source] + blocks * segment.quotas[source]
+            numbers[now] = earlier + segment.nth[in_block]
         return sources, numbers
 
-    def start(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (sources, starts of the windows in them), int64, of samples of any shape."""
-        sources, numbers = self.locate(sample)
+    def start(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (sources, where the samples start in them), int64, of samples of any shape."""
+        sources, numbers = self.locate(samples)
         starts = np.empty_like(numbers)
         for source in np.unique(sources):
             now = sources == source
@@ -250,17 +288,20 @@ class Mixture:
         return sources, starts
 
     def counts(self, n_samples: int) -> np.ndarray:
-        """Return (n_sources,) int64: how many of the first n_samples samples each source gives."""
+        """Return (n_sources,) int64: samples of each source among the first n_samples."""
         k = int(np.searchsorted(self.firsts, n_samples, side="right")) - 1
-        return self.segments[k].before + self.segments[k].counts(n_samples - self.segments[k].first)
+        segment = self.segments[k]
+        return segment.before + segment.counts(n_samples - segment.first)
 
     def epochs(self, n_samples: int) -> np.ndarray:
-        """Return (n_sources,) float64: epochs of each source in the first n_samples samples."""
-        return self.counts(n_samples) / [sampler.n_windows for sampler in self.samplers]
+        """Return (n_sources,) float64: epochs of each source in the first n_samples."""
+        return self.counts(n_samples) / [sampler.per_epoch for sampler in self.samplers]
 
     def changes(self, samples_per_step: int) -> dict[int, dict[str, float]]:
         """Return {step (from 1): {source: share}} of the steps in which a new pattern begins."""
-        return {
-            segment.first // samples_per_step + 1: dict(zip(self.names, (segment.quotas / BLOCK).tolist(), strict=True))
-            for segment in self.segments
-        }
+        found = {}
+        for segment in self.segments:
+            shares = (segment.quotas / BLOCK).tolist()
+            step = segment.first // samples_per_step + 1
+            found[step] = dict(zip(self.names, shares, strict=True))
+        return found

@@ -3,10 +3,10 @@
     --data='questions.jsonl,chats.json.gz'   # raw files, weighted by their prompts
     --data='data/x=0.7,maths/*.jsonl=0.3'    # a directory of prepare.py --kind=chat, and a glob
 
-A prompt is a conversation up to, and without, the assistant's last answer; or the prompt of a preference pair; or a
-question alone. It is rendered up to the opened turn of the assistant and keeps the whole row,
-where a reward function may look for the right answer. One that leaves no room for max_new_tokens in block_size is left
-out: no answer is cut by the block.
+A prompt is a conversation without the assistant's last answer, or the prompt of a preference pair,
+or a question alone. It is rendered up to the opened turn of the assistant. It keeps the whole row,
+where a reward function may look for the right answer. A prompt that leaves no room for
+max_new_tokens in block_size is left out: no answer is cut by the block.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ import numpy as np
 
 from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
-from groundup.tokens.corpus import RowCorpus
 from groundup.tokens.mixture import Mixture
+from groundup.tokens.row_corpus import RowCorpus
 from groundup.tokens.row_reader import RowReader, Unusable
 from tokenizer import Tokenizer
 
@@ -33,7 +33,9 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(row: object) -> list[dict]:
-    """Return the messages to answer in a row of any format, those that sample.py answers. Raise Unusable."""
+    """Return the messages to answer in a row of any format that sample.py reads, too.
+
+    Raise Unusable."""
     try:
         return conversation_of(row if isinstance(row, dict) else {"row": row}, {})[0]
     except NoPair as problem:
@@ -47,19 +49,23 @@ class PromptReader(RowReader):
 
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)
-        ids = self.tokenizer.render(messages, add_generation_prompt=True)[0]
+        ids, _ = self.tokenizer.render(messages, add_generation_prompt=True)
         if len(ids) > self.longest:
-            raise Unusable(f"longer than {self.longest} tokens: no room for an answer", f"{len(ids)} tokens")
-        return dialogue_text(messages), Prompt(messages, ids, row if isinstance(row, dict) else {"row": row}, place)
+            reason = f"longer than {self.longest} tokens: no room for an answer"
+            raise Unusable(reason, f"{len(ids)} tokens")
+        kept = row if isinstance(row, dict) else {"row": row}
+        return dialogue_text(messages), Prompt(messages, ids, kept, place)
 
 
 class Prompts:
-    """The prompts of one split of one source. For mixture.Sampler a prompt is a row of two tokens."""
+    """The prompts of one split of one source. A row is a prompt, see `RowCorpus`."""
 
-    packed, counts = True, {}
+    counts: dict[str, int] = {}  # PromptReader counts what is left out
 
     def __init__(self, name: str, prompts: list[Prompt]) -> None:
-        self.name, self.prompts, self.n_rows, self.n_tokens = name, prompts, len(prompts), 2 * len(prompts)
+        self.name = name
+        self.prompts = prompts
+        self.n_rows = len(prompts)
         self.n_labels = np.ones(len(prompts), np.int64)
         self.n_used = np.array([len(prompt.ids) for prompt in prompts], np.int64)
         digest = hashlib.sha256()
@@ -69,17 +75,25 @@ class Prompts:
 
 
 class PromptCorpus(RowCorpus):
-    """The prompts that a `data` string names. train, val: Prompts. held_out: the prompts of all of val. longest: most
-    tokens of a prompt. Raise UserError."""
+    """The prompts that a `data` string names. train, val: Prompts. Raise UserError.
 
-    block_size = 1
+    held_out: the prompts of all of val. longest: most tokens of a prompt.
+    """
 
     def __init__(
-        self, spec: str, tokenizer: Tokenizer, longest: int, seed: int, val_data: str = "", val_fraction: float = 0.02
+        self,
+        spec: str,
+        tokenizer: Tokenizer,
+        longest: int,
+        seed: int,
+        val_data: str = "",
+        val_fraction: float = 0.02,
     ) -> None:
-        self.tokenizer, self.longest, self.seed = tokenizer, longest, seed
+        self.tokenizer = tokenizer
+        self.longest = longest
+        self.seed = seed
         self.open(spec, val_data, val_fraction)
-        self.n_train = sum(source.n_rows for source in self.train)
+        self.n_train = self.n_rows
         self.held_out = [prompt for source in self.val.values() for prompt in source.prompts]
 
     def reader(self) -> PromptReader:
@@ -89,10 +103,11 @@ class PromptCorpus(RowCorpus):
         return Prompts(name, items)
 
     def redrawn_order(self, per_step: int, attempt: int = 0) -> Mixture:
-        """Return which prompt every sample is, `per_step` samples a step; another order for each attempt."""
+        """Return the order of prompts, `per_step` a step; another one for each attempt."""
         return self.order(self.seed + REDRAW * attempt, per_step, max_steps=0)
 
     def take(self, order: Mixture, samples: np.ndarray) -> list[Prompt]:
         """Return the prompts of these samples (n,)."""
-        sources, starts = order.start(np.asarray(samples, dtype=np.int64))
-        return [self.train[k].prompts[start // 2] for k, start in zip(sources.tolist(), starts.tolist(), strict=True)]
+        sources, rows = order.start(samples)
+        places = zip(sources.tolist(), rows.tolist(), strict=True)
+        return [self.train[source].prompts[row] for source, row in places]

@@ -1,12 +1,13 @@
-"""Read conversations, pairs or prompts from raw files or from a directory of prepare.py, and count what is left out.
+"""Read conversations, pairs or prompts from raw files or from a directory of prepare.py.
 
-A raw file has no validation split of its own: a hash of the text decides which rows are held out, as in prepare.py.
+Count what is left out, and why. A raw file has no validation split of its own: a hash of the text
+decides which rows are held out, as in prepare.py.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,30 +22,33 @@ SHOWN = 3  # lines that are named for each reason
 
 
 class Unusable(Exception):
-    """Raise for a row that cannot be used: Unusable(reason to count it under, detail for people)."""
+    """A row that cannot be used: Unusable(reason to count it under, detail for people)."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 class RowReader:
-    """Reads the items of one kind (conversations, pairs, prompts) from files and counts the rows that it leaves out."""
+    """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
     def __init__(self, tokenizer: Tokenizer | None = None, longest: int = 0) -> None:
-        self.tokenizer, self.longest = tokenizer, longest  # longest: most tokens of an item, for some kinds
+        """longest: most tokens of an item, for some kinds."""
+        self.tokenizer = tokenizer
+        self.longest = longest
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
         self.n_read = 0
-        self.trimmed = 0  # conversations that lost what came after the assistant's last turn
+        self.trimmed = 0  # conversations that lost turns after the assistant's last one
 
-    def item(self, row: object, place: str) -> tuple[str, object]:
+    def item(self, row: object, place: str) -> tuple[str, Any]:
         """Return (the text whose hash decides the split, the item) of a row. Raise Unusable."""
         raise NotImplementedError
 
-    def read(self, path: str) -> Iterator[tuple[str, object]]:
+    def read(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield what `item` returns for each usable row of a file."""
         for record in readers.read_records(path):
             self.n_read += 1
@@ -59,8 +63,8 @@ class RowReader:
                 yield found
             except Unusable as problem:
                 if self.dropped[problem.reason] < SHOWN:
-                    detail = ": " + " ".join(problem.detail.split()) if problem.detail else ""
-                    self.places.append(f"{place}: {problem.reason}{detail}")
+                    detail = " ".join(problem.detail.split())
+                    self.places.append(f"{place}: {problem.reason}{detail and f': {detail}'}")
                 self.dropped[problem.reason] += 1
 
     def check(self, name: str, n_found: int) -> None:
@@ -71,15 +75,18 @@ class RowReader:
             raise UserError(f"data: {name} is empty: no row in it")
         first = self.places[0].split(f"; {self.kind} is known by")[0]
         if self.n_read == self.dropped[STRANGE]:
-            tried = row_formats.known_keys(self.kind)
-            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; tried, by their keys: {tried}")
+            tried = f"tried, by their keys: {row_formats.known_keys(self.kind)}"
+            raise UserError(f"data: {name} holds no {self.noun}s; first: {first}; {tried}")
         reasons = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
         raise UserError(f"data: {name} holds no usable {self.noun} ({reasons}); first: {first}")
 
     def report(self, name: str) -> list[str]:
-        """Return lines for people: how many rows cannot be used, why, and where the first of them are."""
-        lines = [f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()] + self.places
-        return lines + ([f"{name}: {self.trimmed:,} lost turns after the last answer"] if self.trimmed else [])
+        """Return lines for people: how many rows cannot be used, why, and where the first are."""
+        lines = [f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()]
+        lines += self.places
+        if self.trimmed:
+            lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
+        return lines
 
 
 class SourceRows(NamedTuple):
@@ -91,19 +98,27 @@ class SourceRows(NamedTuple):
 
 
 def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows:
-    """Return the items in a raw file, a glob, a directory of raw files, or one of prepare.py, which has its splits."""
-    directory = Path(path)
-    if (directory / "manifest.json").exists():
-        splits = read_manifest(directory, reader.kind)["splits"]
-        files = [str(directory / splits[split]["file"]) if split in splits else "" for split in ("train", "val")]
-        train, val = ([item for _, item in reader.read(file)] if file else [] for file in files)
+    """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
+
+    The last has its own splits; of the others val_fraction is held out."""
+    train: list[Any] = []
+    val: list[Any] = []
+    if Path(path, "manifest.json").exists():
+        splits = read_manifest(path, reader.kind)["splits"]
+        for split, items in (("train", train), ("val", val)):
+            if split in splits:
+                file = str(Path(path, splits[split]["file"]))
+                items += [item for _, item in reader.read(file)]
     else:
         items, positions = [], []
         for file in readers.find_files(path):
             for text, item in reader.read(file):
                 items.append(item)
                 positions.append(split_position(text.encode()))
-        split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=reader.split_by_prompt)
-        train, val = ([item for item, split in zip(items, split_of, strict=True) if split == k] for k in (0, 1))
+        by_prompt = reader.split_by_prompt
+        positions = np.array(positions, np.uint64)
+        split_of, _ = assign(positions, val_fraction, by_prompt=by_prompt)
+        for item, split in zip(items, split_of, strict=True):
+            (val if split else train).append(item)
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)

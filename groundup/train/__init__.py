@@ -1,7 +1,13 @@
 """What does every training run share?
 
-In: the settings of a trainer and a run directory. Out: a model that trains, and checkpoints that resume exactly.
-Read settings, then run (start, set-up, end) with out_dir, base, device, log and signals; checkpoint, huggingface,
-write_behind; computation and skeleton (what an edited model.py changes); optim, lora, plan; cpu_attention, which
-model.py calls; fsdp beside ddp.py, ranks and powersgd below it.
+In: the settings of a trainer, its model and a run directory. Out: a model that trains, and
+checkpoints that resume exactly. In the order in which a trainer uses them:
+
+    ranks, device          the processes, the GPU or CPU, random numbers
+    huggingface            model directories: config_json and tensor_files read their parts
+    lora                   which parameters are trained, adapters
+    plan                   parameters, FLOPs, memory and time before anything is trained
+    powersgd, optim, fsdp  beside ddp.py: compressed gradients, update rules, sharded models
+    checkpoint, saver      find, restore and save
+    log                    a line for people, an event for programs, the run's README.md
 """

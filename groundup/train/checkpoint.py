@@ -1,505 +1,504 @@
-"""Checkpoints: a Hugging Face model directory plus the training state, written whole or not at all.
+"""Run directories: find the checkpoint to continue, and restore it. saver.py writes them.
 
     out/demo/
-      step_000200/                       written as .step_000200.tmp, fsynced, then renamed
-        config.json model.safetensors generation_config.json, the tokenizer's files       what transformers reads
-        train_state.pt rank_00000.pt ...                     optimizer, scaler, position; random generators of each rank
-        score.json checksums.json                            validation loss; CRC-32 of the other files, written last
-      latest -> step_000200   best -> step_000150   best2 -> step_000100
+      config.py  log.jsonl  README.md  .lock        settings, events, card; which process trains here
+      step_000200/                                  a checkpoint:
+        config.json  model.safetensors  ...           what transformers reads, see huggingface.py
+        train_state.pt                                step, optimizer, scaler, settings, data
+        rank_00000.pt  rank_00001.pt  ...             random generators of each rank
+        checksums.json                                CRC-32 of the other files, written last
+      latest -> step_000200                         the newest checkpoint
+      best -> step_000150  best2 -> step_000100     those with the lowest val_loss in log.jsonl
 
-AutoModelForCausalLM.from_pretrained("out/demo/latest") opens it as it is. Opening a checkpoint never runs code: weights
-are safetensors, state is plain data (torch.load with weights_only=True). A model with adapters is saved as peft does,
-with model_config.json. A kill -9 during a save loses that save only: nothing is removed before its successor is whole.
+A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put on the disk, and
+then renamed. A kill at any moment loses at most the save under way, because nothing is removed
+before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
+removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
+
+Opening a checkpoint never runs code: weights are safetensors, state is plain data. Models with LoRA
+are saved as peft saves them. A trainer calls, in this order,
+
+    resumed = find(config, model_config, data)             # None: a new run
+    state = restore(resumed, model, ddp, opt, scaler, seed)
+    config = start(config, __file__, resumed)
+    saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
 """
 
-import hashlib
-import json
-import math
+import dataclasses
+import gc
 import os
 import re
 import shutil
-import tempfile
-import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
-from itertools import zip_longest
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError
-from torch.distributed import ProcessGroup
 
-from groundup.errors import UNINTERRUPTED, UserError, reason_of
-from groundup.files.untrusted import check_regular, check_zip, is_name, read_json
-from groundup.train import fsdp, huggingface, lora, ranks
-from groundup.train.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
+from configurator import write_config
+from groundup.errors import UserError, refuse
+from groundup.files.untrusted import check_zip, is_name, read_json
+from groundup.tokens.corpus import same_order
+from groundup.train import huggingface, ranks
+from groundup.train.device import seed_everything, set_rng_state
+from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
-KEEP = "keep"  # a step that holds a file of this name is never removed: adapters need it
-ADAPTED_CONFIG = "model_config.json"  # of a model with adapters: a config.json would be a whole model to transformers
-SAMPLED_BLOCKS = 64  # of 4 KiB from each file of frozen weights: training moves every weight, so a few show it
+SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
+START_OVER = "start over with --resume=never --overwrite=True"
+
+# What a run leaves in its directory. overwrite=True deletes a directory that holds nothing else.
+OWN_FILES = re.compile(
+    r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
+    r"|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?"
+)
+
+# ---- checkpoints on the disk ---------------------------------------------------------------------
 
 
-# ---- save -----------------------------------------------------------------------------------------------------------
+def step_dirs(out_dir: Path) -> list[Path]:
+    """Return the finished steps of a run, oldest first."""
+    found = [path for path in out_dir.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
 
 
-def save(
-    out_dir: str | Path, step: int, model: Transformer, tokenizer: Tokenizer, state: dict, rank_state: dict,
-    world: ranks.World, *, val_loss: float | None, keep_last: int, keep_best: int, base: str | Path = "",
-    write: Callable[[Path, Transformer, Tokenizer], None] | None = None, group: ProcessGroup | None = None,
-    write_shards: Callable[[Path], None] | None = None,
-) -> Path:  # fmt: skip
-    """Write out_dir/step_NNNNNN, point the links at it, remove what is not kept; return its path.
-
-    All ranks call this, on one file system: rank 0 writes model, tokenizer and `state`, every rank its `rank_state`;
-    both hold plain data and tensors only. The `keep_last` newest (0 = all) and the `keep_best` (0 to 2) with the lowest
-    `val_loss` are kept; None and NaN do not compete, of equals the earlier is better. If one rank fails (disk full),
-    all raise UserError and earlier checkpoints are intact. base: directory of the frozen weights of a model with
-    adapters. write: replaces write_model for another kind of model. group: process group of the ranks.
-    write_shards: writes the parts of weights and state that a rank holds, on all ranks.
-    """
-    if keep_last < 0 or not 0 <= keep_best <= len(BEST):
-        raise UserError(f"checkpoint: {keep_last=} must be 0 (all) or more, {keep_best=} must be 0, 1 or 2")
-    final = Path(out_dir) / f"step_{step:06d}"
-    temp = final.with_name(f".{final.name}.tmp")
-    part = partial(agreed, f"cannot save {final}, earlier checkpoints are intact", world, temp, group)
-    with part():
-        if world.is_main:
-            clean(final.parent)
-            temp.mkdir()
-    with part():
-        write_state(temp / rank_file(world.rank), rank_state)
-        if world.is_main:
-            (write or partial(write_model, base=base))(temp, model, tokenizer)
-            write_state(temp / "train_state.pt", state)
-            write_score(temp / "score.json", step, val_loss)
-    if write_shards is not None:
-        with part():
-            write_shards(temp)
-    with part():
-        if world.is_main:
-            with UNINTERRUPTED:
-                commit(temp, final)
-    with agreed(f"{final} is saved, but the links and the older checkpoints are not in order", world, temp, group):
-        if world.is_main:
-            tidy(final.parent, step, keep_last, keep_best)
-    return final
+def step_of(step_dir: Path) -> int:
+    """Return the step of a checkpoint, by its name."""
+    return int(STEP_NAME.fullmatch(step_dir.name)[1])
 
 
-@contextmanager
-def agreed(failure: str, world: ranks.World, temp: Path, group: ProcessGroup | None) -> Iterator[None]:
-    """Leave a part of the save on all ranks together: if it raises on one, remove `temp` and raise on all."""
-    error = None
-    try:
-        yield
-    except Exception as e:  # whatever it is: the others must hear of it, or they would wait for this rank
-        error = e
-    reasons = ranks.gather_objects("" if error is None else f"rank {world.rank}: {reason_of(error)}", group)
-    if not any(reasons):
-        return
-    if world.is_main:
-        shutil.rmtree(temp, ignore_errors=True)
-    # A failed write is an OSError, torch's RuntimeError or safetensors' own error; anything else is a mistake in code.
-    if error is not None and not isinstance(error, (OSError, RuntimeError, SafetensorError, UserError)):
-        raise error
-    raise UserError(f"checkpoint: {failure} ({'; '.join(filter(None, reasons))})") from error
-
-
-def clean(out_dir: Path) -> None:
-    """Make out_dir, or remove what a killed save has left in it."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for old in out_dir.glob(".step_*.old"):
-        replaced = old.with_name(old.name[1:].removesuffix(".old"))
-        if replaced.exists():
-            shutil.rmtree(old)
-        else:  # killed between the two renames of commit
-            old.rename(replaced)
-    for temp in out_dir.glob(".step_*.tmp"):
-        shutil.rmtree(temp)
-
-
-def write_model(
-    directory: Path, model: Transformer, tokenizer: Tokenizer, base: str | Path = "", dtype: torch.dtype = torch.float32
-) -> None:
-    """Write the Hugging Face part. Weights are the float32 ones of training, bit for bit; a tied head is stored once.
-    For a model with adapters write what is trained, and where the rest is: `base`."""
-    plain = lora.lora_config_of(model) is None
-    write_settings(directory, model.cfg, tokenizer, dtype, "config.json" if plain else ADAPTED_CONFIG)
-    if plain:
-        weights = {huggingface.hf_name(name): p.detach().to("cpu", dtype) for name, p in model.named_parameters()}
-        huggingface.save_weights(directory / "model.safetensors", weights)
-    elif base:
-        huggingface.save_adapter(directory, model, str(Path(base).resolve()), base_weights=weights_key(Path(base)))
-    else:
-        raise UserError("checkpoint: a model with adapters needs base, the directory of its frozen weights")
-
-
-def write_settings(
-    directory: Path, cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32,
-    name: str = "config.json",
-) -> None:  # fmt: skip
-    """Write what a checkpoint holds beside weights and state."""
-    tokenizer.save(directory)
-    write_json(directory / name, huggingface.to_hf_config(cfg, tokenizer, dtype))
-    ends = sorted(tokenizer.stop_ids)
-    own = {key: i for key, i in huggingface.special_ids(tokenizer).items() if i is not None}
-    of_source = json.loads(tokenizer.generation_config)  # its temperature and the like
-    write_json(directory / "generation_config.json", of_source | own | {"eos_token_id": ends})
-
-
-def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError now, not at the first save, if these settings could not be written, or read back as they are."""
-    with tempfile.TemporaryDirectory() as directory:
-        write_settings(Path(directory), cfg, tokenizer)
-        if (read := huggingface.from_hf_config(Path(directory, "config.json"))) != replace(cfg, dropout=0.0):
-            raise UserError(f"checkpoint: {cfg} would be saved as {read}")
-        if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
-            raise UserError("checkpoint: the tokenizer's files do not give back its ids once they are saved")
-
-
-def write_state(path: Path, state: dict) -> None:
-    """Call torch.save; refuse now, not at the resume, what could be read back only by running code."""
-    with open(path, "wb") as f:  # given a path, torch hides the system's reason for a failed write
-        torch.save(state, f)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise UserError(f"{path.name} holds {', '.join(unsafe)}; what is not plain data cannot be resumed")
-
-
-def write_score(path: Path, step: int, val_loss: float | None) -> None:
-    """Write the validation loss of a step; one that is not finite as null."""
-    ranked = val_loss is not None and math.isfinite(val_loss)
-    write_json(path, {"step": step, "val_loss": float(val_loss) if ranked else None})
-
-
-def commit(temp: Path, final: Path) -> None:
-    """Put the contents on the disk, then give them their name. A step that exists is renamed until then."""
-    files = sorted(temp.rglob("*"))
-    summed = [path for path in files if path.is_file() and path.name != "score.json"]
-    write_json(temp / "checksums.json", {path.relative_to(temp).as_posix(): checksum(path) for path in summed})
-    for path in (*files, temp / "checksums.json", temp):
-        sync(path)
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
-    temp.rename(final)
-    sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def tidy(out_dir: Path, step: int, keep_last: int, keep_best: int) -> None:
-    """Point latest, best and best2 at their steps and remove the steps that are not kept.
-
-    Steps beyond `step` do not count and stay: a resume has passed them over as damaged.
-    """
-    steps = [path for path in step_dirs(out_dir) if step_of(path) <= step]
-    scored = [(loss, path) for path in steps if (loss := read_loss(path)) is not None]
-    best = [path for _, path in sorted(scored, key=lambda pair: pair[0])][:keep_best]  # stable: of equals the earlier
-    point(out_dir / "latest", steps[-1])
-    for name, path in zip_longest(BEST, best):
-        point(out_dir / name, path)
-    for path in steps[:-keep_last] if keep_last else []:
-        if path not in best and not (path / KEEP).exists():
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))  # half removed, it must not look finished
-
-
-def rank(out_dir: str | Path, step: int, val_loss: float, keep_last: int, keep_best: int) -> None:
-    """Record the validation loss of a checkpoint that save() wrote, if it exists, and choose best and best2 anew.
-    Call on rank 0 alone. Raise UserError if the disk refuses."""
-    path = Path(out_dir) / f"step_{step:06d}"
-    if not path.exists() or not math.isfinite(val_loss):
-        return
-    try:
-        temp = path / ".score.json.tmp"
-        write_score(temp, step, val_loss)
-        sync(temp)
-        temp.replace(path / "score.json")
-        sync(path)
-        tidy(path.parent, step, keep_last, keep_best)
-    except OSError as error:
-        raise UserError(f"checkpoint: cannot record the validation loss of {path}: {error.strerror}") from error
-
-
-def point(link: Path, target: Path | None) -> None:
-    """Replace a symbolic link at one stroke; None removes it. Relative, so that a run directory can be moved."""
-    if target is None:
-        return link.unlink(missing_ok=True)
-    temp = link.with_name(f".{link.name}.tmp")
-    temp.unlink(missing_ok=True)
-    temp.symlink_to(target.name, target_is_directory=True)
-    temp.replace(link)
-
-
-def read_loss(step_dir: Path) -> float | None:
-    """Return the validation loss of a checkpoint, None if it has none."""
-    loss = None
-    with suppress(UserError):  # find_latest reports a damaged checkpoint
-        loss = read_json(step_dir / "score.json").get("val_loss")
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
-
-
-def sync(path: Path) -> None:
-    """Put a file, or a directory's list of names, on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file: it shows accidents, not forgery, in less than half the time of SHA-256."""
-    if path.name == ADAPTER_CONFIG:  # all but the place of its base, which the user may move
-        text = json.dumps(read_json(path) | {"base_model_name_or_path": ""}, sort_keys=True)
-        return f"crc32 {zlib.crc32(text.encode()):08x}"
-    crc = 0
-    check_regular(path)
-    with open(path, "rb") as f:
-        while block := f.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return f"crc32 {crc:08x}"
-
-
-# ---- find -----------------------------------------------------------------------------------------------------------
+def rank_file(rank: int) -> str:
+    """Return the name of the file with the state of one rank."""
+    return f"rank_{rank:05d}.pt"
 
 
 def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> Path | None:
-    """Return the newest checkpoint of a run with every byte as it was written; None if the run has none yet.
+    """Return the newest undamaged checkpoint of a run, None if it has none yet.
 
-    A damaged one is reported in a line, and the one before it is tried. Raise UserError if none is left.
+    A damaged one is reported, and the one before it is tried. Raise UserError if none is left.
     """
-    # While a save replaces a step, for a moment the step has only its .old name.
-    paths = [*step_dirs(Path(out_dir)), *Path(out_dir).glob(".step_*.old")]
-    for path in sorted(paths, key=step_of, reverse=True):
+    paths = step_dirs(Path(out_dir))
+    for path in reversed(paths):
         try:
             check_bytes(path)
-            return path
         except UserError as error:
             report(f"{error}; trying the checkpoint before it")
+        else:
+            return path
     if paths:
-        raise UserError(f"checkpoint: all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
+        text = f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir"
+        raise UserError(f"checkpoint: {text}")
     return None
 
 
 def check_bytes(step_dir: Path) -> None:
     """Raise UserError unless every file of a checkpoint is as it was written."""
-    for name, want in read_json(step_dir / "checksums.json").items():
-        if not all(map(is_name, name.split("/"))):
-            raise UserError(f"checkpoint: {step_dir / 'checksums.json'} is damaged: it names {name!r:.80}")
+    sums = step_dir / "checksums.json"
+    for name, expected in read_json(sums).items():
+        if not all(is_name(part) for part in name.split("/")):
+            raise UserError(f"checkpoint: {sums} is damaged: it names {name!r:.80}")
         path = step_dir / name
         try:
-            found = checksum(path)
+            found = huggingface.checksum(path)
         except OSError as error:
             raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
-        if found != want:
-            raise UserError(f"checkpoint: {path} is damaged, its checksum is not the one in checksums.json")
-
-
-def step_dirs(out_dir: Path) -> list[Path]:
-    """Return the finished steps of a run, oldest first."""
-    return sorted((path for path in out_dir.glob("step_*") if STEP_NAME.fullmatch(path.name)), key=step_of)
-
-
-def step_of(step_dir: Path) -> int:
-    return int(STEP_NAME.search(step_dir.name)[1])
-
-
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+        if found != expected:
+            text = f"{path} is damaged, its checksum is not the one in checksums.json"
+            raise UserError(f"checkpoint: {text}")
 
 
 def resolve(init_from: str | Path) -> Path:
-    """Return the model directory that is meant: a run's newest good checkpoint, a checkpoint, or a Hugging Face one.
-
-    Raise UserError if there is none, or if a checkpoint's bytes have changed.
-    """
+    """Return the model directory that is meant: the newest undamaged checkpoint of a run, a given
+    checkpoint, or a Hugging Face directory. Raise UserError if there is none or it is damaged."""
     path = Path(init_from)
     if not path.is_dir():
-        if path.suffix == ".gguf":
-            raise UserError(f"checkpoint: init_from={str(init_from)!r}: first: python tools/from_gguf.py {path} DIR")
-        reason = "is a file, give its directory" if path.exists() else "no such directory (hub models: download first)"
-        if path.name in BEST and find_latest(path.parent):
-            reason = f"no checkpoint of this run has been evaluated yet; --init_from={path.parent} is its newest"
-        raise UserError(f"checkpoint: init_from={str(init_from)!r}: {reason}")
+        raise UserError(f"checkpoint: init_from={str(init_from)!r}: {why_no_model(path)}")
     if (path / "checksums.json").exists():
         check_bytes(path)
-    if is_adapter(path):
-        resolve(base_of(path))  # an adapter without its base should show now
-    if is_adapter(path) or (path / "config.json").exists():
+    if huggingface.is_adapter(path):
+        resolve(huggingface.base_of(path))  # an adapter without its base should show now
         return path
-    if latest := find_latest(path):
-        return resolve(latest)
-    raise UserError(f"checkpoint: {path} holds no checkpoint: no config.json, no step_* directory")
+    if (path / "config.json").exists():
+        return path
+    latest = find_latest(path)
+    if latest is None:
+        text = f"{path} holds no checkpoint: no config.json, no step_* directory"
+        raise UserError(f"checkpoint: {text}")
+    return resolve(latest)
+
+
+def why_no_model(path: Path) -> str:
+    """Return why a path that is not a directory names no model, and what to do."""
+    if path.suffix == ".gguf":
+        return f"first: python tools/from_gguf.py {path} DIR"
+    if path.exists():
+        return "is a file, give its directory"
+    run = path.parent
+    if path.name in BEST and find_latest(run):
+        text = "no checkpoint of this run has been evaluated yet"
+        return f"{text}; --init_from={run} is its newest"
+    return "no such directory (hub models: download first)"
 
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
-    """Return the run below `root` that saved last, of models that write text or of reward models. Raise UserError."""
-    configs = [path for path in Path(root).glob("*/step_*/config.json") if path.with_name("checksums.json").exists()]
-    written = [path for path in configs if (b"ForSequenceClassification" in path.read_bytes()) == rewards]
-    if not written:
-        raise UserError(f"checkpoint: no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
-    return max(written, key=lambda path: path.with_name("checksums.json").stat().st_mtime).parent.parent
-
-
-def is_adapter(directory: str | Path) -> bool:
-    return (Path(directory) / ADAPTER_CONFIG).exists()
-
-
-def base_of(directory: str | Path) -> Path:
-    """Return the directory of an adapter's frozen weights. Raise UserError."""
-    name = huggingface.read_peft_config(directory).get("base_model_name_or_path") or ""
-    path = Path(name)
-    if not name or not path.is_dir():
-        raise UserError(
-            f"checkpoint: {Path(directory) / ADAPTER_CONFIG} names base_model_name_or_path={name!r}, "
-            "which is no directory; if the base was moved, write there where it is now"
-        )
-    if is_adapter(path):
-        raise UserError(f"checkpoint: {directory} is an adapter on the adapter {path}; merge that with tools/merge.py")
-    return path if (path / "config.json").exists() else resolve(path)
-
-
-def tokenizer_dir(directory: str | Path) -> Path:
-    """Return where the tokenizer of a model is: in its directory or, for an adapter without one, in its base's."""
-    path = Path(directory)
-    has_one = any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    return path if has_one or not is_adapter(path) else base_of(path)
-
-
-def model_name(directory: Path) -> str:
-    """Return the directory's name and a fingerprint of its weights and settings, wherever it lies."""
-    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
-    return f"{directory.name} {hashlib.sha256(weights_key(directory).encode() + settings).hexdigest()[:16]}"
-
-
-# ---- load -----------------------------------------------------------------------------------------------------------
-
-
-def load_train_state(step_dir: str | Path, rank: int, whole: bool = True) -> tuple[dict, dict]:
-    """Return (state, rank_state) as saved; rank_state is {} for a rank that did not exist then. Runs no code.
-    whole: also read an optimizer's state that fsdp.py has written in shards."""
-    path = Path(step_dir) / rank_file(rank)
-    state = read_state(Path(step_dir) / "train_state.pt")
-    if whole and "" in state.get("optimizer", ()):
-        state["optimizer"] = fsdp.read_optimizer(Path(step_dir), state["optimizer"][""]["step"])
-    return state, read_state(path) if path.exists() else {}
-
-
-def load_rank_states(step_dir: str | Path, rank: int, world_size: int) -> list[dict]:
-    """Return [rank_state] of this rank if the saved run had as many ranks; otherwise those of all its ranks."""
-    paths = sorted(Path(step_dir).glob("rank_*.pt"))
-    return [read_state(path) for path in ([paths[rank]] if len(paths) == world_size else paths)]
+    """Return the run below `root` that saved last: of models that write text, or of reward models
+    (`rewards`). Raise UserError if there is none."""
+    saved = {}
+    for sums in Path(root).glob("*/step_*/checksums.json"):
+        config = sums.with_name("config.json")
+        if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
+            saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
+    if not saved:
+        text = f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR"
+        raise UserError(f"checkpoint: {text}")
+    return max(saved, key=saved.get)
 
 
 def read_state(path: Path) -> dict:
+    """Return the plain data in a .pt file. Its tensors are mapped: the ranks share the memory."""
     try:
         check_zip(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # in memory once for all ranks
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
-    except Exception:  # of many kinds; and torch's text recommends weights_only=False, which would run the code
-        raise UserError(f"checkpoint: refused to load {path}: damaged, or more than plain data") from None
+    except Exception:  # of many kinds; torch's text recommends weights_only=False: that runs code
+        text = f"refused to load {path}: damaged, or more than plain data"
+        raise UserError(f"checkpoint: {text}") from None
     if not isinstance(state, dict):
-        raise UserError(f"checkpoint: refused to load {path}: it holds a {type(state).__name__}, not a dict")
+        text = f"refused to load {path}: it holds a {type(state).__name__}, not a dict"
+        raise UserError(f"checkpoint: {text}")
     return state
 
 
-def load_config(directory: str | Path) -> ModelConfig:
-    """Return the architecture of a model directory. Raise UserError if model.py does not build it, or if the weights
-    have other sizes. peft's adapters have none: take the base's, with as many tokens as a stored embedding has."""
-    path = Path(directory) / (ADAPTED_CONFIG if is_adapter(directory) else "config.json")
-    if not path.exists() and is_adapter(directory):
-        cfg, shapes = load_config(base_of(directory)), huggingface.stored_shapes(directory)
-        return replace(cfg, vocab_size=shapes.get("embed_tokens.weight", (cfg.vocab_size,))[0])
-    cfg, base = huggingface.from_hf_config(path), base_of(directory) if is_adapter(directory) else Path(directory)
-    if any(base.glob("*.safetensors*")):  # a plan needs no weights
-        own = huggingface.open_adapter(directory) if is_adapter(directory) else {}
-        huggingface.check_sizes(cfg, huggingface.open_weights(base) | own, directory)
-    return cfg
+# ---- find ----------------------------------------------------------------------------------------
 
 
-def load_model(
-    directory: str | Path, device: str = "cpu", dropout: float = 0.0, block_size: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> Transformer:  # fmt: skip
-    """Return the model of a checkpoint or Hugging Face directory; block_size 0 = as saved. dtype: see build."""
-    cfg = load_config(directory)
-    model = build(Transformer, replace(cfg, dropout=dropout, block_size=block_size or cfg.block_size), dtype)
-    load_weights(model, directory)
-    return model.to(device)
+def on_rank_0(function: Callable) -> Callable:
+    """Decorate a function that all ranks call: rank 0 runs it, and all return its result or raise
+    its UserError."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, problem = None, ""
+        if ranks.rank() == 0:
+            try:
+                result = function(*args, **kwargs)
+            except UserError as error:
+                problem = str(error)
+        # A group of its own: to read 100 GB takes longer than ranks usually wait for each other.
+        group = ranks.new_group(SLOW_DISK_S)
+        result, problem = ranks.gather_objects((result, problem), group)[0]
+        if problem:
+            raise UserError(problem)
+        return result
+
+    return call
 
 
-def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype, whole: Collection[str] = ()) -> Transformer:
-    """Return kind(cfg), a new model for products in `dtype`: where that is bfloat16, its matrices are held in it, in
-    half the memory. Vectors and the parameters in `whole`, which are trained, stay float32."""
-    if dtype != torch.bfloat16:
-        return kind(cfg)
-    torch.set_default_dtype(dtype)
-    try:
-        model = kind(cfg)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, p in model.named_parameters():
-        if p.ndim < 2 or name in whole:
-            p.data = p.data.float()
-    return model
+def resume_mode(config: dict) -> str:
+    """Return the setting `resume`. When torchrun restarts a run after an error it is "auto": the
+    command must not delete what it has saved before."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return "auto" if restarted else config["resume"]
 
 
-def held_dtype(model: Transformer) -> torch.dtype:
-    """Return bfloat16 if `build` made the model so, with its embedding; else float32."""
-    weights = model.embed_tokens.weight, next(p for p in model.layers.parameters() if p.ndim == 2)
-    return torch.bfloat16 if all(p.dtype == torch.bfloat16 for p in weights) else torch.float32
+@on_rank_0
+def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
+    """Return the checkpoint of out_dir to continue, None for a new run. All ranks call it.
 
-
-@torch.no_grad()
-def load_weights(model: Transformer, directory: str | Path) -> None:
-    """Copy the weights of a directory into `model`, in place; half precision is widened.
-
-    Names and shapes must be the model's: UserError tells what is not, with nothing copied. From a directory with an
-    adapter, a model with adapters gets the base's weights and the adapter's to the bit (for a resume), a plain model
-    their sum. From a directory without one, the model's adapters stay as they are.
+    Raise UserError where `resume` forbids it, where out_dir belongs to something else, or where the
+    run would not continue exactly. data: all that decides which samples a step sees.
+    max_steps: 0 = config["max_steps"].
     """
-    directory = Path(directory)
-    if not is_adapter(directory):
-        return copy_weights(model, directory)
-    base, plain = base_of(directory), lora.lora_config_of(model) is None
-    with huggingface.open_safetensors(directory / ADAPTER_WEIGHTS) as file:
-        key = (file.metadata() or {}).get("base_weights")  # peft does not write it
-    if key and key != weights_key(base):
-        raise UserError(f"checkpoint: the weights in {base} are not those that {directory} was trained on")
-    copy_weights(model, base, leave=huggingface.stored_shapes(directory))
-    huggingface.load_adapter(model, directory)
-    if plain:
-        lora.merge_(model)
+    out, resume = Path(config["out_dir"]), resume_mode(config)
+    deletes = config["overwrite"] and config["resume"] != "never"
+    refuse(deletes, "overwrite=True deletes the run to continue; it needs resume='never'")
+    is_file = out.exists() and not out.is_dir()
+    refuse(not config["out_dir"] or is_file, f"out_dir={config['out_dir']!r} is not a directory")
+
+    if (out / ".lock").exists() or (out / "log.jsonl").exists():
+        lock(out)  # another run could delete the checkpoint while we read it
+    used = out.exists() and any(out.iterdir())
+    if resume == "never":
+        if used:
+            check_overwrite(config, out)
+        return None
+    path = None
+    if used:
+        check_stage(out, Path(sys.argv[0]).name)
+        repair(out)
+        path = find_latest(out)
+    if path is None:
+        refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
+        if used:
+            check_own(out)
+        return None
+
+    huggingface.check_same_computation(path)
+    check_architecture(path, model_config)
+    saved = read_state(path / "train_state.pt")
+    check_data(path, saved["data"], data, saved["step"])
+    check_trained_parts(path, saved["config"], config)
+    text = describe_resume(path, saved["config"], config, max_steps or config["max_steps"])
+    print(text, flush=True)
+    return path
 
 
-@torch.no_grad()
-def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
-    """Copy stored weights into `model`, except for adapters and the parameters in `leave`. Raise UserError."""
-    if hasattr(model, "reshard"):  # of fsdp.py: else these could be copies that were gathered
-        model.reshard()
-    params = {name: p for name, p in model.named_parameters() if ".lora_" not in name and name not in leave}
-    tensors = huggingface.open_weights(Path(directory))
-    if model.cfg.tie_embeddings:
-        huggingface.drop_tied_head(tensors, directory)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
-    huggingface.check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
-    for name, p in params.items():
-        fsdp.put(p, tensors[name])
+def check_stage(out: Path, script: str) -> None:
+    """Raise UserError if another script's run is in `out`: its config.py says so in line 1."""
+    path = out / "config.py"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    other = re.match(r".*re-run with: python (\w+\.py) ", text)
+    if other and other[1] != script:
+        raise UserError(f"config: {out} is a run of {other[1]}; use another out_dir for {script}")
 
 
-def weights_key(directory: Path) -> str:
-    """Return a fingerprint of a directory's weights: the sizes of their files and blocks spread over each."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        size = check_regular(path)
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as f:
-            for i in range(SAMPLED_BLOCKS):
-                f.seek(max(0, size - 4096) * i // (SAMPLED_BLOCKS - 1))
-                digest.update(f.read(4096))
-    return digest.hexdigest()
+def check_overwrite(config: dict, out: Path) -> None:
+    """Raise UserError unless everything in `out` may be deleted: overwrite=True, and only a run."""
+    text = f"resume='never' but {out} is not empty; use another out_dir or overwrite=True"
+    refuse(not config["overwrite"], text)
+    check_own(out)
+    source = config["init_from"]
+    inside = source and Path(source).resolve().is_relative_to(out.resolve())
+    refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
+
+
+def check_own(out: Path) -> None:
+    """Raise UserError if `out` holds files that no run has made."""
+    # A run writes its log before README.md; without a log both may be the user's own.
+    maybe_foreign = () if (out / "log.jsonl").exists() else ("README.md", "config.py")
+    names = sorted(path.name for path in out.iterdir())
+    foreign = [name for name in names if name in maybe_foreign or not OWN_FILES.fullmatch(name)]
+    if foreign == ["config.py"]:  # of a run that was killed before its first line of log
+        if (out / "config.py").read_bytes().startswith(b"'Resolved configuration"):
+            return
+    if foreign:
+        text = f"{out} holds {foreign[0]!r}, which no run made; use another out_dir"
+        raise UserError(f"config: {text}")
+
+
+def repair(out: Path) -> None:
+    """Remove what a killed save has left, and put back a step that it was about to replace."""
+    for old in out.glob(".step_*.old"):
+        step = old.with_name(old.name[1:].removesuffix(".old"))
+        if not step.exists():
+            old.rename(step)
+        shutil.rmtree(old, ignore_errors=True)
+    for temp in out.glob(".step_*.tmp"):
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def check_architecture(path: Path, wanted: ModelConfig) -> None:
+    """Raise UserError unless the checkpoint has the architecture that the settings ask for."""
+    saved, differ = huggingface.load_config(path), []
+    for field in dataclasses.fields(wanted):
+        was, asked = getattr(saved, field.name), getattr(wanted, field.name)
+        if field.compare and field.name != "dropout" and was != asked:
+            whose = " by the data's tokenizer" if field.name == "vocab_size" else ""
+            differ.append(f"{field.name}={was} (asked {asked}{whose})")
+    if differ:
+        text = f"{path} has another architecture: {', '.join(differ)}"
+        raise UserError(f"config: {text}; use another out_dir, or {START_OVER}")
+
+
+def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
+    """Raise UserError if the order of the samples has changed: the run could not continue with
+    the next sample. Stages that start after `step` may change."""
+    differ = [key for key in saved | now if saved.get(key) != now.get(key)]
+    if differ and set(differ) <= {"data", "stages"}:
+        key = same_order(saved, now, step)
+        differ = [key] if key else []
+    if not differ:
+        return
+    details = []
+    for key in differ:
+        text = f"{key}={saved.get(key)} (asked {now.get(key)})"
+        details.append("another corpus" if key == "data" else text)
+    text = ", ".join(details)
+    if any(key.startswith("total_batch") for key in differ):
+        text += " (by default it follows batch_size)"
+    ways = f"continue with the same, use another out_dir, or {START_OVER}"
+    raise UserError(f"config: {path} was trained with {text}; {ways}")
+
+
+def check_trained_parts(path: Path, saved: dict, config: dict) -> None:
+    """Raise UserError if the settings would train other parameters than before."""
+    with_lora = "lora" in config["trainable"]
+    for key in ("trainable", "lora_rank", "lora_alpha") if with_lora else ("trainable",):
+        changed = saved[key] != config[key]
+        refuse(changed, f"{path} was trained with {key}={saved[key]!r}, not {config[key]!r}")
+
+
+def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> str:
+    """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
+    keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
+    changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
+    source = config["init_from"]
+    text = f"continuing {path} after step {step_of(path)}"
+    if changed:
+        text += f"; changed: {', '.join(changed)}"
+    if "init_from" in keys:
+        text += f"; init_from={source!r} has no effect: a run that continues has its own weights"
+    if step_of(path) >= max_steps:
+        limit = "epochs or max_steps" if "epochs" in config else "it"
+        text += f"; max_steps={max_steps} is reached: raise {limit} to train these weights on, or "
+        text += f"{START_OVER}, from {source} as it is now" if source else START_OVER
+    return text
+
+
+# ---- start ---------------------------------------------------------------------------------------
+
+
+@on_rank_0
+def start(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
+    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` can run
+    again. All ranks call it. Return the settings as recorded: a resumed run keeps its init_from.
+
+    max_steps: 0 = config["max_steps"].
+    """
+    out = Path(config["out_dir"])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
+        lock(out)
+        refuse(other_run, f"another run has begun in {out}; run the same command again")
+        if resume_mode(config) == "never":
+            empty(out)
+    except OSError as error:
+        raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
+
+    recorded = dict(config)
+    if resumed:
+        saved = read_state(resumed / "train_state.pt")["config"]
+        source = saved["init_from"]
+        if not source or Path(source).exists():  # else it was moved, perhaps to config["init_from"]
+            recorded["init_from"] = source
+    is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
+    if not (is_done and (out / "config.py").exists()):  # else no step would have these settings
+        again = recorded | {"resume": "auto", "overwrite": False}  # must not delete this run
+        command = f"python {Path(script).name} {out}/config.py"
+        write_config(again, f"{out}/config.py", command)
+    return recorded
+
+
+def empty(out: Path) -> None:
+    """Delete the run in `out`, which check_overwrite has looked at."""
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
+# Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
+# The open file keeps the system from giving the directory's number to another one.
+LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
+
+
+def lock(out: Path) -> None:
+    """Keep `out` for this process as long as it lives. Raise UserError if another trains there."""
+    if is_ours(out):
+        return
+    file = open(out / ".lock", "a+", encoding="utf-8")  # stays open
+    with housekeeping("lock the run directory"):
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = f"process {file.read() or '?'}"
+            raise UserError(f"config: {owner} is training in {out}; use another out_dir") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    LOCKS[out.resolve()] = file, os.stat(out)
+
+
+def is_ours(out: Path) -> bool:
+    """Return whether `out` is the directory that `lock` has locked, not a new one in its place."""
+    if out.resolve() not in LOCKS or not out.exists():
+        return False
+    _, directory = LOCKS[out.resolve()]
+    return os.path.samestat(directory, os.stat(out))
+
+
+WARNED: set[str] = set()
+
+
+@contextmanager
+def housekeeping(task: str) -> Iterator[None]:
+    """Warn once, and go on, if the file system refuses a task that no saved data depend on."""
+    try:
+        yield
+    except OSError as error:
+        if task not in WARNED:
+            WARNED.add(task)
+            print(f"checkpoint: warning: cannot {task}: {error.strerror}", flush=True)
+
+
+# ---- restore -------------------------------------------------------------------------------------
+
+
+def restore(
+    path: Path | None,
+    model: Transformer,
+    ddp: Any,
+    opt: Any,
+    scaler: torch.amp.GradScaler,
+    seed: int,
+    load: Callable[[Transformer, Path], None] = huggingface.load_weights,
+) -> dict:
+    """Restore the checkpoint `path` into its arguments and the random generators; None: seed the
+    generators. All ranks call it, after DDP or FSDP. Return the rest of the training state.
+
+    ddp, opt: DDP and Optimizer, or FSDP and its AdamW. load: reads the weights.
+    The tensors in the result are mapped from a file: drop them once they are loaded.
+    """
+    state = {"step": 0}
+    if path:
+        load(model, path)
+        state = read_state(path / "train_state.pt")
+    # Dropout differs by rank. A rank that the saved run did not have keeps these seeds.
+    seed_everything(seed + 1_000_003 * state["step"], ranks.rank())
+    if path:
+        restore_state(path, model, ddp, opt, scaler, state)
+    gc.collect()
+    gc.freeze()  # what set-up made stays until the end: the collector need not look at it again
+    return state
+
+
+def restore_state(
+    path: Path,
+    model: Transformer,
+    ddp: Any,
+    opt: Any,
+    scaler: torch.amp.GradScaler,
+    state: dict,
+) -> None:
+    """Restore all but the weights. Takes the optimizer's part out of `state`."""
+    opt.load_state_dict(state.pop("optimizer"))
+    if state["scaler"]:  # empty unless that run was in float16
+        scaler.load_state_dict(state["scaler"])
+    ddp.n_steps = state["n_steps"]
+    ddp.skipped.copy_(torch.tensor(state["skipped"]))
+
+    own, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
+    if own.exists():
+        set_rng_state(read_state(own)["rng"], next(model.parameters()).device)
+    hook = getattr(ddp, "hook", None)
+    if isinstance(hook, PowerSGD):
+        # With another number of ranks each takes the mean of all errors, see powersgd.py.
+        same = len(saved_ranks) == ranks.world_size()
+        states = [read_state(file) for file in ([own] if same else saved_ranks)]
+        hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])

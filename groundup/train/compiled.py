@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from groundup.train.computation import say
+from groundup.train.config_json import say
 from model import Transformer
 
 MOST_GRAPHS = 32  # of a block: with gradients and without, in up to three models, with adapters or not, ...

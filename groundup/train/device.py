@@ -4,6 +4,7 @@ import contextlib
 import math
 import platform
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from importlib import metadata
@@ -14,115 +15,150 @@ import torch
 from groundup.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# Dense bfloat16 (float16 where there is no bfloat16) peak in TFLOP/s, from the vendors' data sheets.
+# TFLOP/s of dense matrix products, from the vendors' data sheets: in bfloat16, or in float16 where
+# the GPU has no bfloat16. The first name found in the GPU's name counts.
 GPU_PEAK_TFLOPS = {
-    "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71, "T4": 65,
-}  # fmt: skip
-PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu", "rouge-score")
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "4090": 165,
+    "3090": 71,
+    "T4": 65,
+}
+PACKAGES = (
+    "torch",
+    "numpy",
+    "tiktoken",
+    "sentencepiece",
+    "safetensors",
+    "sacrebleu",
+    "rouge-score",
+)
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """'auto' takes cuda, then mps, then cpu. On several GPUs each rank takes its own."""
+    """Return the device of this process and make it the current one. 'auto' is cuda, then cpu.
+
+    With several GPUs on a machine each rank takes the one of its `local_rank`.
+    """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cuda", "mps", "cpu"):
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = name.partition(":")[0]
+    if kind not in ("cuda", "mps", "cpu"):
         raise UserError(f"config: device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
-    if not name.startswith("cuda"):
+    if kind != "cuda":
         return torch.device(name)
-    if local_rank >= torch.cuda.device_count():
+    n_gpus = torch.cuda.device_count()
+    if local_rank >= n_gpus:
         raise UserError(
-            f"config: device={name!r}: torch sees {torch.cuda.device_count()} GPUs, none for local rank {local_rank}; "
-            "lower --nproc_per_node or use device='cpu'"
+            f"config: device={name!r}: torch sees {n_gpus} GPUs, none for local rank {local_rank}; "
+            f"lower --nproc_per_node or use device='cpu'"
         )
     device = torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
-    if torch.cuda.get_device_capability(device) >= (9, 0):
-        prefer_cudnn()
+    torch.set_float32_matmul_precision("high")  # TF32 where matrices are still float32
     return device
 
 
-ATTENTION = contextlib.ExitStack()  # stays open as long as the process lives
-
-
-def prefer_cudnn() -> None:
-    """Try cuDNN's fused attention first, then FlashAttention: the former is written for Hopper and later GPUs, but
-    torch's own order begins with the latter."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    ATTENTION.close()
-    ATTENTION.enter_context(sdpa_kernel(order, set_priority=True))
-
-
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware multiplies it natively (emulation is
-    slower than float32), else float32."""
-    if name != "auto" and name not in DTYPES:
-        raise UserError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
-    if name != "auto":
+    """Return the dtype of matrix products.
+
+    'auto' is bfloat16 where the hardware multiplies it natively, else float32: emulated bfloat16 is
+    slower than float32.
+    """
+    if name in DTYPES:
         return DTYPES[name]
-    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 does not tell: float32 there
-        native = flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16")
+    if name != "auto":
+        raise UserError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
+    native = False
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # not in torch 2.11
+        found = torch.cpu.get_capabilities()
+        native = any(found.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.bfloat16 if native else torch.float32
 
 
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError if torch.compile cannot work: on a CPU it needs a C++ compiler."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UserError(
+            "config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False"
+        )
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Compute matrix products in `dtype`, keep weights and sums in float32."""
+    """Compute matrix products in `dtype`; weights and sums stay float32."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
+# ---- speed ---------------------------------------------------------------------------------------
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of one device: from the data sheet of a known GPU, else measured on a large matrix product."""
-    for part, peak in GPU_PEAK_TFLOPS.items() if device.type == "cuda" else ():
-        if part in torch.cuda.get_device_name(device):
-            return peak * 1e12
-    n, best = 4096 if device.type == "cuda" else 1024, float("inf")
+    """Return FLOP/s of one device: a known GPU's from its data sheet, else measured."""
+    if device.type == "cuda":
+        for part, tflops in GPU_PEAK_TFLOPS.items():
+            if part in torch.cuda.get_device_name(device):
+                return tflops * 1e12
+    # The best of 8 large matrix products; the first ones warm up.
+    n = 4096 if device.type == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=dtype)
+    best_s = math.inf
     for _ in range(8):
         synchronize(device)
         begin = time.perf_counter()
         a @ a
         synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
+        best_s = min(best_s, time.perf_counter() - begin)
+    return 2 * n**3 / best_s
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work, so that a clock is real."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
+# ---- random state --------------------------------------------------------------------------------
+
+
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators. Weights are drawn with rank 0's seed on every rank; dropout then differs by rank."""
+    """Seed torch's generators. Draw weights with rank=0 on all ranks, dropout with their own."""
     torch.manual_seed(seed + rank)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state()} | cuda
+    """Return the state of torch's generators on the CPU and on this GPU."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def set_rng_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Restore what `rng_state` returned, possibly on another kind of device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+# ---- memory --------------------------------------------------------------------------------------
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: on the GPU, else in RAM (0 on Windows). On Linux without mapped files,
-    which the system takes back when it must; its getrusage would count the peak of the parent process."""
+    """Return the peak memory of this process in GiB: on the GPU, else in RAM (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
-    if status.exists():
-        sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
-        return (float(sizes["VmHWM"]) - float(sizes.get("RssFile", 0))) / 2**20
+    if status.exists():  # Linux. Its getrusage would count the parent's peak from before the fork
+        in_kb = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
+        # Peak of resident memory minus the pages of mapped files, which the system can reclaim.
+        return (float(in_kb["VmHWM"]) - float(in_kb.get("RssFile", 0))) / 2**20
     with contextlib.suppress(ImportError):  # Windows has no such module
         import resource
 
@@ -130,41 +166,45 @@ def peak_memory_gib(device: torch.device) -> float:
     return 0.0
 
 
-def device_memory(device: torch.device) -> float:
-    """Return the bytes of a GPU; infinity where it is not in this machine."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return math.inf
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
-    """Return the bytes that this process may use: the machine's, or less where a control group of its path (a
-    container's, a job's), of version 1 or 2, allows less. Infinity where the system does not tell."""
-    found = [math.inf]
-    with contextlib.suppress(OSError, ValueError):
-        in_kb = re.search(r"MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(encoding="utf-8"))
-        found += [1024 * int(in_kb[1])] if in_kb else []
+    """Return the bytes that this process may use, infinity where the system does not tell.
+
+    That is the machine's memory, or less if a control group (of a container or a job) allows less.
+    """
+    limits = [math.inf]
     with contextlib.suppress(OSError):
-        for line in Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number != "0" and "memory" not in controllers.split(","):
-                continue
-            top, name = (cgroups, "memory.max") if number == "0" else (f"{cgroups}/memory", "memory.limit_in_bytes")
-            group = Path(top, path.lstrip("/"))
-            for folder in (group, *group.parents):  # each one above limits, too
-                with contextlib.suppress(OSError, ValueError):  # no file; "max"
-                    found.append(int((folder / name).read_text(encoding="utf-8")))
-    return min(found)
+        meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")
+        if in_kb := re.search(r"MemTotal:\s+(\d+) kB", meminfo):
+            limits.append(1024 * int(in_kb[1]))
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines()
+    for line in lines:  # number:controllers:path, where number 0 means version 2 of the interface
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            group, file = Path(cgroups, path.lstrip("/")), "memory.max"
+        elif "memory" in controllers.split(","):
+            group, file = Path(cgroups, "memory", path.lstrip("/")), "memory.limit_in_bytes"
+        else:
+            continue
+        for folder in (group, *group.parents):  # each group limits those below it
+            with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+                limits.append(int((folder / file).read_text(encoding="utf-8")))
+    return min(limits)
+
+
+# ---- what figures depend on ----------------------------------------------------------------------
 
 
 def hardware(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's architecture and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
-    """Return {package: version} of Python and of the installed PACKAGES, on which figures may depend."""
+    """Return {name: version} of Python and of those PACKAGES that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,23 +1,21 @@
-"""parallel='fsdp': a model that one device cannot hold, by torch's FSDP2 behind the loop's calls of ddp.DDP.
+"""parallel='fsdp': torch's FSDP2 for a model that one device cannot hold, behind the calls of DDP.
 
-Every rank keeps its rows of each parameter, of its gradient and of its optimizer state. A block's weights are gathered
-just before they are used, forward and backward, and freed after; its gradient goes to the ranks that keep the rows.
+Every rank keeps its rows of each parameter, of its gradient and of its optimizer state. A block's
+weights are gathered just before its forward and its backward and freed after. Its gradient is
+averaged over the ranks, and each rank receives the rows that it keeps.
 
-    model = build(Transformer, cfg, device, dtype, new=True)    # sharded from the start: never whole on any rank
-    parallel = FSDP(model)                                      # step(), flush(), ... as of ddp.DDP
-    opt = AdamW(parallel.params, betas, weight_decay)
-    write(directory, parallel, shards(parallel, opt), group)    # on all ranks; any number of ranks can read it
+    model = build(Transformer, cfg, device, dtype, new=True)  # never whole on any rank
+    ddp = FSDP(model)                                         # step(), flush(), ... as in ddp.py
+    opt = AdamW(ddp.params, betas, weight_decay)
 
-A checkpoint's weights are the sharded safetensors that transformers reads. Its optimizer/ is written and read through
-torch.distributed.checkpoint, as safetensors too: its other format is pickled, and reading that could run code.
+For a checkpoint the ranks gather one tensor after the other on rank 0, in host memory. So its files
+are those of DDP, and a run can go on with either, on any number of ranks.
 """
 
 import contextlib
 import ctypes
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,75 +27,104 @@ from torch.optim.adamw import adamw
 from ddp import sum_of_squares
 from groundup.errors import UserError, listed
 from groundup.train import ranks
-from groundup.train.huggingface import hf_name, save_weights, write_json
+from groundup.train.tensor_files import own_rows, put
 from model import ModelConfig, Transformer, rope_tables
 
-LEAST_FILES = 8  # of a model, or as many as ranks; a rank gathers one at a time to write it
-STATE_DIR = "optimizer"
+# device_mesh, fsdp and tensor are imported where they are used: that takes long, and every trainer
+# imports this file.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, under torch's names
+# Newer versions of torch rename these two.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+NEEDED_SETTINGS = {
+    "compress": "none",  # FSDP2 sends shards in its own way
+    "overlap_step": "off",
+    "zero1": False,  # the state is divided anyway
+    "optimizer": "adamw",  # Muon needs whole matrices
+    "trainable": "all",
+    "sample_prompts": "",  # no text is written during training; use sample.py on checkpoints
+    "eval_answers": 0,
+}
 
 
 def conflict(config: Mapping, dtype: torch.dtype) -> str:
     """Return why these settings cannot be combined with parallel='fsdp', or ""."""
-    off = {"compress": "none", "overlap_step": "off", "zero1": False, "bucket_mb": 0.0}
-    text = {"sample_prompts": "", "eval_answers": 0}
-    if used := [f"{key}={config[key]!r}" for key, value in off.items() if config[key] != value]:
-        return f"parallel='fsdp' sends and updates shards in its own way; leave out {listed(used)}"
-    if used := [f"--{key}={value or chr(39) * 2}" for key, value in text.items() if config.get(key, value) != value]:
-        return f"parallel='fsdp' writes no text while it trains; add {listed(used)}, use sample.py on checkpoints"
-    if config["optimizer"] != "adamw":
-        return f"parallel='fsdp' divides the matrices that {config['optimizer']} needs whole; use optimizer='adamw'"
-    if config["trainable"].strip() != "all":
-        return f"parallel='fsdp' trains all parameters, not trainable={config['trainable']!r}; use parallel='ddp'"
+    wrong = []
+    for key, needed in NEEDED_SETTINGS.items():
+        if config.get(key, needed) != needed:
+            wrong.append(f"{key}={needed!r} (not {config[key]!r})")
+    if wrong:
+        return f"parallel='fsdp' needs {', '.join(wrong)}"
     if dtype == torch.float16:
         return "parallel='fsdp' has no GradScaler for dtype='float16'; use bfloat16 or float32"
     if "RANK" not in os.environ and not config["plan_only"]:
-        return "parallel='fsdp' needs torchrun; in one process parallel='ddp' continues the same run"
+        return "parallel='fsdp' needs torchrun; in one process parallel='ddp' resumes the same run"
     return ""
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 def build(
     kind: type[Transformer], cfg: ModelConfig, device: torch.device, dtype: torch.dtype, new: bool
-) -> Transformer:  # fmt: skip
-    """Return kind(cfg) with every parameter divided by rows among the ranks. All ranks call it, after init().
+) -> Transformer:
+    """Return kind(cfg) with every parameter divided by rows among the ranks. All ranks call it.
 
-    Between its gathers and for its gradients a block is in `dtype`; the ranks' rows, and sums over ranks, are float32.
-    new: draw the weights that kind(cfg) would have, one parameter at a time; else they are not set."""
-    from torch.distributed.device_mesh import init_device_mesh
+    Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over ranks,
+    are float32. new: draw the weights that kind(cfg) would have, else leave them to be loaded.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if device.type == "cpu":
-        give_memory_back()
-    with torch.device("meta"):
+        return_memory_at_once()
+    with torch.device("meta"):  # names and shapes, no memory
         model = kind(cfg)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    held = None if dtype == torch.float32 else dtype
-    policy = MixedPrecisionPolicy(param_dtype=held, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    groups = {f"layers.{i}": block for i, block in enumerate(model.layers)}
-    groups |= {} if cfg.tie_embeddings else {"embed_tokens": model.embed_tokens}
-    for name, module in (groups | {"the head": model}).items():  # the head's weight is read outside its forward
+    mesh = mesh_of(device.type)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    # What is gathered together. The model itself takes the parameters that are left: the final norm
+    # and the head, whose weight the loss reads outside the head's forward.
+    groups: dict[str, nn.Module] = {f"layers.{i}": block for i, block in enumerate(model.layers)}
+    if not cfg.tie_embeddings:
+        groups["embed_tokens"] = model.embed_tokens
+    groups["the head"] = model
+    for name, module in groups.items():
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_custom_all_gather(AllGather(name))
         module.set_custom_reduce_scatter(ReduceScatter(name))
     model.to_empty(device=device)
-    model.cos, model.sin = (table.to(device) for table in rope_tables(cfg))
+    cos, sin = rope_tables(cfg)
+    model.cos, model.sin = cos.to(device), sin.to(device)
     if new:
         draw(model)
     return model
 
 
-def give_memory_back() -> None:
-    """Make glibc map every large tensor by itself. In its heap, small tensors that stay land in the holes that gathered
-    blocks leave, and a rank grew as large as with ddp: 1.6 GiB instead of 0.7 for 77M parameters on two ranks."""
+def mesh_of(device_type: str) -> Any:
+    """Return all ranks as the mesh of devices that torch shards over."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, (ranks.world_size(),))
+
+
+def return_memory_at_once() -> None:
+    """Make glibc map large tensors one by one, so that freeing a gathered block returns its memory.
+
+    glibc's heap fragments around long-lived small tensors. Measured for 77M parameters on two
+    ranks: 1.6 GiB per rank in the heap, as much as ddp, 0.7 GiB mapped.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD, bytes
 
 
 def draw(model: Transformer) -> None:
-    """Set the weights that the constructor of a whole model draws from the same state of the generator."""
-    for module in model.modules():  # these draw before reset_parameters draws again
+    """Set the weights that the constructor of a whole model draws from the same generator state."""
+    # The constructors of layers draw first; reset_parameters then draws again.
+    for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(module.in_features, module.out_features, module.bias is not None)
         elif isinstance(module, nn.Embedding):
@@ -108,297 +135,219 @@ def draw(model: Transformer) -> None:
         put(p, whole)
 
 
-def own_rows(p: Tensor) -> tuple[int, int]:
-    """Return (first, one past the last) row of a sharded parameter that this rank keeps."""
-    rows = -(-p.shape[0] // p.device_mesh.size())
-    first = min(p.device_mesh.get_local_rank() * rows, p.shape[0])
-    return first, min(first + rows, p.shape[0])
-
-
-@torch.no_grad()
-def put(p: Tensor, whole: Any) -> None:
-    """Copy `whole`, a tensor or a slice of a safetensors file, into a parameter; of a sharded one, this rank's rows."""
-    if not hasattr(p, "device_mesh"):
-        p.copy_(whole[:])
-        return
-    first, end = own_rows(p)
-    if first < end:
-        p.detach().to_local().copy_(whole[first:end])
+def local(t: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded tensor, without a copy."""
+    return t.detach().to_local()
 
 
 class AllGather:
-    """FSDP's gather of the weights of `module`; the error about a dead rank is one line that names it."""
+    """FSDP's gather of the weights of `module`. An error about a dead rank names it in one line."""
 
     def __init__(self, module: str) -> None:
         self.operation = f"all_gather of the weights of {module}"
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: tuple, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:  # fmt: skip
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        return ranks.issue(self.operation, gather, output_tensor, input_tensor, group=group, async_op=async_op)
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        tensors = output_tensor, input_tensor
+        return ranks.issue(self.operation, ALL_GATHER, *tensors, group=group, async_op=async_op)
 
 
 class ReduceScatter(AllGather):
-    """FSDP's mean of the gradients of `module`, each rank's rows to that rank."""
+    """FSDP's mean of the gradients of `module`: each rank receives its rows."""
 
     def __init__(self, module: str) -> None:
         self.operation = f"reduce_scatter of the gradients of {module}"
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:  # fmt: skip
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         if input_tensor.is_cuda:
-            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            return ranks.issue(self.operation, scatter, output_tensor, input_tensor, op, group, async_op)
-        # gloo's reduce_scatter moves as many bytes as a whole all-reduce, and has no mean.
-        terms = torch.empty_like(input_tensor).view(group.size(), -1)
-        ranks.issue(self.operation, dist.all_to_all_single, terms.view(-1), input_tensor, group=group)
-        torch.sum(terms.div_(group.size()), dim=0, out=output_tensor)
+            tensors = output_tensor, input_tensor
+            return ranks.issue(self.operation, REDUCE_SCATTER, *tensors, op, group, async_op)
+        # gloo's reduce_scatter sends as many bytes as a whole all-reduce, and has no mean. Instead
+        # every rank receives the terms of its rows and adds them in the order of the ranks.
+        terms = torch.empty_like(input_tensor)
+        ranks.issue(self.operation, dist.all_to_all_single, terms, input_tensor, group=group)
+        terms = terms.view(group.size(), -1).div_(group.size())
+        torch.sum(terms, dim=0, out=output_tensor)
         return None
 
 
-def in_step(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield this rank's batches, for one forward without gradients each. Where the model is sharded, a rank that has no
-    batch left takes part in the forwards of the others, which need its rows."""
-    if not hasattr(model, "unshard"):
+def same_forwards(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield this rank's batches; run one forward without gradients for each.
+
+    A sharded model needs all ranks in every forward. So a rank whose batches are exhausted runs
+    forwards of one token until all ranks are done.
+    """
+    if not hasattr(model, "unshard"):  # not of `build`
         yield from batches
         return
     for batch in batches:
-        ranks.any_rank(True)
+        ranks.any_rank(True)  # one more forward
         yield batch
-    nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device)
+    one_token = torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device)
     while ranks.any_rank(False):
-        with torch.compiler.set_stance("force_eager"):
-            model(nothing, index=nothing[0])
+        with torch.compiler.set_stance("force_eager"):  # do not compile for this shape
+            model(one_token, index=one_token[0])
 
 
-# ---- the step -------------------------------------------------------------------------------------------------------
+# ---- the step ------------------------------------------------------------------------------------
 
 
 class FSDP:
-    """What the loop calls on ddp.DDP, for a model of `build`. `sync` changes nothing: the gradients of every micro-step
-    go to the ranks that keep them at once, since a rank has no room for all of them."""
+    """What a trainer calls on ddp.DDP, for a model of `build`.
+
+    `sync` changes nothing: gradients are reduced in every micro-step, since a rank has no room for
+    all of them. `found_inf` is 1.0 (0-d float32) if the last step was skipped, else 0.0. `skipped`
+    is (2,) float32: skipped steps in all, and in a row.
+    """
 
     def __init__(self, model: Transformer) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        self.model, self.params = model, dict(model.named_parameters())
-        self.device = next(iter(self.params.values())).device
-        self.cpu_mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # of the copies that a save writes
-        self.sync, self.n_steps, self.found_inf = True, 0, torch.zeros((), device=self.device)
+        self.model = model
+        self.params = dict(model.named_parameters())
+        self.device = model.cos.device
+        self.sync = True
+        self.n_steps = 0
+        self.found_inf = torch.zeros((), device=self.device)
+        self.skipped = torch.zeros(2, device=self.device)
 
     def expect_step(self, optimizer: "AdamW", lr: float) -> None:
-        """For ddp.DDP's overlap_step."""
+        """Do nothing: only ddp.DDP can update during backward."""
 
     @torch.no_grad()
-    def step(self, optimizer: "AdamW", lr: float, clip: float = 0.0, scaler: object = None) -> Tensor:
-        """Clip to global norm `clip` (0 = off), update, drop the gradients; return the norm before, 0-d float32. All
-        ranks skip the update if it is not finite. Raise UserError on all ranks if a gradient is missing on any."""
-        where = f"step {self.n_steps + 1}"
+    def step(
+        self, optimizer: "AdamW", lr: float, clip: float = 0.0, scaler: object = None
+    ) -> Tensor:
+        """Clip, update, drop the gradients; return the norm before clipping, 0-d float32.
+
+        clip: largest global norm, 0 = off. All ranks skip the update if the norm is not finite.
+        Raise UserError on all ranks if a gradient is missing on any.
+        """
+        step = f"step {self.n_steps + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
-        check = ranks.start_agreement(absent and f"no gradient for {listed(absent)}" or "", where)
-        squares = [sum_of_squares(local(p.grad).reshape(-1)) for p in self.params.values() if p.grad is not None]
-        square = ranks.all_reduce_sum(torch.stack(squares).sum(), f"{where}: all_reduce of the squared norm")
+        problem = f"no gradient for {listed(absent)}" if absent else ""
+        check = ranks.start_agreement(problem, step)  # travels while the norm is computed
+        grads = [local(p.grad) for p in self.params.values() if p.grad is not None]
+        square = torch.stack([sum_of_squares(grad.reshape(-1)) for grad in grads]).sum()
+        ranks.all_reduce_sum(square, f"{step}: all_reduce of the squared norm")
         check()
         norm = square.sqrt()
         self.found_inf = 1.0 - norm.isfinite().float()
-        scale = torch.ones_like(norm)
+        total, in_a_row = self.skipped
+        self.skipped = torch.stack((total + self.found_inf, (in_a_row + 1) * self.found_inf))
+        scale = torch.ones_like(norm)  # gradients are divided by it
         if clip > 0:
-            scale = scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # as in ddp.py
+            scale = scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch
         optimizer.update(lr, scale, self.found_inf)
         for p in self.params.values():
             p.grad = None
         self.n_steps += 1
-        ranks.post_finished_steps(self.n_steps)
         return norm
 
     def flush(self) -> None:
         """Free the weights that are still gathered since the last forward."""
         self.model.reshard()
 
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Return the weights by name on rank 0, in host memory, {} on the others. All call it."""
+        weights = {}
+        for name, p in self.params.items():
+            whole = gather_rows(local(p), p, name)
+            if ranks.rank() == 0:
+                weights[name] = whole.cpu()
+        return weights
 
-def local(t: Tensor) -> Tensor:
-    """Return this rank's rows of a sharded tensor."""
-    return t.detach().to_local()
+
+def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
+    """Return the whole tensor of which each rank has the rows that it keeps of `p`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    sharded = DTensor.from_local(
+        rows, p.device_mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()
+    )
+    with ranks.named_errors(f"gather of {name} for a checkpoint"):
+        return sharded.full_tensor()
 
 
 class AdamW:
-    """AdamW (fused) on this rank's rows of sharded parameters; matrices decay, vectors do not."""
+    """AdamW (torch's fused kernel) on this rank's rows; matrices decay, vectors do not."""
 
     def __init__(
-        self, params: Mapping[str, Tensor], betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1,
+        self,
+        params: Mapping[str, Tensor],
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
         eps: float = 1e-8,
-    ) -> None:  # fmt: skip
-        self.params, self.betas, self.weight_decay, self.eps = params, betas, weight_decay, eps
-        self.state = {
-            name: {key: torch.zeros_like(local(p)) for key in ("exp_avg", "exp_avg_sq")} for name, p in params.items()
-        }
-        self.steps = {name: torch.zeros((), device=p.device) for name, p in params.items()}
+    ) -> None:
+        self.params = params
+        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+        self.state: dict[str, dict[str, Tensor]] = {}
+        self.steps: dict[str, Tensor] = {}  # number of updates, 0-d float32
+        for name, p in params.items():
+            self.state[name] = {key: torch.zeros_like(local(p)) for key in MOMENTS}
+            self.steps[name] = torch.zeros((), device=p.device)
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Update with gradients / `grad_scale` (0-d); change nothing where `found_inf` (0-d) is 1."""
-        for matrices in (True, False):
-            names = [name for name, p in self.params.items() if (p.ndim >= 2) == matrices and local(p).numel()]
-            states = [self.state[name] for name in names]
-            if names:
-                adamw(
-                    [local(self.params[name]) for name in names], [local(self.params[name].grad) for name in names],
-                    [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
-                    [self.steps[name] for name in names], fused=True, grad_scale=grad_scale, found_inf=found_inf,
-                    amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=lr,
-                    weight_decay=self.weight_decay if matrices else 0.0, eps=self.eps, maximize=False,
-                )  # fmt: skip
+        """Update with gradients / grad_scale (0-d); change nothing where found_inf (0-d) is 1."""
+        filled = [name for name, p in self.params.items() if local(p).numel()]
+        matrices = [name for name in filled if self.params[name].ndim >= 2]
+        vectors = [name for name in filled if self.params[name].ndim < 2]
+        for names, weight_decay in ((matrices, self.weight_decay), (vectors, 0.0)):
+            if not names:
+                continue
+            adamw(
+                [local(self.params[name]) for name in names],
+                [local(self.params[name].grad) for name in names],
+                [self.state[name]["exp_avg"] for name in names],
+                [self.state[name]["exp_avg_sq"] for name in names],
+                [],  # max_exp_avg_sqs, of amsgrad
+                [self.steps[name] for name in names],
+                fused=True,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.eps,
+                maximize=False,
+            )
 
     def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:
-        """Return the number of updates alone: `write` stores the rest, in shards."""
-        steps = [step for name, step in self.steps.items() if local(self.params[name]).numel()]
-        return {"": {"step": steps[0]}} if keep else {}
+        """Return the whole state as optim.Optimizer does, in host memory; {} where not `keep`.
+
+        All ranks call it. gather is there for the sake of Optimizer's."""
+        saved: dict[str, dict[str, Tensor]] = {}
+        for name, p in self.params.items():
+            if keep:
+                saved[name] = {"step": self.steps[name].cpu()}  # rank 0 has rows of every parameter
+            for key in MOMENTS:
+                whole = gather_rows(self.state[name][key], p, f"{name}.{key}")
+                if keep:
+                    saved[name][key] = whole.cpu()
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load this rank's rows of a state that is whole (ddp's), or the number of updates of one in shards."""
-        sharded = set(saved) == {""}
-        for name in self.params if not sharded else ():
-            if set(saved.get(name, ())) != {"exp_avg", "exp_avg_sq", "step"}:
-                raise UserError(
-                    f"optim: the saved state of {name!r} has {sorted(saved.get(name, ()))}, this run needs AdamW's; "
-                    f"resume with the optimizer it was saved with, or start anew with init_from"
-                )
+        """Load this rank's rows of a whole state, of AdamW with DDP or of this one."""
         for name, p in self.params.items():
-            of_one = saved["" if sharded else name]
-            self.steps[name].copy_(of_one["step"])
+            if set(saved.get(name, ())) != {*MOMENTS, "step"}:
+                why = f"the saved state of {name!r} is not AdamW's"
+                raise UserError(f"optim: {why}; resume with the optimizer it was saved with")
+            self.steps[name].copy_(saved[name]["step"])
             first, end = own_rows(p)
-            for key, mine in self.state[name].items() if not sharded else ():
-                mine.copy_(of_one[key][first:end])
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def shards(parallel: FSDP, opt: AdamW) -> dict[str, dict[str, Tensor]]:
-    """Return this rank's rows of the weights and of the optimizer's state."""
-    state = {f"{name}.{key}": t for name, of_one in opt.state.items() for key, t in of_one.items()}
-    return {"weights": {name: local(p) for name, p in parallel.params.items()}, "optimizer": state}
-
-
-def write(
-    directory: Path, parallel: FSDP, mine: Mapping[str, Mapping[str, Tensor]], group: ProcessGroup | None
-) -> None:  # fmt: skip
-    """Write the weights and the optimizer's state. mine: `shards`, or a copy. All ranks call it, on one file system."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import DTensor, Shard
-
-    shapes = {name: p.shape for name, p in parallel.params.items()}
-    files = files_of(shapes, dist.get_world_size())
-    error = write_weights(directory, mine["weights"], shapes, files, group)
-    state, number = {}, {}
-    for key, rows in mine["optimizer"].items():
-        name = key.rpartition(".")[0]
-        shape, stride = shapes[name], parallel.params[name].stride()
-        state[key] = DTensor.from_local(
-            rows.cpu(), parallel.cpu_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-        )
-        number[key] = next(i for i, names in enumerate(files, 1) if name in names)
-    path = str(directory / STATE_DIR)
-    through_dcp(dcp.save, state, process_group=group, storage_writer=dcp.HuggingFaceStorageWriter(
-        path, fqn_to_index_mapping=number, save_distributed=True
-    ))  # fmt: skip
-    if error is not None:
-        raise error
-
-
-def files_of(shapes: Mapping[str, torch.Size], world_size: int) -> list[list[str]]:
-    """Divide the parameters, in their order, among files that are no larger than a rank's part, or than one tensor."""
-    files, room = [], 0
-    most = -(-sum(map(torch.Size.numel, shapes.values())) // max(world_size, LEAST_FILES))
-    for name, shape in shapes.items():
-        if shape.numel() > room:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= shape.numel()
-    return files
-
-
-def write_weights(
-    directory: Path, mine: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], files: list[list[str]],
-    group: ProcessGroup | None,
-) -> Exception | None:  # fmt: skip
-    """Write a model's files, each rank every so many: it receives the rows of the others. A rank whose disk refuses
-    goes on receiving, so that no other waits; return the reason."""
-    rank, world, error, index = dist.get_rank(), dist.get_world_size(), None, {}
-    for number, names in enumerate(files):
-        file, owner = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors", number % world
-        index |= {hf_name(name): file for name in names}
-        whole = {hf_name(name): gather_rows(mine[name].cpu(), shapes[name], owner, group) for name in names}
-        try:
-            if rank == owner and error is None:
-                save_weights(directory / file, whole)
-        except Exception as e:  # an OSError or safetensors' own
-            error = e
-        del whole
-    if rank == 0 and error is None:
-        size = 4 * sum(map(torch.Size.numel, shapes.values()))
-        write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index})
-    return error
-
-
-def gather_rows(mine: Tensor, shape: torch.Size, owner: int, group: ProcessGroup | None) -> Tensor:
-    """Return the tensor of which each rank has rows, on its owner; on the others only `mine`."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if rank != owner:
-        if len(mine):
-            ranks.issue("send of weights to be saved", dist.send, mine.contiguous(), owner, group)
-        return mine
-    whole, rows = torch.empty(shape, dtype=mine.dtype), -(-shape[0] // world)
-    for source, part in enumerate(whole.split(rows)):
-        if source == rank:
-            part.copy_(mine)
-        else:
-            ranks.issue("receipt of weights to be saved", dist.recv, part, source, group)
-    return whole
-
-
-def load_optimizer(opt: AdamW, step_dir: Path) -> None:
-    """Read this rank's rows of a state in shards, saved by any number of ranks; there is nothing to do without one."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import DTensor, Shard
-
-    if not (step_dir / STATE_DIR).exists():
-        return
-    state = {}
-    for name, p in opt.params.items():
-        for key, mine in opt.state[name].items():
-            where = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-            state[f"{name}.{key}"] = DTensor.from_local(mine, p.device_mesh, [Shard(0)], **where)
-    reader = dcp.HuggingFaceStorageReader(str(step_dir / STATE_DIR))
-    through_dcp(dcp.load, state, storage_reader=reader, no_dist=True)
-
-
-def read_optimizer(step_dir: Path, steps: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Return the whole state of a checkpoint's shards, as optim.Optimizer loads it. steps: the number of updates."""
-    import torch.distributed.checkpoint as dcp
-
-    reader = dcp.HuggingFaceStorageReader(str(step_dir / STATE_DIR))
-    found = through_dcp(reader.read_metadata).state_dict_metadata
-    state = {key: torch.empty(of_one.size, dtype=of_one.properties.dtype) for key, of_one in found.items()}
-    through_dcp(dcp.load, state, storage_reader=reader, no_dist=True)
-    names = dict.fromkeys(key.rpartition(".")[0] for key in state)
-    return {name: {"step": steps} | {k: state[f"{name}.{k}"] for k in ("exp_avg", "exp_avg_sq")} for name in names}
-
-
-def through_dcp(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch.distributed.checkpoint; raise its errors, which are no Exceptions, as one."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no_dist=True is meant
-            return function(*args, **kwargs)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-        raise OSError(None, f"rank {rank}: {reason}") from None
+            for key in MOMENTS:
+                self.state[name][key].copy_(saved[name][key][first:end])

@@ -1,360 +1,507 @@
-"""Hugging Face's file formats: config.json, safetensors weights with their names, and peft's adapter files.
+"""Model directories in Hugging Face's format: write them, open them, start a run from one.
 
-checkpoint.py writes and reads directories with them. Our parameter names are Hugging Face's without "model.". Whatever
-would load but compute something else is refused in one line.
+    config.json model.safetensors generation_config.json tokenizer.json ...     a whole model
+    model_config.json adapter_config.json adapter_model.safetensors ...         a model with LoRA
+
+transformers and peft open what is written here, with no export step. Our parameter names are
+theirs without "model.". What would load but mean something else is refused in one line. Opening a
+directory never runs code.
 """
 
+import functools
+import hashlib
 import json
-import math
+import tempfile
+import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from groundup.errors import UserError, listed, naming
-from groundup.files.untrusted import check_regular, is_name, read_json
-from groundup.train import computation
-from groundup.train.lora import LoRAConfig, add_lora, lora_config_of, weight_shapes
+from groundup.errors import UserError
+from groundup.files.untrusted import check_regular, read_json
+from groundup.train import lora
+from groundup.train.config_json import (
+    check_number,
+    from_hf_config,
+    is_as_saved,
+    say,
+    special_ids,
+    to_hf_config,
+    write_json,
+)
+from groundup.train.lora import LoRAConfig, lora_config_of
+from groundup.train.tensor_files import (
+    PREFIX,
+    Stored,
+    check_fit,
+    check_sizes,
+    drop_tied_head,
+    hf_name,
+    open_weights,
+    put,
+    save_weights,
+    tensors_of,
+)
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
-# Settings of those architectures beside the sizes, with the only value that model.py computes. Absent or null means it.
-FIXED = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-    "partial_rotary_factor": 1.0, "quantization_config": None,
-}  # fmt: skip
-SIZES = {  # fields of ModelConfig, by their names in config.json
-    "vocab_size": "vocab_size", "max_position_embeddings": "block_size", "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
-    "head_dim": "head_dim", "intermediate_size": "ffn_dim", "rms_norm_eps": "norm_eps",
-    "initializer_range": "init_std",
-}  # fmt: skip
-OPTIONAL = ("num_key_value_heads", "head_dim", "initializer_range")  # model.py derives them in the same way
-# What is known of families whose weights would load, or nearly: it stands in the line that refuses them.
-DIFFERS = {
-    "gemma": "scaled embeddings, norms of 1 + weight and GELU", "gemma2": "norms after each sub-layer and soft caps",
-    "gemma3_text": "norms after each sub-layer and sliding windows", "mixtral": "experts", "qwen2_moe": "experts",
-    "qwen3_moe": "experts", "deepseek_v3": "experts and latent attention", "phi3": "query, key and value in one matrix",
-    "olmo2": "norms after each sub-layer", "gpt2": "learned positions and LayerNorm", "smollm3": "layers without RoPE",
-    "gpt_neox": "LayerNorm and parallel sub-layers", "cohere": "LayerNorm and parallel sub-layers",
-    "granite": "scaled embeddings, residuals and logits", "gpt_oss": "experts and attention sinks",
-}  # fmt: skip
-# {rope_type: (keys it needs, keys that it may have)}
-ROPES = {
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-MOST_HEADER = 2**24  # bytes of a safetensors header, 100 for each tensor
-MOST_LAYERS = 1000
-MOST_ANGLES = 2**27  # positions x head_dim in the tables of rotary positions: a million positions of 128
-MOST_ELEMENTS = 2**56  # of a matrix: a small multiple of as many bytes as torch can count
-DTYPES = ("F32", "F16", "BF16")  # of stored weights, by safetensors' names; float32 holds each exactly
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # peft puts this before Hugging Face's names
-# Keys of adapter_config.json that do not change what is computed here, or that the weights' names tell.
-NEUTRAL_KEYS = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "fan_in_fan_out", "ensure_weight_tying",
-    "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "init_lora_weights",
-}  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTED_CONFIG = "model_config.json"  # beside adapters: transformers takes config.json for a model
+# Keys of adapter_config.json that do not change what is computed, or that the weights tell
+NEUTRAL_KEYS = (
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision "
+    "inference_mode r lora_alpha lora_dropout target_modules modules_to_save fan_in_fan_out "
+    "ensure_weight_tying megatron_core runtime_config qalora_group_size eva_config "
+    "init_lora_weights"
+).split()
 
 
-def write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+# ---- write a directory --------------------------------------------------------------------------
 
 
-# ---- config.json ----------------------------------------------------------------------------------------------------
+def stored_weights(model: Transformer) -> dict[str, Tensor]:
+    """Return the tensors that a save writes, by our names, on their device.
+
+    With adapters these are the adapters and the other trained weights, else all weights."""
+    if lora_config_of(model) is None:
+        return {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if model.cfg.tie_embeddings and "embed_tokens.weight" in tensors:
+        # peft leaves the head with the base's embedding unless it is stored as well.
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
+    return tensors
 
 
-def to_hf_config(cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> dict:
-    """Return config.json; rotary settings and dtype stand under the names of transformers 5 and of transformers 4."""
-    kind, dtype_name = cfg.model_type, str(dtype).removeprefix("torch.")
-    config = special_ids(tokenizer) | computation.record(kind) | {"architectures": [ARCHITECTURES[kind]]}
-    config |= {"sliding_window": None} if kind == "mistral" else {}  # absent means 4096 to transformers
-    config |= {key: getattr(cfg, field) for key, field in SIZES.items()}
-    return config | {
-        "rope_parameters": {"rope_type": "default"} | (cfg.rope_scaling or {}) | {"rope_theta": cfg.rope_theta},
-        "rope_theta": cfg.rope_theta, "rope_scaling": cfg.rope_scaling, "tie_word_embeddings": cfg.tie_embeddings,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
-        "dtype": dtype_name, "torch_dtype": dtype_name,
-    }  # fmt: skip
+def write_model(
+    directory: Path,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    base: str | Path = "",
+    dtype: torch.dtype = torch.float32,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write weights, settings and tokenizer; float32 weights are written bit for bit.
+
+    base: directory of the frozen weights of a model with adapters.
+    weights: a copy of `stored_weights(model)`, for a thread that writes while training goes on."""
+    weights = stored_weights(model) if weights is None else weights
+    if lora_config_of(model) is None:
+        write_settings(directory, model.cfg, tokenizer, dtype)
+        stored = {hf_name(name): t.to("cpu", dtype) for name, t in weights.items()}
+        save_weights(directory / "model.safetensors", stored)
+        return
+    if not base:
+        raise UserError("checkpoint: adapters need base, the directory of the frozen weights")
+    write_settings(directory, model.cfg, tokenizer, dtype, base)
+    save_adapter(directory, model, str(Path(base).resolve()), weights)
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids that begin, end and pad a text; None for one that the tokenizer does not have."""
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eot_id, "pad_token_id": tokenizer.pad_id}
-    return {key: i if i >= 0 else None for key, i in ids.items()}
+def write_settings(
+    directory: Path,
+    cfg: ModelConfig,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype = torch.float32,
+    base: str | Path = "",
+) -> None:
+    """Write what a model directory holds beside its weights."""
+    tokenizer.save(directory)
+    config = to_hf_config(cfg, tokenizer, dtype)
+    if base:
+        config["base_weights"] = weights_fingerprint(base)
+    write_json(directory / (ADAPTED_CONFIG if base else "config.json"), config)
+    own = {key: i for key, i in special_ids(tokenizer).items() if i is not None}
+    own["eos_token_id"] = sorted(tokenizer.stop_ids)
+    of_source = json.loads(tokenizer.generation_config)  # its temperature and the like
+    write_json(directory / "generation_config.json", of_source | own)
 
 
-def from_hf_config(path: Path) -> ModelConfig:
-    """Return the architecture in a config.json (transformers 4 or 5). Raise UserError for a model whose weights would
-    load but mean something else."""
-    hf = read_json(path)
-    kind = str(hf.get("model_type")).removeprefix(computation.CHANGED)
-    if kind not in ARCHITECTURES:
-        why = f" ({DIFFERS[kind]})" if kind in DIFFERS else ""
-        raise UserError(f"checkpoint: {path}: model_type={kind!r}{why}; supported are {', '.join(ARCHITECTURES)}")
-    parameters = hf.get("rope_parameters")
-    settings = hf | (parameters if isinstance(parameters, dict) else {})
-    for key, only in FIXED.items():
-        if settings.get(key) not in (None, only):
-            raise UserError(f"checkpoint: {path}: {key}={settings[key]!r}; supported is {only!r}")
-    if missing := [key for key in SIZES if key not in hf and key not in OPTIONAL]:
-        raise UserError(f"checkpoint: {path} has no {missing[0]!r}")
-    for key in SIZES:
-        check_number(hf, key, path, whole=key not in ("rms_norm_eps", "initializer_range"))
-    window, longest = hf.get("sliding_window", 4096) if kind == "mistral" else None, hf["max_position_embeddings"]
-    if window is not None and not (isinstance(window, int) and window >= longest):
-        fix = f"to use the first {window} positions, write there max_position_embeddings={window}"
-        raise UserError(f"checkpoint: {path}: sliding_window={window}, attention is not windowed here; {fix}")
-    theta, scaling = read_rope(hf, path)
-    sizes = {field: hf.get(key) or 0 for key, field in SIZES.items()}
-    tied = bool(hf.get("tie_word_embeddings"))
-    cfg = ModelConfig(
-        **sizes, rope_theta=theta, rope_scaling=scaling, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
-        model_type=kind, tie_embeddings=tied,
-    )  # fmt: skip
-    if not computation.is_as_saved(hf):
-        why = "this model.py does not compute what these weights were trained for"
-        computation.say(f"checkpoint: warning: {path.parent}: {why}")
-    if cfg.n_layer > MOST_LAYERS:
-        raise UserError(f"checkpoint: {path}: num_hidden_layers={cfg.n_layer}, at most {MOST_LAYERS} are supported")
-    rows, columns = sorted((cfg.vocab_size, cfg.n_embd, cfg.ffn_dim, cfg.n_head * cfg.head_dim))[-2:]
-    if rows * columns > MOST_ELEMENTS:
-        raise UserError(f"checkpoint: {path}: no matrix can have {rows:,} x {columns:,} elements")
-    if longest * cfg.head_dim > MOST_ANGLES:
-        fix = "write there as many positions as you need"
-        raise UserError(f"checkpoint: {path}: max_position_embeddings={longest} is too many for a table; {fix}")
+def check_saves(cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError now, not at the first save, if these settings would not be read back."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_settings(Path(directory), cfg, tokenizer)
+        read = from_hf_config(Path(directory, "config.json"))
+        if read != replace(cfg, dropout=0.0):
+            raise UserError(f"checkpoint: {cfg} would be saved as {read}")
+        if Tokenizer.load(directory).fingerprint() != tokenizer.fingerprint():
+            raise UserError("checkpoint: the tokenizer's files do not give back its ids")
+
+
+def save_adapter(
+    directory: str | Path,
+    model: Transformer,
+    base: str,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, as in write_model."""
+    cfg = lora_config_of(model)
+    if cfg is None:
+        raise UserError("lora: the model has no adapters to save")
+    weights = stored_weights(model) if weights is None else weights
+    stored = {
+        PREFIX + hf_name(name): t.to("cpu", torch.float32).contiguous()
+        for name, t in weights.items()
+    }
+    save_weights(Path(directory, ADAPTER_WEIGHTS), stored)
+    whole = [name.removesuffix(".weight") for name in weights if ".lora_" not in name]
+    tied = model.cfg.tie_embeddings and "embed_tokens" in whole
+    # peft finds a module by the end of its name: "norm" alone would also be another norm.
+    whole = [name if name == "embed_tokens" else hf_name(name) for name in whole]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": cfg.rank,
+        "lora_alpha": int(cfg.alpha) if float(cfg.alpha).is_integer() else cfg.alpha,
+        "lora_dropout": cfg.dropout,
+        "target_modules": list(cfg.modules),
+        "modules_to_save": whole or None,
+        "ensure_weight_tying": tied,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+    write_json(Path(directory, ADAPTER_CONFIG), config)
+
+
+# ---- open a directory ---------------------------------------------------------------------------
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file. It shows accidents, not forgery, twice as fast as SHA-256."""
+    if path.name == ADAPTER_CONFIG:  # all but the directory of the base, which the user may move
+        config = read_json(path) | {"base_model_name_or_path": ""}
+        return f"crc32 {zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
+    crc = 0
+    check_regular(path)
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return f"crc32 {crc:08x}"
+
+
+@functools.cache
+def checksum_once(path: Path, size: int, mtime_ns: int) -> str:
+    """Return checksum(path), computed once per process for a file that has not changed."""
+    return checksum(path)
+
+
+def weights_fingerprint(directory: str | Path) -> str:
+    """Return names and checksums of a directory's safetensors files.
+
+    A checkpoint of ours has them in checksums.json; other files are read once."""
+    recorded = {}
+    if Path(directory, "checksums.json").exists():
+        recorded = read_json(Path(directory, "checksums.json"))
+    parts = []
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        status = path.stat()
+        crc = recorded.get(path.name) or checksum_once(path, status.st_size, status.st_mtime_ns)
+        parts.append(f"{path.name} {crc}")
+    return ", ".join(parts)
+
+
+def model_name(directory: Path) -> str:
+    """Return the directory's name and a fingerprint of its weights and settings."""
+    settings = b"".join(path.read_bytes() for path in sorted(directory.glob("*config.json")))
+    digest = hashlib.sha256(weights_fingerprint(directory).encode() + settings)
+    return f"{directory.name} {digest.hexdigest()[:16]}"
+
+
+def is_adapter(directory: str | Path) -> bool:
+    return Path(directory, ADAPTER_CONFIG).exists()
+
+
+def config_path(directory: str | Path) -> Path:
+    return Path(directory, ADAPTED_CONFIG if is_adapter(directory) else "config.json")
+
+
+def open_adapter(directory: str | Path) -> dict[str, Stored]:
+    return tensors_of(Path(directory, ADAPTER_WEIGHTS))
+
+
+def base_of(directory: str | Path) -> Path:
+    """Return the directory of an adapter's frozen weights. Raise UserError if there is none."""
+    name = read_peft_config(directory).get("base_model_name_or_path") or ""
+    path = Path(name)
+    if name and is_adapter(path):
+        raise UserError(
+            f"checkpoint: {directory} is an adapter on the adapter {path}; "
+            "merge that with tools/merge.py"
+        )
+    if not name or not (path / "config.json").exists():
+        raise UserError(
+            f"checkpoint: {Path(directory, ADAPTER_CONFIG)} names base_model_name_or_path={name!r},"
+            " which is no model directory; if the base was moved, write there where it is now"
+        )
+    return path
+
+
+def tokenizer_dir(directory: str | Path) -> Path:
+    """Return where the tokenizer is: in `directory` or, for an adapter without one, in its base."""
+    path = Path(directory)
+    return base_of(path) if is_adapter(path) and not has_tokenizer(path) else path
+
+
+def has_tokenizer(directory: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer.model")
+    return any((directory / name).exists() for name in names)
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """Return the architecture of a model directory.
+
+    Raise UserError if model.py does not build it, or if the weights have other sizes."""
+    directory, base, own = Path(directory), Path(directory), {}
+    if is_adapter(directory):
+        base, own = base_of(directory), open_adapter(directory)
+    if config_path(directory).exists() or base == directory:
+        cfg = from_hf_config(config_path(directory))
+    else:  # peft's adapters come without the model's config, and may have more rows than the base
+        cfg = from_hf_config(base / "config.json")
+        embedding = own.get("embed_tokens.weight")
+        if embedding is not None and embedding.shape:
+            cfg = replace(cfg, vocab_size=embedding.shape[0])
+    if any(base.glob("*.safetensors*")):  # --plan_only needs no weights
+        check_sizes(cfg, open_weights(base) | own, directory)
     return cfg
 
 
-def check_number(values: dict, key: str, path: Path, whole: bool = False) -> None:
-    """Raise UserError if a file has something else under `key` than a number, 0 or more, or nothing."""
-    value = values.get(key)
-    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if value is not None and not (right and 0 <= value < math.inf):
-        what = "a positive whole number" if whole else "a positive number"
-        raise UserError(f"checkpoint: {path}: {key} must be {what}, got {value!r:.80}")
+def check_same_computation(directory: str | Path) -> None:
+    """Raise UserError unless model.py computes what it did when a run saved `directory`."""
+    if not is_as_saved(read_json(config_path(directory))):
+        raise UserError(
+            f"checkpoint: {directory} is of a model.py that computed something else; put that "
+            "model.py back, use another out_dir, or start over with --resume=never --overwrite=True"
+        )
 
 
-def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
-    """Return (rope_theta, Llama 3.1's or YaRN's scaling, or None). transformers 5 keeps both in rope_parameters."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
-    if not isinstance(rope, dict):
-        raise UserError(f"checkpoint: {path}: the settings of the rotary positions are {rope!r:.80}, not an object")
-    for values in (hf, rope):
-        check_number(values, "rope_theta", path)
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type", rope.get("type"))  # "type" before transformers 4.43
-    if kind == "default":
-        return theta, None
-    if kind not in [*ROPES]:  # a list: the file may have what no dictionary takes
-        raise UserError(f"checkpoint: {path}: rope_type={kind!r}; supported are default, {', '.join(ROPES)}")
-    needed, optional = ROPES[kind]
-    missing = [key for key in needed if rope.get(key) is None]
-    if missing:
-        raise UserError(f"checkpoint: {path}: rope_type={kind!r} without {listed(missing)}")
-    for key in set(needed + optional) - {"truncate"}:
-        check_number(rope, key, path)
-    return theta, {"rope_type": kind} | {key: rope[key] for key in needed + optional if rope.get(key) is not None}
+def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """Return kind(cfg) for products in `dtype`: bfloat16 halves the memory of its matrices.
+
+    Vectors are float32, and so are all weights for other dtypes."""
+    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32):
+        model = kind(cfg)
+    for p in model.parameters():
+        if p.ndim < 2:
+            p.data = p.data.float()
+    return model
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
+def load_model(
+    directory: str | Path,
+    device: torch.device | str = "cpu",
+    block_size: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """Return the model of a directory, with adapters merged; block_size 0 = as saved."""
+    cfg = load_config(directory)
+    model = build(Transformer, replace(cfg, block_size=block_size or cfg.block_size), dtype)
+    load_weights(model, directory)
+    return model.to(device)
 
 
-def hf_name(name: str) -> str:
-    """Return Hugging Face's name of one of our parameters or modules."""
-    return name if name.split(".")[0] == "lm_head" else f"model.{name}"
+@torch.no_grad()
+def load_weights(model: Transformer, directory: str | Path) -> None:
+    """Copy the weights of a directory into `model`, in place; half precision is widened.
+
+    From a directory with adapters, a model with adapters gets the base and the adapters to the bit
+    (a resume), and a plain model their sum. From a directory without, the model's adapters stay as
+    they are. Raise UserError, with nothing copied, for names or shapes that are not the model's."""
+    directory = Path(directory)
+    if not is_adapter(directory):
+        copy_weights(model, directory)
+        return
+    base = base_of(directory)
+    if config_path(directory).exists():  # peft does not write it
+        trained_on = read_json(config_path(directory)).get("base_weights")
+        if trained_on and trained_on != weights_fingerprint(base):
+            raise UserError(
+                f"checkpoint: the weights in {base} are not those that {directory} was trained on"
+            )
+    keeps_adapters = lora_config_of(model) is not None
+    copy_weights(model, base, leave=open_adapter(directory))
+    load_adapter(model, directory)
+    if not keeps_adapters:
+        lora.merge_(model)
 
 
-def save_weights(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """Write a safetensors file that others may read as the umask says (safetensors 0.8 lets only its owner)."""
-    path.touch()
-    mode = path.stat().st_mode
-    with naming(path):
-        save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    path.chmod(mode)
-
-
-class Stored:
-    """A tensor in a safetensors file, read by `stored[:]`. The file is mapped only while that result is alive: pages of
-    a mapped file stay in the process's memory, beside the copy, until it is closed."""
-
-    def __init__(self, path: Path, name: str, shape: list[int], dtype: str) -> None:
-        self.path, self.name, self.shape, self.dtype = path, name, tuple(shape), dtype
-
-    def __getitem__(self, place: Any) -> Tensor:
-        with open_safetensors(self.path) as file:
-            return file.get_slice(self.name)[place]
-
-
-def tensors_of(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by its names. Raise UserError."""
-    with open_safetensors(path) as file:
-        found = {name: file.get_slice(name) for name in file.keys()}
-        return {name: Stored(path, name, one.get_shape(), one.get_dtype()) for name, one in found.items()}
-
-
-def open_weights(directory: Path) -> dict[str, Stored]:
-    """Return the weights by our names, from one file or from the shards that an index names."""
-    paths, index = [directory / "model.safetensors"], directory / "model.safetensors.index.json"
-    if index.exists() and not paths[0].exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(map(is_name, shards.values())):
-            raise UserError(f"checkpoint: {index} is damaged: weight_map must name files of its directory")
-        paths = [directory / shard for shard in sorted(set(shards.values()))]
-    tensors = {}
-    for path in paths:
-        tensors |= {name.removeprefix("model."): tensor for name, tensor in tensors_of(path).items()}
-    # Conversions of the first Llamas carry this constant, which follows from the configuration.
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file; the caller closes it. Raise UserError if that fails."""
-    try:
-        check_regular(path)
-        with open(path, "rb") as file:
-            if (size := int.from_bytes(file.read(8), "little")) > MOST_HEADER:
-                raise SafetensorError(f"its header should have {size:,} bytes; at most {MOST_HEADER:,} are read")
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        has_bin = not path.exists() and any(path.parent.glob("*.bin"))
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        why = "a .bin can run code, only safetensors are read" if has_bin else why
-        raise UserError(f"checkpoint: cannot read {path}: {why}") from None
-
-
-def drop_tied_head(tensors: dict[str, Stored], directory: str | Path, trained_as_one: bool = True) -> None:
-    """Remove the head that some files of tied models hold beside the embedding. Raise UserError if it differs, or if an
-    adapter has only one of them, not `trained_as_one` with the other."""
-    head, embedding = tensors.pop("lm_head.weight", None), tensors.get("embed_tokens.weight")
-    if head is None:
-        apart = embedding is not None and not trained_as_one
-    else:
-        apart = embedding is None or not torch.equal(head[:], embedding[:])
-    if apart:
-        raise UserError(f"checkpoint: {directory} ties its embeddings, but lm_head.weight was trained apart from them")
-
-
-def check_sizes(cfg: ModelConfig, tensors: dict[str, Stored], directory: str | Path) -> None:
-    """Raise UserError unless `tensors`, as in check_fit, have the layers and the sizes of `cfg`: compared before a
-    model is built, which a damaged config.json could make as large as it likes."""
-    shapes = {name: shape for name, shape in weight_shapes(cfg).items() if name != "lm_head.weight"}
-    found, made = ({name.split(".")[1] for name in names if name.startswith("layers.")} for names in (tensors, shapes))
-    if len(found) != len(made):
-        raise UserError(f"checkpoint: the weights in {directory} have {len(found)} layers, its config has {len(made)}")
-    check_fit(shapes, {name: tensors[name] for name in shapes if name in tensors}, directory)
-
-
-def check_fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Stored], directory: str | Path) -> None:
-    """Raise UserError unless `tensors`, slices of a file in `directory`, are one for each name and shape."""
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
-    for name in (name for name in shapes if name in tensors):
-        shape, want, dtype = tensors[name].shape, shapes[name], tensors[name].dtype
-        if shape != want:
-            problems.append(f"{name} has shape {shape} and not {want}")
-        elif dtype not in DTYPES:
-            problems.append(f"{name} is {dtype} and not one of {', '.join(DTYPES)}")
-    if problems:
-        raise UserError(f"checkpoint: the weights in {directory} do not fit the model: {listed(problems, 4)}")
-
-
-# ---- peft's adapters ------------------------------------------------------------------------------------------------
-
-
-def save_adapter(directory: str | Path, model: Transformer, base: str, **metadata: str) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, with all that is trained.
-
-    base: directory of the frozen weights. metadata: of the weights' file. Raise UserError without adapters."""
-    cfg, directory = lora_config_of(model), Path(directory)
-    if cfg is None:
-        raise UserError("lora: the model has no adapters to save")
-    tensors = {name: p for name, p in model.named_parameters() if ".lora_" in name or p.requires_grad}
-    tied = model.cfg.tie_embeddings and "embed_tokens.weight" in tensors
-    if tied:  # peft leaves the head with the base's embedding unless it is named and stored as well
-        tensors["lm_head.weight"] = model.embed_tokens.weight.clone()
-    stored = {PREFIX + hf_name(name): p.detach().to("cpu", torch.float32).contiguous() for name, p in tensors.items()}
-    save_weights(directory / ADAPTER_WEIGHTS, stored, **metadata)
-    whole = [name.removesuffix(".weight") for name in tensors if ".lora_" not in name]
-    write_json(directory / ADAPTER_CONFIG, {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": cfg.rank, "lora_alpha": int(cfg.alpha) if float(cfg.alpha).is_integer() else cfg.alpha,
-        "lora_dropout": cfg.dropout, "target_modules": list(cfg.modules),
-        "modules_to_save": [name if name == "embed_tokens" else hf_name(name) for name in whole] or None,
-        "ensure_weight_tying": tied, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-    })  # fmt: skip
+@torch.no_grad()
+def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
+    """Copy stored weights into `model`, except adapters and the parameters named in `leave`."""
+    if hasattr(model, "reshard"):  # FSDP: otherwise these could be gathered copies
+        model.reshard()
+    params = dict(model.named_parameters())
+    params = {n: p for n, p in params.items() if ".lora_" not in n and n not in leave}
+    tensors = open_weights(Path(directory))
+    if model.cfg.tie_embeddings:
+        drop_tied_head(tensors, directory)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in leave}
+    check_fit({name: tuple(p.shape) for name, p in params.items()}, tensors, directory)
+    for name, p in params.items():
+        put(p, tensors[name])
 
 
 def read_peft_config(directory: str | Path) -> dict:
     """Return adapter_config.json. Raise UserError for an adapter that is not supported."""
-    path = Path(directory) / ADAPTER_CONFIG
+    path = Path(directory, ADAPTER_CONFIG)
     config = read_json(path)
-    for key in ("r", "lora_alpha"):
-        check_number(config, key, path, whole=key == "r")
+    check_number(config, "r", path, whole=True)
+    check_number(config, "lora_alpha", path)
     if not isinstance(config.get("base_model_name_or_path"), str | None):
         raise UserError(f"lora: {path}: base_model_name_or_path must be a text")
     if config.get("peft_type") != "LORA":
         raise UserError(f"lora: {path}: peft_type={config.get('peft_type')!r}; supported is 'LORA'")
-    begin = config.get("init_lora_weights")  # PiSSA, OLoRA, LoftQ ... change the frozen weights, stored elsewhere
+    begin = config.get("init_lora_weights")
     if not isinstance(begin, bool | None) and begin not in ("gaussian", "eva", "orthogonal"):
-        raise UserError(f"lora: {path}: init_lora_weights={begin!r} changes the frozen weights too; not supported")
+        # PiSSA, OLoRA, LoftQ ... change the frozen weights, which are stored elsewhere.
+        raise UserError(
+            f"lora: {path}: init_lora_weights={begin!r} changes the frozen weights too; "
+            "not supported"
+        )
     for key, value in config.items():
         if key not in NEUTRAL_KEYS and value not in (None, False, "none", [], {}):
-            raise UserError(f"lora: {path}: {key}={value!r} is not supported; merge the adapter with peft")
+            raise UserError(
+                f"lora: {path}: {key}={value!r} is not supported; merge the adapter with peft"
+            )
     return config
-
-
-def stored_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return {our name: shape} of an adapter's tensors."""
-    return {name: tensor.shape for name, tensor in open_adapter(directory).items()}
-
-
-def open_adapter(directory: str | Path) -> dict[str, Stored]:
-    """Return an adapter's tensors by our names."""
-    return {our_name(key): tensor for key, tensor in tensors_of(Path(directory) / ADAPTER_WEIGHTS).items()}
-
-
-def our_name(key: str) -> str:
-    return key.removeprefix(PREFIX).removeprefix("model.")
 
 
 @torch.no_grad()
 def load_adapter(model: Transformer, directory: str | Path) -> None:
-    """Load adapters, and modules that were trained whole, into a model that holds the base's weights.
+    """Load adapters, and weights trained beside them, into a model that holds the base's weights.
 
-    Adapters are added if the model has none; otherwise they must be of the same kind. Raise UserError, with nothing
-    copied, for what is not supported or does not fit."""
-    config, present = read_peft_config(directory), lora_config_of(model)
-    tensors = open_adapter(directory)
-    # The weights tell which modules have one: peft's target_modules may also be an expression.
-    modules = tuple({name.split(".")[-3] for name in tensors if ".lora_A." in name})
+    Adapters are added if the model has none; otherwise they must be of the same kind. Raise
+    UserError, with nothing copied, for what is not supported or does not fit."""
+    config, tensors = read_peft_config(directory), open_adapter(directory)
+    # The weights tell which modules have one: peft's target_modules may be an expression.
+    modules = {name.split(".")[-3] for name in tensors if ".lora_A." in name}
+    if not modules:
+        raise UserError(f"lora: {Path(directory, ADAPTER_WEIGHTS)} holds no adapters")
     try:
-        cfg = LoRAConfig(config["r"], config["lora_alpha"], config.get("lora_dropout", 0.0), modules)
-        shapes = weight_shapes(model.cfg, cfg)
+        dropout = config.get("lora_dropout", 0.0)
+        cfg = LoRAConfig(config["r"], config["lora_alpha"], dropout, tuple(modules))
+        cfg = lora.find_modules(model, cfg)
     except (KeyError, TypeError, UserError) as error:
-        raise UserError(f"lora: {Path(directory) / ADAPTER_CONFIG}: {error}") from None
+        raise UserError(f"lora: {Path(directory, ADAPTER_CONFIG)}: {error}") from None
+    present = lora_config_of(model)
     if present is not None and replace(present, dropout=cfg.dropout) != cfg:
         raise UserError(f"lora: {directory} has {cfg}; the model has {present}")
     if model.cfg.tie_embeddings:
         drop_tied_head(tensors, directory, bool(config.get("ensure_weight_tying")))
-    shapes = {name: shape for name, shape in shapes.items() if ".lora_" in name or name in tensors}
-    check_fit(shapes, tensors, directory)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n in tensors}
+    check_fit(shapes | lora.adapter_shapes(model, cfg), tensors, directory)
     if present is None:
-        add_lora(model, cfg)
+        lora.add_lora(model, cfg)
     params = dict(model.named_parameters())
     for name, tensor in tensors.items():
         params[name].copy_(tensor[:])
+
+
+# ---- start a run from a directory ---------------------------------------------------------------
+
+
+def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
+    """Return how many of the tokenizer's ids the weights in `source` were trained with.
+
+    All, or the first ones if it extends their tokenizer. Raise UserError for any other tokenizer.
+    whose: its owner, for the message."""
+    n_rows, directory = load_config(source).vocab_size, tokenizer_dir(source)
+    if not has_tokenizer(directory):
+        if tokenizer.vocab_size > n_rows:
+            raise UserError(
+                f"config: {whose} has {tokenizer.vocab_size} token ids, {source} only {n_rows}"
+            )
+        return n_rows
+    known = Tokenizer.load(directory)
+    if known.fingerprint() == tokenizer.fingerprint():
+        return n_rows
+    same_pieces = known.pieces.items() <= tokenizer.pieces.items()
+    extends = same_pieces and known.special_ids <= tokenizer.special_ids
+    if extends and tokenizer.vocab_size > known.vocab_size:
+        return known.vocab_size
+    raise UserError(
+        f"config: {whose} was not tokenized with the tokenizer of {source}, nor with one that "
+        f"extends it; rerun prepare.py with --tokenizer_dir={source}"
+    )
+
+
+def check_trainable(trainable: str, source: Path | None, n_new: int) -> None:
+    """Raise UserError if `trainable` does not suit the weights in `source`.
+
+    n_new: how many token ids the weights have not been trained with."""
+    parts = [part.strip() for part in trainable.split(",")]
+    if parts == ["all"]:
+        return
+    if source is None:
+        raise UserError(
+            f"config: trainable={trainable!r} leaves the rest as it was: give init_from"
+        )
+    if "lora" in parts and is_adapter(source):
+        fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
+        raise UserError(f"config: {source} is an adapter; first: {fix}")
+    if "lora" in parts and n_new > 0 and not {"embed", "lm_head"} <= set(parts):
+        raise UserError(
+            f"config: {n_new} token ids are new to {source}: use trainable='embed,lm_head,lora'"
+        )
+
+
+def tuned_config(source: Path, n_ids: int, block_size: int, dropout: float) -> ModelConfig:
+    """Return the architecture of `source` for n_ids token ids and at least block_size positions.
+
+    Warn if block_size makes the context longer."""
+    cfg = load_config(source)
+    if block_size > cfg.block_size:
+        say(
+            f"warning     block_size={block_size} exceeds the {cfg.block_size} tokens of {source}; "
+            f"--block_size={cfg.block_size} keeps to what it was trained with"
+        )
+    longest = max(cfg.block_size, block_size)
+    vocab_size = max(cfg.vocab_size, n_ids)
+    return replace(cfg, vocab_size=vocab_size, block_size=longest, dropout=dropout)
+
+
+def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
+    """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
+    same_rows = load_config(source).vocab_size == model.cfg.vocab_size == n_known
+    if same_rows and not is_adapter(source):
+        load_weights(model, source)
+    else:
+        load_with_new_rows(model, source, n_known, tokenizer)
+
+
+def load_with_new_rows(
+    model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer
+) -> None:
+    """Load `source` through a second model, in which new rows are made (lora.resize_vocab)."""
+    start = load_model(source, block_size=model.cfg.block_size)
+    pieces = old_pieces(source, n_known, tokenizer)
+    lora.resize_vocab(start, model.cfg.vocab_size, n_known, pieces)
+    weights = dict(start.named_parameters())
+    for name, p in model.named_parameters():
+        if name in weights:  # not adapters, nor the score of a reward model
+            put(p, weights[name])
+
+
+def old_pieces(source: Path, n_known: int, tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """Return {id: ids by which the tokenizer of `source` writes its text} of new ordinary tokens."""
+    new = {i: token for i, token in tokenizer.engine.token_bytes.items() if i >= n_known}
+    if not new:
+        return {}
+    split = Tokenizer.load(tokenizer_dir(source)).encode_token
+    return {i: split(token) for i, token in new.items()}
+
+
+def frozen_base(model: Transformer, source: Path | None, resumed: Path | None) -> str:
+    """Return the directory of the frozen weights below a model's adapters, "" without adapters.
+
+    A resumed run keeps its own, even if init_from has meanwhile moved on to another step."""
+    if lora_config_of(model) is None or source is None:
+        return ""
+    if resumed is not None and is_adapter(resumed):
+        source = base_of(resumed)
+    return str(source.resolve())

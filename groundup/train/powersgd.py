@@ -1,7 +1,12 @@
-"""PowerSGD: gradients compressed to low rank, as a communication hook of ddp.py (see the protocol there)."""
+"""PowerSGD: gradients compressed to low rank, a communication hook of ddp.py.
+
+A gradient matrix D (n, m) is close to a product P Q^T of two thin ones, so (n + m) r numbers are
+sent instead of n m. One step of subspace iteration finds them, from the Q of the last step:
+    P = orthonormal(mean over ranks of D Q),   Q = mean over ranks of D^T P,   D is about P Q^T
+"""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,103 +14,140 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp import AFTER, BEFORE, Average, Bucket, sum_of_squares
+from ddp import AFTER, BEFORE, Average, Bucket, Hook, Reduced, Sent, sum_of_squares
 from groundup.train import ranks
 
 
 @dataclass(eq=False)
 class Stack:
-    """K matrices of one shape (n, m) that lie side by side in a bucket, with PowerSGD's state for them."""
+    """K matrices of one shape (n, m) side by side in a bucket, with PowerSGD's state for them."""
 
     names: list[str]
     grad: Tensor  # (K, n, m) view of bucket.grad
-    error: Tensor  # (K, n, m) the part of this rank's gradients that was never sent, in units of the loss
-    basis: Tensor  # (K, m, r) the last right factor, where the next iteration starts; the same on all ranks
+    error: Tensor  # (K, n, m) what this rank's gradients had and never sent, without loss scale
+    basis: Tensor  # (K, m, r) the last Q, where the next iteration starts; equal on all ranks
 
 
 class PowerSGD:
-    """Low-rank compression (arXiv:1905.13727): of a gradient matrix (n, m) only (n + m) r numbers are sent.
+    """Low-rank compression with error feedback (arXiv:1905.13727).
 
-    One step of subspace iteration from the last step's factor, with error feedback: what a rank could not send is added
-    to its next gradient. The paper keeps the error D - P Q_mean^T; we keep D - P Q_rank^T, the part of this rank's own
-    gradient that was lost. Their mean over the ranks, which alone affects training, is the same, but the paper's also
-    accumulates the difference between ranks, a random walk that is never sent.
-    Sent whole: vectors, matrices that would not shrink to half, the matrices outside the blocks unless `embedding`, and
-    everything in the first `start_step` steps. `scaler` is the GradScaler whose scale is kept out of the errors.
+    What a rank could not send is added to its next gradient. The paper keeps D - P Q^T with the
+    mean Q; we keep D - P Q_own^T, what was lost of this rank's own gradient. Both have the same
+    mean over the ranks, and only that affects training. But the paper's also accumulates how the
+    ranks differ, a random walk that is never sent.
+
+    Sent whole: vectors; matrices that would not shrink to half; matrices outside the blocks unless
+    `embedding`; everything in the first `start_step` steps. scaler: the GradScaler whose scale is
+    kept out of the errors.
     """
 
     compress = "powersgd"
 
     def __init__(
-        self, rank: int = 4, start_step: int = 0, embedding: bool = True, seed: int = 0,
+        self,
+        rank: int = 4,
+        start_step: int = 0,
+        embedding: bool = False,
+        seed: int = 0,
         scaler: torch.amp.GradScaler | None = None,
-    ) -> None:  # fmt: skip
-        self.rank, self.start_step, self.embedding, self.seed, self.scaler = rank, start_step, embedding, seed, scaler
+    ) -> None:
+        self.rank, self.start_step, self.embedding = rank, start_step, embedding
+        self.seed, self.scaler = seed, scaler
         self.average = Average()
         self.stacks: list[list[Stack]] = []  # by bucket
         self.raw: list[list[Tensor]] = []  # by bucket: slices of bucket.grad that are sent whole
 
     def attach(self, buckets: list[Bucket]) -> None:
-        """Allocate the state: zero errors, and random bases that depend on the seed and each parameter's name alone."""
+        """Allocate the state: zero errors, random bases that depend on seed and name alone."""
         for bucket in buckets:
             stacks, raw = [], []
-            compressible = self.embedding or bucket.blocks not in ([BEFORE], [AFTER])
-            for shape, group in groupby(range(len(bucket.params)), key=lambda i: bucket.params[i].shape):
+            in_blocks = bucket.blocks not in ([BEFORE], [AFTER])
+            indices = range(len(bucket.params))
+            for shape, group in groupby(indices, key=lambda i, b=bucket: b.params[i].shape):
                 items = list(group)
-                grad = bucket.grad[bucket.offsets[items[0]] : bucket.offsets[items[-1]] + shape.numel()]
+                begin = bucket.offsets[items[0]]
+                grad = bucket.grad[begin : begin + len(items) * shape.numel()]
                 n, m = shape[:1].numel(), shape[1:].numel()
                 r = min(n, m, self.rank)
-                if len(shape) < 2 or not compressible or 2 * (n + m) * r >= n * m:
+                shrinks = len(shape) >= 2 and 2 * (n + m) * r < n * m
+                if shrinks and (in_blocks or self.embedding):
+                    names = [bucket.names[i] for i in items]
+                    stacks.append(self.new_stack(names, grad.view(-1, n, m), r))
+                else:
                     raw.append(grad)
-                    continue
-                names = [bucket.names[i] for i in items]
-                seeds = [self.seed * 2**32 + zlib.crc32(name.encode()) for name in names]
-                basis = [torch.randn(m, r, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-                grad = grad.view(len(items), n, m)
-                error = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-                stacks.append(Stack(names, grad, error, torch.stack(basis).to(error)))
             self.stacks.append(stacks)
             self.raw.append(raw)
 
-    def __call__(self, bucket: Bucket) -> Iterator:
+    def new_stack(self, names: list[str], grad: Tensor, r: int) -> Stack:
+        """Return the state of the matrices `names` with gradients `grad` (K, n, m)."""
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        error = torch.zeros_like(grad, dtype=dtype)
+        bases = []
+        for name in names:
+            seed = self.seed * 2**32 + zlib.crc32(name.encode())
+            generator = torch.Generator().manual_seed(seed)
+            bases.append(torch.randn(grad.shape[2], r, generator=generator))
+        return Stack(names, grad, error, torch.stack(bases).to(error))
+
+    def __call__(self, bucket: Bucket) -> Generator[Sent | Reduced, Tensor, None]:
+        """Reduce `bucket`; see the protocol in ddp.py."""
         stacks, raw = self.stacks[bucket.index], self.raw[bucket.index]
         if not stacks or bucket.step < self.start_step:
             yield from self.average(bucket)
             return
+        # bucket.grad is scale times this rank's gradient, where scale = loss scale / world_size
         scale = torch.ones((), device=bucket.grad.device, dtype=stacks[0].error.dtype)
-        scale = (scale if self.scaler is None else self.scaler.scale(scale)) / ranks.world_size()
-        # Gradient plus error (in place if the gradient is float32), projected on the orthonormalised basis
+        if self.scaler is not None:
+            scale = self.scaler.scale(scale)
+        scale = scale / ranks.world_size()
+
+        # D = gradient + error (in place if the gradient is float32), and P = D Q
         wanted = [s.grad.to(scale.dtype).addcmul_(s.error, scale) for s in stacks]
-        left = [d @ torch.linalg.qr(s.basis)[0] for d, s in zip(wanted, stacks, strict=True)]
+        left = []
+        for d, s in zip(wanted, stacks, strict=True):
+            left.append(d @ torch.linalg.qr(s.basis)[0])
         message = torch.cat([t.flatten() for t in left + raw])
         bucket.launch(dist.all_reduce, message)
-        yield True  # message: the left factors of the mean, and the mean of what is sent whole
+        yield Sent.MORE
+
+        # The mean P, orthonormal, and the mean of what is sent whole; then Q = D^T P
         parts = split_like(message, left + raw)
         for slot, mean in zip(raw, parts[len(left) :], strict=True):
             slot.copy_(mean)
         left = [torch.linalg.qr(p)[0] for p in parts[: len(left)]]
-        mine = [d.mT @ p for d, p in zip(wanted, left, strict=True)]
-        message = torch.cat([q.flatten() for q in mine])
+        own_right = [d.mT @ p for d, p in zip(wanted, left, strict=True)]
+        message = torch.cat([q.flatten() for q in own_right])
         bucket.launch(dist.all_reduce, message)
-        yield False  # message: the right factors of the mean
-        right = split_like(message, mine)
-        # |P Q^T| = |Q| since the columns of P are orthonormal
-        found_inf = yield sum(sum_of_squares(t.flatten()) for t in right + raw)
+        yield Sent.LAST
+
+        # |P Q^T| = |Q|, because the columns of P are orthonormal
+        right = split_like(message, own_right)
+        square = sum(sum_of_squares(t.flatten()) for t in right + raw)
+        found_inf = yield Reduced(square)
+
+        # The mean gradient P Q^T. Error and basis change only if the step is not skipped.
         skip = found_inf > 0
-        for s, d, p, q_mine, q in zip(stacks, wanted, left, mine, right, strict=True):
-            lost = d.baddbmm_(p, q_mine.mT, alpha=-1).div_(scale)
+        for s, d, p, own, q in zip(stacks, wanted, left, own_right, right, strict=True):
+            lost = d.baddbmm_(p, own.mT, alpha=-1).div_(scale)
             torch.where(skip, s.error, lost, out=s.error)
             torch.where(skip, s.basis, q, out=s.basis)
             s.grad.copy_(p @ q.mT)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{parameter name: {"error", "basis"}}, views of the live state. The error is this rank's own."""
-        every = [s for stacks in self.stacks for s in stacks]
-        return {name: {"error": s.error[k], "basis": s.basis[k]} for s in every for k, name in enumerate(s.names)}
+        """Return {parameter name: {"error", "basis"}}, views. The error is this rank's own."""
+        state = {}
+        for stacks in self.stacks:
+            for s in stacks:
+                for k, name in enumerate(s.names):
+                    state[name] = {"error": s.error[k], "basis": s.basis[k]}
+        return state
 
     def load_state_dict(self, saved: list[dict[str, dict[str, Tensor]]]) -> None:
-        """Continue from `saved`: [this rank's state] or, if the number of ranks has changed, all ranks' states; then
-        every rank takes the mean of their errors. If the rank of compression has changed, the basis starts anew."""
+        """Continue from `saved`: [this rank's state], or all ranks' if their number has changed.
+
+        Then every rank takes the mean of their errors, the only thing that training sees. If the
+        rank of compression has changed, the basis starts anew.
+        """
         for name, mine in self.state_dict().items():
             theirs = [state[name] for state in saved if name in state]
             if theirs:
@@ -115,15 +157,18 @@ class PowerSGD:
 
 
 def split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of `flat` in the shapes of `tensors`."""
-    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    """Return views of `flat` in the shapes of `tensors`."""
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def make_hook(
-    compress: str, rank: int = 4, start_step: int = 0, embedding: bool = False, seed: int = 0,
+    compress: str,
+    start_step: int = 0,
+    seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
-) -> Callable[[Bucket], Iterator]:  # fmt: skip
-    """The hook for the trainers' settings; `compress` is one of ddp.COMPRESS."""
+) -> Hook:
+    """Return the hook for the setting `compress`: none, fp16, bf16 or powersgd (of rank 4)."""
     if compress == "powersgd":
-        return PowerSGD(rank, start_step, embedding, seed, scaler)
-    return Average({"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[compress])
+        return PowerSGD(start_step=start_step, seed=seed, scaler=scaler)
+    return Average(compress)

@@ -1,12 +1,11 @@
-"""The process group: join and leave it, and talk to the other ranks through it.
+"""The process group: join it, leave it, and talk to the other ranks through it.
 
-Without a process group every function works as in a world of one rank. If a rank dies or hangs, the others end with
-one line that says which operation failed and how many steps each rank has finished.
+A rank is one of the processes that torchrun starts. Without torchrun every function works as in a
+world of one rank. If a rank dies or hangs, the others end with one line that names the operation.
 """
 
 import os
-import sys
-import threading
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,132 +13,142 @@ from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# This module binds the process group as a default argument when it is first imported. torch._dynamo imports it at some
-# point: if that is after init(), the group and its threads stay alive until the interpreter shuts down, and a thread
-# that drops a tensor then aborts the process ("terminate called without an active exception").
+# This module keeps the process group as a default argument from its first import on. torch._dynamo
+# imports it at some point; after init() that would keep the group and its threads alive until the
+# interpreter exits, and a thread that then frees a tensor aborts the process.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from groundup.errors import LostRank, UserError, leave
+from groundup.errors import LostRank, Stopped, UserError
+from groundup.train.device import choose_device
 
-FOREVER_S = 1e8  # three years
-WATCHES: list[tuple[threading.Thread, dist.ProcessGroup]] = []  # of watch_neighbour
+# ---- join and leave ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is: `rank` of `world_size` in all, `local_rank` on this machine (the index of its GPU)."""
+    """Who this process is: `rank` of `world_size` processes, `local_rank` on its machine."""
 
     rank: int
-    local_rank: int
+    local_rank: int  # also the index of its GPU
     world_size: int
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that prints and writes files."""
+        """Return True on the one process that prints and writes files."""
         return self.rank == 0
 
 
-def init(device_type: str = "cpu", timeout_s: float = 300) -> World:
-    """Join the process group that torchrun describes in the environment; without torchrun, return a world of one.
+def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
+    """Join the process group that torchrun describes in the environment.
 
-    A collective fails if it waits longer than `timeout_s` for another rank. With `device_type` "cuda" this process
-    takes GPU number LOCAL_RANK; CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
+    Without torchrun return a world of one. A collective fails if it waits longer than `timeout_s`
+    for another rank. `device` is read by `choose_device`: with "cuda" each rank takes its own GPU.
     """
     if "RANK" not in os.environ:
         return World(rank=0, local_rank=0, world_size=1)
-    absent = [key for key in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    needed = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    absent = ", ".join(key for key in needed if key not in os.environ)
     if absent:
-        raise UserError(f"ddp: RANK is set in the environment but {', '.join(absent)} is not; start with torchrun")
-    world = World(*(int(os.environ[key]) for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
-    backend, device = "gloo", None
-    if device_type == "cuda":
-        if world.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"ddp: local rank {world.local_rank} has no GPU, this machine has {torch.cuda.device_count()}; "
-                "lower --nproc_per_node"
-            )
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", world.local_rank)
-        torch.cuda.set_device(device)
-    with named_errors("init_process_group", world.rank):
+        text = f"RANK is set in the environment but {absent} is not; start with torchrun"
+        raise UserError(f"ddp: {text}")
+    world = World(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    device = choose_device(str(device), world.local_rank)
+    on_gpu = device.type == "cuda"
+    with named_errors("init_process_group"):
         dist.init_process_group(
-            backend, store=meeting_place(world, timeout_s), rank=world.rank, world_size=world.world_size,
-            timeout=timedelta(seconds=timeout_s), device_id=device,
-        )  # fmt: skip
-    if device_type == "cuda":
-        watch_neighbour(world)
+            # CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=meeting_place(world, timeout_s),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
     return world
-
-
-def watch_neighbour(world: World) -> None:
-    """End this process with a line soon after another rank died, wherever the main thread waits. All ranks call it.
-
-    Under NCCL that is often .item(), which waits for the GPU until the watchdog aborts the process with SIGABRT after
-    timeout_s. So a thread waits over gloo for a word that the rank before this one sends in close(); gloo notices at
-    once that the sender has died. This rank's end tells the next one, and so on.
-    """
-    if world.world_size == 1:
-        return
-    before, group = (world.rank - 1) % world.world_size, new_group(FOREVER_S)
-
-    def watch() -> None:
-        try:
-            dist.recv(torch.zeros(1), src=before, group=group)
-        except RuntimeError:
-            text = f"ddp: rank {world.rank}: rank {before} has died, look for its error{finished_steps()}"
-            print(text, file=sys.stderr, flush=True)
-            leave(1)
-
-    WATCHES.append((threading.Thread(target=watch, daemon=True), group))
-    WATCHES[-1][0].start()
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
     """Return a key-value store at MASTER_ADDR whose keys belong to this start of the ranks alone.
 
-    torchrun (2.13) keeps one store over all its restarts, so a new rank would find the addresses of dead ones and wait
-    for them; and its count of restarts may differ between machines. So rank 0 hands out a prefix: every other rank
-    posts a random word, finds the prefix under that word, and confirms. Dead ranks never confirm.
+    torchrun (2.13) keeps one store over all restarts, so a new rank would find the addresses of
+    dead ranks and wait for them. Its restart count may differ between machines and cannot tell
+    them apart. Instead rank 0 hands out a fresh prefix: each other rank posts a random word, finds
+    the prefix under that word, and confirms. Dead ranks never confirm.
     """
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
-    address, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout_s)
-    store = dist.TCPStore(*address, world.world_size, is_master=world.is_main and not hosted, timeout=timeout)
-    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world.world_size,
+        is_master=world.is_main and not hosted_by_torchrun,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    word = uuid.uuid4().hex
     if not world.is_main:
         store.set(f"ddp/word/{world.rank}", word)
-        prefix = store.get(f"ddp/prefix/{word}").decode()
+        prefix = store.get(f"ddp/prefix/{word}").decode()  # waits for rank 0
         store.set(f"ddp/confirmed/{prefix}/{world.rank}", "")
         return dist.PrefixStore(prefix, store)
+
+    deadline = time.monotonic() + timeout_s
     missing = list(range(1, world.world_size))
     while missing:
-        for rank in missing:
-            if store.check([f"ddp/word/{rank}"]):
-                store.set(f"ddp/prefix/{store.get(f'ddp/word/{rank}').decode()}", word)
+        for other in missing:
+            if store.check([f"ddp/word/{other}"]):  # a dead rank's, until the new one posts its own
+                their_word = store.get(f"ddp/word/{other}").decode()
+                store.set(f"ddp/prefix/{their_word}", word)
         time.sleep(0.01)
-        missing = [rank for rank in missing if not store.check([f"ddp/confirmed/{word}/{rank}"])]
+        missing = [other for other in missing if not store.check([f"ddp/confirmed/{word}/{other}"])]
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
     return dist.PrefixStore(word, store)
 
 
 def close() -> None:
-    """Leave the process group once all ranks have called this. Do not call it after an error: others may not come."""
+    """Leave the process group once all ranks have called this. Do not call it after an error."""
     if dist.is_initialized():
         barrier()
-        while WATCHES:
-            thread, group = WATCHES.pop()
-            dist.send(torch.zeros(1), dst=(dist.get_rank() + 1) % world_size(), group=group)
-            thread.join()
-            barrier()  # nobody leaves while a neighbour still listens
         dist.destroy_process_group()
+
+
+def new_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a gloo group for a second thread; None without a process group. All ranks call it."""
+    if not dist.is_initialized():
+        return None
+    with named_errors("new_group"):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+# ---- who we are, and how work is shared ----------------------------------------------------------
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def own_part(n: int) -> range:
+    """Return the items out of n that this rank works on, where all ranks share the work."""
+    return range(rank(), n, world_size())
+
+
+# ---- collectives: all ranks call them, in the same order -----------------------------------------
 
 
 def barrier() -> None:
@@ -147,27 +156,13 @@ def barrier() -> None:
     any_rank(False)
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def own_part(n: int) -> range:
-    """Return the items out of n that this rank works on, where all ranks share the work."""
-    return range(dist.get_rank(), n, dist.get_world_size()) if dist.is_initialized() else range(n)
-
-
-def merged(mine: dict) -> dict:
-    """Return the results of all ranks in one dict, on all ranks."""
-    return {key: value for of_rank in gather_objects(mine) for key, value in of_rank.items()}
-
-
 def any_rank(flag: bool) -> bool:
-    """True on all ranks if `flag` is true on at least one. Over gloo: nothing waits for a GPU."""
+    """Return True on all ranks if `flag` is true on at least one. Over gloo, so no GPU waits."""
     return all_reduce_sum(torch.tensor(int(flag)), "any_rank").item() > 0
 
 
 def all_reduce_sum(t: Tensor, operation: str = "all_reduce_sum") -> Tensor:
-    """Add `t` up over the ranks, in place, and return it. Error messages call the collective `operation`."""
+    """Add `t` up over the ranks, in place, and return it. Errors call it `operation`."""
     if dist.is_initialized():
         issue(operation, dist.all_reduce, t)
     return t
@@ -181,58 +176,47 @@ def broadcast(t: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's `value` (anything that pickles) in the order of the ranks, on all ranks."""
+    """Return every rank's `value` (anything that pickles), in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
+    values = [None] * world_size()
     issue("gather_objects", dist.all_gather_object, values, value, group=group)
     return values
 
 
-def wait_together(future: futures.Future, timeout_s: float) -> None:
-    """Wait for a future of which every rank has one, however long it takes while all ranks wait. Raise LostRank if
-    another rank has not been seen waiting for timeout_s."""
-    seen: dict[int, tuple[bytes, float]] = {}  # what each rank wrote last, and when we saw it first
-    while dist.is_initialized() and not futures.wait([future], timeout=min(1, timeout_s / 4)).done:
-        now, mine = time.monotonic(), dist.get_rank()
-        with named_errors("wait for a save"):
-            store = _get_default_store()
-            store.set(f"ddp/waiting/{mine}", str(now))
-            for rank in range(dist.get_world_size()):
-                word = store.get(key) if store.check([key := f"ddp/waiting/{rank}"]) else b""
-                if rank not in seen or seen[rank][0] != word:
-                    seen[rank] = word, now
-                if now - seen[rank][1] > timeout_s:
-                    raise RuntimeError(f"rank {rank} has not been seen for {timeout_s:.0f} s")
-    futures.wait([future])  # of the only rank
+def merged(mine: dict) -> dict:
+    """Return the entries of all ranks' dicts in one dict."""
+    result = {}
+    for theirs in gather_objects(mine):
+        result.update(theirs)
+    return result
 
 
-def new_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """Make a second gloo group, for a second thread; None without a process group. All ranks call it."""
-    if not dist.is_initialized():
-        return None
-    with named_errors("new_group"):
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-
-def check_same_model(model: torch.nn.Module, options: str) -> None:
-    """Raise UserError on all ranks unless they agree on options, names, order, shapes, dtypes and requires_grad."""
-    mine = [options]
-    mine += [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    mine += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+def check_equal(mine: dict) -> None:
+    """Raise UserError on all ranks, naming a key whose value differs from rank 0's."""
     everyone = gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], theirs, fillvalue="nothing"):
-            if other != first:
-                raise UserError(f"ddp: rank {rank} differs from rank 0: {other} instead of {first}")
+    first = everyone[0]
+    for other, theirs in enumerate(everyone):
+        for key in first | theirs:
+            if theirs.get(key) != first.get(key):
+                raise UserError(
+                    f"train: rank {other} has {key}={theirs.get(key)}, "
+                    f"rank 0 has {first.get(key)}; "
+                    f"all ranks need the same command, data and out_dir"
+                )
 
 
 def start_agreement(problem: str, where: str) -> Callable[[], None]:
-    """Start to tell all ranks whether `problem` is empty here. Call the returned function to wait for their answers:
-    it raises UserError on all ranks if any of them has a problem. One flag of 8 bytes over gloo."""
-    flag, operation, work = torch.tensor(int(problem != "")), f"{where}: agreement that all is well", None
+    """Start to tell all ranks whether `problem` is empty here: 8 bytes over gloo.
+
+    Call the returned function to wait for the answers. It raises UserError on all ranks if any of
+    them has a problem. Work between the two calls hides the latency.
+    """
+    flag = torch.tensor(int(problem != ""))
+    operation = f"{where}: agreement that all is well"
+    work = None
     if dist.is_initialized():
-        work = issue(operation, partial(dist.all_reduce, async_op=True), flag)
+        work = issue(operation, dist.all_reduce, flag, async_op=True)
 
     def check() -> None:
         if work is not None:
@@ -240,10 +224,36 @@ def start_agreement(problem: str, where: str) -> Callable[[], None]:
                 work.wait()
         if flag.item():
             problems = gather_objects(problem)
-            rank = next(rank for rank, text in enumerate(problems) if text)
-            raise UserError(f"ddp: rank {rank}, {where}: {problems[rank]}")
+            other = next(i for i, text in enumerate(problems) if text)
+            raise UserError(f"ddp: rank {other}, {where}: {problems[other]}")
 
     return check
+
+
+def wait_together(future: futures.Future, timeout_s: float) -> None:
+    """Wait for work in a thread, such as a save, that every rank waits for.
+
+    It may take any time while all ranks wait. Raise LostRank if another rank has not been seen
+    waiting for `timeout_s`.
+    """
+    last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
+    pause_s = min(1, timeout_s / 4)
+    while dist.is_initialized() and not futures.wait([future], timeout=pause_s).done:
+        now = time.monotonic()
+        with named_errors("wait for a save"):
+            store = _get_default_store()
+            store.set(f"ddp/waiting/{rank()}", str(now))
+            for other in range(world_size()):
+                key = f"ddp/waiting/{other}"
+                posted = store.get(key) if store.check([key]) else b""
+                if other not in last_seen or last_seen[other][0] != posted:
+                    last_seen[other] = posted, now
+                if now - last_seen[other][1] > timeout_s:
+                    raise RuntimeError(f"rank {other} has not been seen for {timeout_s:.0f} s")
+    futures.wait([future])
+
+
+# ---- errors and signals --------------------------------------------------------------------------
 
 
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
@@ -253,41 +263,48 @@ def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist
 
 
 @contextmanager
-def named_errors(operation: str, rank: int | None = None) -> Iterator[None]:
-    """Turn the backend's error about a dead or silent rank into one line that says who was doing what."""
+def named_errors(operation: str) -> Iterator[None]:
+    """Turn the backend's error about a lost rank into one line: who was doing what, and why."""
     try:
         yield
     except RuntimeError as error:
-        rank = dist.get_rank() if rank is None else rank
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]  # gloo adds advice
+        text = str(error).strip() or type(error).__name__
+        reason = text.splitlines()[0].split(". ")[0]  # gloo adds advice
         raise LostRank(
-            f"ddp: rank {rank}: {operation} failed; another rank has died or is stuck, look for its error"
-            f"{finished_steps()} ({reason})"
+            f"ddp: rank {os.environ.get('RANK', 0)}: {operation} failed; "
+            f"another rank has died or is stuck, look for its error ({reason})"
         ) from error
 
 
-def post_finished_steps(n_steps: int) -> None:
-    """Note in the store how many steps this rank has finished (3 microseconds, waits for nothing)."""
-    if dist.is_initialized():
-        with named_errors("note of finished steps"):
-            _get_default_store().set(f"ddp/steps/{dist.get_rank()}", str(n_steps))
+class StopSignal:
+    """Turn SIGTERM and Ctrl-C into a flag that the loop reads after each step.
 
+    The loop then saves and ends. Before `begin` a signal ends the process at once, and so does a
+    second Ctrl-C (a save that is being written is completed). A terminal sends Ctrl-C to every
+    process and torchrun sends it again, so a second one counts only after two seconds.
+    """
 
-def finished_steps() -> str:
-    """How many steps each rank has finished, for an error; empty if the store does not answer within two seconds."""
-    found: list[str] = []
+    def __init__(self) -> None:
+        self.received = 0  # number of the signal
+        self.begun = False
+        self._received_at = 0.0
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
 
-    def read() -> None:
-        try:
-            store = _get_default_store()
-            for rank in range(dist.get_world_size()):
-                key = f"ddp/steps/{rank}"
-                if store.check([key]):
-                    found.append(f"rank {rank} {store.get(key).decode()}")
-        except (RuntimeError, ValueError):  # the store died with the process that kept it
-            return
+    def begin(self) -> None:
+        """Call before the first step: from here on a signal waits for a step to end."""
+        self.begun = True
 
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(2)
-    return f"; steps finished: {', '.join(found)}" if found else ""
+    def _handle(self, number: int, frame: object) -> None:
+        if not self.begun:
+            raise Stopped(number)
+        if not self.received:
+            self.received = number
+            self._received_at = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
+            raise KeyboardInterrupt
+
+    @property
+    def exit_code(self) -> int:
+        """Return 128 + the signal's number, as a shell does."""
+        return 128 + (self.received or signal.SIGTERM)  # 0: only another rank received it

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import forks
 import pytest
+import saved
 import test_pretrain as tp
 import test_sample as ts
 import torch
@@ -21,9 +22,10 @@ from groundup.align.best_of import Ranker, closed_ids
 from groundup.align.reward_model import RewardModel
 from groundup.generate.completion import Completion, Result
 from groundup.generate.engine import generate
-from groundup.train import checkpoint
+from groundup.tokens.training import train
+from groundup.train import huggingface
 from model import Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 QUESTION = "从前有一只猫?"
 BY_REWARD = ["--best_of_by=reward", "--reward_from=rm"]
@@ -61,10 +63,10 @@ def home(tmp_path_factory) -> Path:
     has its own taste."""
     root = tmp_path_factory.mktemp("cwd")
     path = ts.save_run(root / "first", seed=3, stage="", block_size=512)
-    net, tokenizer = checkpoint.load_model(path), Tokenizer.load(path)
+    net, tokenizer = huggingface.load_model(path), Tokenizer.load(path)
     with torch.no_grad():
         net.lm_head.weight[[stop(tokenizer), tokenizer.im_end_id]] *= 4
-    checkpoint.save(root / "tuned/chat", 20, net, tokenizer, {}, {}, ts.ALONE, val_loss=None, keep_last=1, keep_best=0)
+    saved.save(root / "tuned/chat", 20, net, tokenizer)
     command = "'Resolved configuration; re-run with: python sft.py out/config.py'\n"
     (root / "tuned/chat/config.py").write_text(command, encoding="utf-8")
     write_reward_model(root / "rm", counting_model(net, stop(tokenizer)), tokenizer)
@@ -79,7 +81,7 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tuned(home) -> tuple[Transformer, Tokenizer]:
     path = home / "tuned/chat/step_000020"
-    return checkpoint.load_model(path), Tokenizer.load(path)
+    return huggingface.load_model(path), Tokenizer.load(path)
 
 
 def stop(tokenizer: Tokenizer) -> int:

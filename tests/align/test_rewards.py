@@ -21,10 +21,11 @@ from groundup.errors import UserError
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.prompts import Prompt
-from groundup.train import checkpoint
-from tokenizer import Tokenizer, train
+from groundup.tokens.training import train
+from groundup.train import checkpoint, huggingface
+from tokenizer import Tokenizer
 
-RULES = '''
+RULES = """
 import decimal
 
 def exact(prompt, answer, row):
@@ -54,16 +55,17 @@ text = lambda *_: "0.5"
 nothing = lambda *_: None
 tensor = lambda *_: decimal.Decimal(1)
 number = 3
-'''
+"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """rules.py; rm, a reward model that counts full stops; random, one that has its own taste; chat, the model that
-    answers."""
+    """rules.py; rm, a reward model that counts full stops; random, one that has its own taste;
+    chat, the model that answers.
+    """
     root = tmp_path_factory.mktemp("cwd")
     (root / "rules.py").write_text(RULES, encoding="utf-8")
-    net = checkpoint.load_model(ts.save_run(root / "chat", seed=3, stage="sft", block_size=128))
+    net = huggingface.load_model(ts.save_run(root / "chat", seed=3, stage="sft", block_size=128))
     tokenizer = Tokenizer.load(checkpoint.resolve(root / "chat"))
     counting = tb.counting_model(net, tb.stop(tokenizer))
     tb.write_reward_model(root / "rm", counting, tokenizer)
@@ -90,9 +92,9 @@ def answer(text: str = "好。", finished: bool = True, ids: tuple = (), **row) 
 
 
 def test_a_sum_is_weighted_and_each_part_is_named(home):
-    found = Rewards("rules.py:exact=2, rules.py:length=-0.5,rules.py:turns", tokenizer_of(home)).table(
-        [answer("好。", answer="好。"), answer("不好。", answer="好。")]
-    )
+    found = Rewards(
+        "rules.py:exact=2, rules.py:length=-0.5,rules.py:turns", tokenizer_of(home)
+    ).table([answer("好。", answer="好。"), answer("不好。", answer="好。")])
     assert found[1:].tolist() == [[1.0, 0.0], [2.0, 3.0], [9.0, 9.0]]
     assert found[0].tolist() == [2 * 1 - 0.5 * 2 + 9, 0 - 0.5 * 3 + 9]
 
@@ -110,7 +112,10 @@ def test_an_unfinished_answer_is_shown_to_no_part(home):
 
 def test_a_model_scores_the_drawn_ids_as_transformers_does(home):
     """Of answers that the engine has drawn, whatever ended them: the reward is at <|im_end|>."""
-    tokenizer, policy = tokenizer_of(home), checkpoint.load_model(checkpoint.resolve(home / "chat"))
+    tokenizer, policy = (
+        tokenizer_of(home),
+        huggingface.load_model(checkpoint.resolve(home / "chat")),
+    )
     ids, _ = tokenizer.render([{"role": "user", "content": "猫?"}], add_generation_prompt=True)
     ends = frozenset((tokenizer.im_end_id, tb.stop(tokenizer)))
     params = SamplingParams(max_new_tokens=40, n=6, seed=3, stop_token_ids=ends)
@@ -132,7 +137,10 @@ def test_the_score_is_by_hand_that_of_the_whole_conversation(home):
     other = [*ids[:-1], tokenizer.bos_id]  # ended by another id
     found = Rewards("rm=0.5", tokenizer).table([answer(ids=ids), answer(ids=other)])
     wanted = tb.reward_by_hand(ids, tb.stop(tokenizer))
-    assert found.tolist() == [pytest.approx([wanted / 2] * 2, rel=1e-4), pytest.approx([wanted] * 2, rel=1e-4)]
+    assert found.tolist() == [
+        pytest.approx([wanted / 2] * 2, rel=1e-4),
+        pytest.approx([wanted] * 2, rel=1e-4),
+    ]
 
 
 def test_the_longest_answer_is_that_of_the_model(home):
@@ -151,7 +159,12 @@ def test_a_function_cannot_change_the_data(home):
 
 
 def test_a_file_may_hold_dataclasses_whose_types_are_texts(home):
-    lines = ["from __future__ import annotations", "import dataclasses", "@dataclasses.dataclass", "class Mark:"]
+    lines = [
+        "from __future__ import annotations",
+        "import dataclasses",
+        "@dataclasses.dataclass",
+        "class Mark:",
+    ]
     lines += ["    value: float", "def mark(prompt, answer, row):", "    return Mark(0.5).value"]
     Path("marks.py").write_text("\n".join(lines), encoding="utf-8")
     assert Rewards("marks.py:mark", tokenizer_of(home)).table([answer()])[0].tolist() == [0.5]
@@ -179,7 +192,9 @@ def test_a_function_that_gives_no_number_is_named_with_the_prompt(home, function
 
 def test_a_long_prompt_is_shortened_in_the_error(home):
     long = answer("好" * 500)
-    long = long._replace(prompt=long.prompt._replace(messages=[{"role": "user", "content": "猫" * 500}]))
+    long = long._replace(
+        prompt=long.prompt._replace(messages=[{"role": "user", "content": "猫" * 500}])
+    )
     with pytest.raises(UserError) as error:
         Rewards("rules.py:nan", tokenizer_of(home)).table([long])
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
@@ -221,9 +236,17 @@ def test_a_model_with_another_tokenizer_is_refused(home):
 
 
 def test_parts_of_the_same_name_keep_their_whole_one(monkeypatch):
-    parts = ["out/a/step_000010", "out/b/step_000010", "rules.py:exact", "x/rules.py:exact", "x/y.py:z", "out/rm/"]
-    monkeypatch.setattr(rewards, "FunctionReward", lambda name: SimpleNamespace(block_size=0))
-    monkeypatch.setattr(rewards, "ModelReward", lambda *_: SimpleNamespace(block_size=0))
+    parts = [
+        "out/a/step_000010",
+        "out/b/step_000010",
+        "rules.py:exact",
+        "x/rules.py:exact",
+        "x/y.py:z",
+        "out/rm/",
+    ]
+    stub = SimpleNamespace(block_size=0, n_parameters=0)
+    monkeypatch.setattr(rewards, "FunctionReward", lambda name: stub)
+    monkeypatch.setattr(rewards, "ModelReward", lambda *_: stub)
     assert Rewards(",".join(parts), None).names == [*parts[:4], "z", "rm"]
 
 
@@ -237,7 +260,7 @@ def test_another_weight_file_or_function_is_another_record(home):
     assert Rewards("rm,rules.py:exact=0.5", tokenizer).record() != first
 
 
-# ---- the demo's task ------------------------------------------------------------------------------------------------
+# ---- the demo's task -----------------------------------------------------------------------------
 
 TASK = ts.ROOT / "tools/largest.py"
 
@@ -279,10 +302,15 @@ def test_the_task_rewards_the_right_answer_and_no_other(home, tmp_path):
         found = parts.table([answer(text, **row) for text in (right, *wrong)])
         assert found[0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     for name in ("questions", "held_out"):
-        assert all([m["role"] for m in row["messages"]] == ["user"] for row in rows_in(tmp_path / f"{name}.jsonl"))
+        assert all(
+            [m["role"] for m in row["messages"]] == ["user"]
+            for row in rows_in(tmp_path / f"{name}.jsonl")
+        )
 
 
 def test_a_task_with_too_few_numbers_is_refused(tmp_path):
     done = make_task(tmp_path / "new", "--most=4")
     assert done.returncode == 1 and not (tmp_path / "new").exists()
-    assert done.stderr == "config: 3600 questions in all, but most=4 gives three numbers in 10 ways\n"
+    assert (
+        done.stderr == "config: 3600 questions in all, but most=4 gives three numbers in 10 ways\n"
+    )

@@ -1,4 +1,7 @@
-"""Answers are drawn from the distribution that is trained, to the last token; batches hold their tokens once."""
+"""Answers are drawn from the distribution that is trained, to the last token.
+
+Batches hold their tokens once.
+"""
 
 import copy
 
@@ -6,20 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-import model as model_file
 from groundup.align.rewards import Rollout
-from groundup.align.rollouts import Rollouts, answer_logps, draw, drawing, minibatch_of, seed_of, token_entropies
+from groundup.align.rollouts import (
+    AnswerSampler,
+    Rollouts,
+    answer_logps,
+    measure_logps,
+    minibatch_of,
+    seed_of,
+)
 from groundup.demo import debug_data
 from groundup.generate import engine, native
 from groundup.tokens.prompts import Prompt
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from groundup.train.device import autocast
 from groundup.train.lora import LoRAConfig, set_trainable
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer, chat_ready
 
-CPU = torch.device("cpu"), torch.float32
-QUESTIONS = ["What is 2 plus 3?", "为什么天是蓝的?", "Say yes.", "Name a colour, and then another one, please."]
+QUESTIONS = [
+    "What is 2 plus 3?",
+    "为什么天是蓝的?",
+    "Say yes.",
+    "Name a colour, and then another one, please.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +46,9 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def model(tokenizer) -> Transformer:
     """Of random weights that end an answer after some ten tokens."""
     torch.manual_seed(0)
-    cfg = ModelConfig(tokenizer.vocab_size, block_size=96, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
+    cfg = ModelConfig(
+        tokenizer.vocab_size, block_size=96, n_layer=2, n_head=4, n_kv_head=2, n_embd=32
+    )
     model = Transformer(cfg)
     with torch.no_grad():
         for p in model.parameters():
@@ -46,12 +61,24 @@ def model(tokenizer) -> Transformer:
 def prompts(tokenizer) -> list[Prompt]:
     talks = [[{"role": "user", "content": text}] for text in QUESTIONS]
     rendered = [tokenizer.render(talk, add_generation_prompt=True)[0] for talk in talks]
-    return [Prompt(talk, ids, {}, f"x:{i}") for i, (talk, ids) in enumerate(zip(talks, rendered, strict=True))]
+    return [
+        Prompt(talk, ids, {}, f"x:{i}")
+        for i, (talk, ids) in enumerate(zip(talks, rendered, strict=True))
+    ]
 
 
-def drawn_of(model, tokenizer, prompts, n=6, temperature=1.0, batch_size=0, max_new_tokens=24) -> list[Rollout]:
+def draw(
+    model, tokenizer, prompts, seeds, n, max_new_tokens=24, temperature=1.0, n_rows=1000
+) -> list[Rollout]:
+    sampler = AnswerSampler(
+        model, tokenizer, n_rows, max_new_tokens, temperature, torch.float32, compile=False
+    )
+    return sampler.draw(prompts, seeds, n)
+
+
+def drawn_of(model, tokenizer, prompts, n=6, n_rows=1000) -> list[Rollout]:
     seeds = [seed_of(1, 1, 0, k) for k in range(len(prompts))]
-    return draw(model, tokenizer, prompts, seeds, n, max_new_tokens, temperature, batch_size, torch.float32)
+    return draw(model, tokenizer, prompts, seeds, n, n_rows=n_rows)
 
 
 @pytest.fixture(scope="module")
@@ -65,37 +92,48 @@ def by_hand(model: Transformer, one: Rollout, temperature: float) -> torch.Tenso
     """Log-probabilities of an answer's tokens from all the logits of its text alone."""
     ids = torch.tensor([one.prompt.ids + one.ids])
     with torch.no_grad():
-        logps = (model(ids[:, :-1])[0] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logps = (
+            (model(ids[:, :-1])[0] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        )
     return logps[-len(one.ids) :]
 
 
-# ---- the distribution -----------------------------------------------------------------------------------------------
+# ---- the distribution ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.7])  # at 1 a division that is left out would not show
 def test_tokens_come_as_often_as_training_believes(model, tokenizer, prompts, temperature):
     """First tokens of 2000 answers, counted, against the probabilities that answer_logps gives."""
-    found = draw(model, tokenizer, prompts[:1], [5], 2000, 1, temperature, 0, torch.float32)
-    counts = torch.bincount(torch.tensor([one.ids[0] for one in found]), minlength=model.cfg.vocab_size)
+    found = draw(model, tokenizer, prompts[:1], [5], 2000, 1, temperature, n_rows=2000)
+    counts = torch.bincount(
+        torch.tensor([one.ids[0] for one in found]), minlength=model.cfg.vocab_size
+    )
     likely = counts.topk(12).indices.tolist()
     examples = [Rollout(prompts[0], [token], "", False, 0.0) for token in likely]
     batch = Rollouts(examples, [True] * 12, 96, tokenizer.pad_id).batch(np.arange(12))
-    p = answer_logps(model, batch, temperature, *CPU)[0].exp().detach()
+    p = answer_logps(model, batch, temperature, torch.float32)[0].exp().detach()
     spread = (p * (1 - p) * 2000).sqrt()
     assert ((counts[likely] - 2000 * p).abs() < 5 * spread).all()
-    other = answer_logps(model, batch, 1.7 - temperature, *CPU)[0].exp().detach()
-    assert not ((counts[likely] - 2000 * other).abs() < 5 * spread).all()  # so the comparison can fail
+    other = answer_logps(model, batch, 1.7 - temperature, torch.float32)[0].exp().detach()
+    assert not (
+        (counts[likely] - 2000 * other).abs() < 5 * spread
+    ).all()  # so the comparison can fail
 
 
 def test_sums_are_those_of_the_engine(model, tokenizer, drawn):
     answers = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id)
-    logps = answers.of_each(lambda batch: answer_logps(model, batch, 1.0, *CPU)[0], 5, CPU[0])
+    logps = measure_logps(model, answers, 5, 1.0, torch.float32)
     sums = torch.zeros(len(drawn)).index_add(0, answers.row, logps)
-    torch.testing.assert_close(sums, torch.tensor([one.logprob for one in drawn]), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        sums, torch.tensor([one.logprob for one in drawn]), atol=1e-4, rtol=1e-5
+    )
 
 
 def test_any_id_may_come(model, tokenizer, prompts):
-    """Reserved ids and padding too: the probabilities of what may come add up to 1 in training only with them."""
+    """Reserved ids and padding too.
+
+    The probabilities of what may come add up to 1 in training only with them.
+    """
     strange = tokenizer.pad_id
     with torch.no_grad():
         before = model.lm_head.weight[strange].clone()
@@ -107,8 +145,10 @@ def test_any_id_may_come(model, tokenizer, prompts):
 
 def test_answers_depend_on_nothing_beside_them(model, tokenizer, prompts, drawn):
     """One at a time, and the third prompt by itself, as another rank would draw it."""
-    assert [one.ids for one in drawn_of(model, tokenizer, prompts, batch_size=1)] == [one.ids for one in drawn]
-    alone = draw(model, tokenizer, prompts[2:3], [seed_of(1, 1, 0, 2)], 6, 24, 1.0, 0, torch.float32)
+    assert [one.ids for one in drawn_of(model, tokenizer, prompts, n_rows=1)] == [
+        one.ids for one in drawn
+    ]
+    alone = draw(model, tokenizer, prompts[2:3], [seed_of(1, 1, 0, 2)], 6)
     assert [one.ids for one in alone] == [one.ids for one in drawn[12:18]]
     assert len({tuple(one.ids) for one in drawn[:6]}) == 6
     places = [(1, 1, 0, 0), (2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 1, 0), (1, 1, 0, 1)]
@@ -116,49 +156,63 @@ def test_answers_depend_on_nothing_beside_them(model, tokenizer, prompts, drawn)
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora"])
-def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(model, tokenizer, prompts, monkeypatch, trainable):
-    """In place: a CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)"""
+def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
+    model, tokenizer, prompts, monkeypatch, trainable
+):
+    """In place.
+
+    A CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)
+    """
     monkeypatch.setattr(engine, "compiled_step", lambda device_type: engine.decode_step)
     kernels = native.kernels
     monkeypatch.setattr(native, "kernels", lambda dtype: None)
-    config = {"prompts_per_step": 3, "group_size": 6, "draw_batch_size": 0, "max_new_tokens": 24, "temperature": 1.0}
-    config, policy, found = config | {"compile": True}, copy.deepcopy(model), []
+    policy, found = copy.deepcopy(model), []
     set_trainable(policy, trainable, LoRAConfig())
-    kept = drawing(policy, tokenizer, config, 1, torch.bfloat16)
-    own = kept.keywords["engine"]
+
+    def new_sampler(dtype: torch.dtype = torch.bfloat16, compile: bool = True) -> AnswerSampler:
+        return AnswerSampler(policy, tokenizer, 18, 24, 1.0, dtype, compile)
+
+    kept = new_sampler()
+    own = kept.engine
     places, cache = [p.data_ptr() for p in own.model.parameters()], None
     for _ in range(3):
-        alone = drawing(policy, tokenizer, config, 1, torch.bfloat16)
-        found.append([one.ids for one in kept(prompts[:3], [7, 8, 9], n=6)])
-        assert found[-1] == [one.ids for one in alone(prompts[:3], [7, 8, 9], n=6)]
+        alone = new_sampler()
+        found.append([one.ids for one in kept.draw(prompts[:3], [7, 8, 9], n=6)])
+        assert found[-1] == [one.ids for one in alone.draw(prompts[:3], [7, 8, 9], n=6)]
         caches = list(own.cache.caches.values())
-        assert [p.data_ptr() for p in own.model.parameters()] == places and caches[0] is (cache or caches[0])
+        assert [p.data_ptr() for p in own.model.parameters()] == places
+        assert caches[0] is (cache or caches[0])
         cache = caches[0]
         with torch.no_grad():
             for p in policy.parameters():
                 p.add_(torch.randn_like(p), alpha=0.03)
     assert found[0] != found[1] != found[2]
-    assert drawing(policy, tokenizer, config | {"compile": False}, 1, torch.bfloat16).keywords["engine"] is None
+    assert new_sampler(compile=False).engine is None
     monkeypatch.setattr(native, "kernels", kernels)
     if native.kernels(torch.float32):  # a CPU has its step in C
-        assert drawing(policy, tokenizer, config, 1, torch.float32).keywords["engine"] is None
+        assert new_sampler(torch.float32).engine is None
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def test_the_end_is_learnt_where_it_was_drawn(model, tokenizer, drawn):
-    """Each answer's targets are all its ids: the end token once, last, of finished ones; none of unfinished ones."""
+    """Each answer's targets are all its ids.
+
+    The end token once, last, of finished ones; none of unfinished ones.
+    """
     answers = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id)
     for batch in answers.batches(7):
         for b in range(len(batch.x)):
             targets = batch.targets[batch.row == b].tolist()
-            (i,) = {int(i) for i in answers.row[batch.place[batch.row == b]]}
+            (i,) = {int(i) for i in answers.row[batch.token[batch.row == b]]}
             assert targets == drawn[i].ids
             ends = [k for k, token in enumerate(targets) if token in tokenizer.stop_ids]
             assert ends == ([len(targets) - 1] if drawn[i].finished else [])
-            logps, _ = answer_logps(model, batch, 0.7, *CPU)
-            torch.testing.assert_close(logps[batch.row == b], by_hand(model, drawn[i], 0.7), atol=1e-4, rtol=1e-4)
+            logps, _ = answer_logps(model, batch, 0.7, torch.float32)
+            torch.testing.assert_close(
+                logps[batch.row == b], by_hand(model, drawn[i], 0.7), atol=1e-4, rtol=1e-4
+            )
 
 
 def test_answers_that_do_not_count_have_no_token(tokenizer, drawn):
@@ -166,36 +220,31 @@ def test_answers_that_do_not_count_have_no_token(tokenizer, drawn):
     answers = Rollouts(drawn, counts, 96, tokenizer.pad_id)
     batches = list(answers.batches(5))
     assert sum(len(batch.x) for batch in batches) == len(drawn)
-    places = torch.cat([batch.place for batch in batches]).sort().values
+    places = torch.cat([batch.token for batch in batches]).sort().values
     assert torch.equal(places, answers.learned.nonzero().flatten())
     assert len(places) == sum(len(one.ids) for one in drawn if one.finished)
 
 
 def test_a_batch_without_tokens_has_gradients_of_zero(model, tokenizer, drawn):
     batch = Rollouts(drawn, [False] * len(drawn), 96, tokenizer.pad_id).batch(np.arange(3))
-    logps, entropies = answer_logps(model, batch, 1.0, *CPU, with_entropy=True)
+    logps, entropies = answer_logps(model, batch, 1.0, torch.float32, with_entropy=True)
     logps.sum().backward()
     assert not len(logps) and not len(entropies)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     model.zero_grad()
 
 
-def test_entropies_are_torchs(monkeypatch):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(23, 8), torch.randn(11, 8)
-    expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
-    for elements in (11, 40, 10**6):
-        monkeypatch.setattr(model_file, "CHUNK_ELEMENTS", elements)
-        torch.testing.assert_close(token_entropies(hidden, weight), expected)
-    assert token_entropies(hidden[:0], weight).shape == (0,)
-
-
 def test_the_temperature_divides_logits_not_hidden_states(model, tokenizer, drawn):
-    """In bfloat16 a hidden state divided by 0.7 is rounded: the engine divides the logits, and so must training."""
+    """In bfloat16 a hidden state divided by 0.7 is rounded.
+
+    The engine divides the logits, and so must training.
+    """
     batch = Rollouts(drawn, [True] * len(drawn), 96, tokenizer.pad_id).batch(np.arange(len(drawn)))
-    with torch.no_grad(), autocast(CPU[0], torch.bfloat16):
-        logits = model.lm_head(model(batch.x, index=batch.index)).float() / 0.7  # as sampling.keep_likeliest has it
-        found, entropies = answer_logps(model, batch, 0.7, CPU[0], torch.bfloat16, with_entropy=True)
+    with torch.no_grad(), autocast(torch.device("cpu"), torch.bfloat16):
+        logits = (
+            model.lm_head(model(batch.x, index=batch.index)).float() / 0.7
+        )  # as sampling.keep_likeliest has it
+        found, entropies = answer_logps(model, batch, 0.7, torch.bfloat16, with_entropy=True)
     want = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(found, want.log_prob(batch.targets), atol=1e-5, rtol=0)
     torch.testing.assert_close(entropies, want.entropy(), atol=1e-5, rtol=0)
@@ -213,6 +262,6 @@ def test_minibatches_are_the_same_on_any_ranks_and_of_one_size():
 
 def test_checkpoints_hold_such_a_model(model, tokenizer, prompts, drawn, tmp_path):
     """What was saved draws the same answers."""
-    checkpoint.write_model(tmp_path, model, tokenizer)
-    again = drawn_of(checkpoint.load_model(tmp_path), Tokenizer.load(tmp_path), prompts)
+    huggingface.write_model(tmp_path, model, tokenizer)
+    again = drawn_of(huggingface.load_model(tmp_path), Tokenizer.load(tmp_path), prompts)
     assert [one.ids for one in again] == [one.ids for one in drawn]

@@ -17,8 +17,9 @@ from groundup.generate.completion import Text, begin_prompt, check, never_sample
 from groundup.generate.engine import Engine, generate, generate_each
 from groundup.generate.kv_cache import KVCache
 from groundup.generate.sampling import SamplingParams
+from groundup.tokens.training import train
 from model import Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 CORPUS = [
     Path(random.__file__).read_text(encoding="utf-8"),

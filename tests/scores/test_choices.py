@@ -17,7 +17,8 @@ from evaluate import describe_choices
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.scores.choices import TASKS, evaluate_choices, likeliest, read_task, subjects_file, summary
-from groundup.train import checkpoint
+from groundup.tokens.training import train
+from groundup.train import huggingface
 from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu"), torch.float32
@@ -100,7 +101,7 @@ def save_model(folder: Path, tokenizer: tok.Tokenizer, block_size: int) -> None:
     for p in model.parameters():
         p.data.mul_(4)  # logits that differ
     folder.mkdir()
-    checkpoint.write_model(folder, model, tokenizer)
+    huggingface.write_model(folder, model, tokenizer)
 
 
 def data_of(base: Path, task: str) -> str:
@@ -111,7 +112,7 @@ def evaluate(base: Path, task: str, shots: int, model: str = "model", **others: 
     folder = base / model
     tokenizer = tok.Tokenizer.load(folder)
     return evaluate_choices(
-        checkpoint.load_model(folder), tokenizer, task, data_of(base, task), shots, 3, *CPU, **others
+        huggingface.load_model(folder), tokenizer, task, data_of(base, task), shots, 3, *CPU, **others
     )
 
 
@@ -184,8 +185,8 @@ def test_log_probabilities_and_choices_are_those_of_transformers(base, task):
 def test_sentencepiece_and_any_batch_size(base, tmp_path):
     """Its letter after a space is another token than the letter alone."""
     texts = [row[0] + row[1] for i in range(200) for row in (english(i), chinese(i))]
-    save_model(tmp_path / "model", tok.train(texts, 384, backend="sentencepiece"), block_size=1024)
-    tokenizer, model = tok.Tokenizer.load(tmp_path / "model"), checkpoint.load_model(tmp_path / "model")
+    save_model(tmp_path / "model", train(texts, 384, backend="sentencepiece"), block_size=1024)
+    tokenizer, model = tok.Tokenizer.load(tmp_path / "model"), huggingface.load_model(tmp_path / "model")
     both = hf(tmp_path)
     for task in ("cmmlu", "mmlu_text"):
         one, many = (
@@ -220,7 +221,7 @@ def test_too_long_prompts_lose_examples_then_their_beginning(base):
 
 def test_an_answer_longer_than_the_block_is_an_error(base, tmp_path):
     write_csv(tmp_path / "test" / "x_test.csv", [], [english(0), ["q", "no", "long " * 40, "c", "d", "A"]])
-    model, tokenizer = checkpoint.load_model(base / "model"), tok.Tokenizer.load(base / "model")
+    model, tokenizer = huggingface.load_model(base / "model"), tok.Tokenizer.load(base / "model")
     with pytest.raises(UserError, match=r"x_test.csv:2: an answer of \d+ tokens does not fit in block_size=20"):
         evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU, block_size=20)
 
@@ -426,7 +427,7 @@ def test_what_is_wrong_in_the_request_is_said(base, tmp_path):
 
 def test_texts_that_are_letters_have_every_measure(base, tmp_path):
     write_csv(tmp_path / "test" / "x_test.csv", [], [["Which?", *"ABCD", "B"], english(1)])
-    model, tokenizer = checkpoint.load_model(base / "model"), tok.Tokenizer.load(base / "model")
+    model, tokenizer = huggingface.load_model(base / "model"), tok.Tokenizer.load(base / "model")
     found = evaluate_choices(model, tokenizer, "mmlu_text", str(tmp_path), 0, 4, *CPU)
     first = found["records"][0]["chosen"]
     assert set(first) == {"acc", "acc_norm", "acc_bytes"} and len(set(first.values())) == 1

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from groundup.errors import UserError
 from groundup.scores import domains
 from groundup.scores.domains import Domain, Settings, document_losses, evaluate_domains, parse_domains, windows
-from groundup.tokens.bpe import PATTERNS
-from groundup.train import checkpoint
+from groundup.tokens.foreign import PATTERNS
+from groundup.tokens.training import bpe_files, train
+from groundup.train import huggingface
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, bpe_files, train
+from tokenizer import Tokenizer
 
 CPU = torch.device("cpu"), torch.float32
 BLOCK = 32
@@ -43,7 +44,7 @@ def model(tokenizer) -> Transformer:
 @pytest.fixture(scope="module")
 def saved(model, tokenizer, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.write_model(folder, model, tokenizer)
+    huggingface.write_model(folder, model, tokenizer)
     return folder
 
 

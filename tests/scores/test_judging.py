@@ -17,6 +17,7 @@ import torch
 from test_model import tiny_config
 from test_self_instruct import Endpoint as Service
 
+import reward
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
@@ -35,8 +36,9 @@ from groundup.scores.judging import (
     win_rate,
 )
 from groundup.tokens.pairs import PairCorpus
+from groundup.tokens.training import train
 from model import Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 CORPUS = [Path(random.__file__).read_text(encoding="utf-8")[:20_000], "从前有一只猫，坐在垫子上。你好吗？" * 20]
 
@@ -79,14 +81,14 @@ def judge() -> tuple[RewardModel, Tokenizer]:
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def test_preference_is_what_reward_py_measures(judge, tmp_path):
+def test_preference_is_what_reward_py_measures(judge, tmp_path, monkeypatch):
     """Its batches are padded pairs; ours are rows by length, whatever the batch size."""
     model, tokenizer = judge
     path = write(tmp_path / "pairs.jsonl", [*map(pair, range(60)), {"nothing": 1}, pair(1) | {"chosen": "long " * 99}])
     found = evaluate_preference(*judge, path, batch_size=7)
     corpus = PairCorpus(path, tokenizer, 96, seed=1, val_data=path)
-    config = {"loss": "last", "end": "min", "margin_scale": 0.0, "center": 0.0}
-    want = reward_model.evaluate(model, corpus.val_batches(16, 0), [1.0], config, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(reward, "batch_size", 16)
+    want = reward.evaluate(model, corpus, torch.device("cpu"), torch.float32)
     for name in set(want) - {"val_loss"}:
         assert found[name] == pytest.approx(want[name], rel=1e-4), name
     assert found["n"] == 60 and sum(found["left_out"].values()) == 2 and "pairs.jsonl:61" in found["places"][0]

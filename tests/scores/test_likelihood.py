@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import model as model_file
+from groundup.kernels import cross_entropy
 from groundup.scores.likelihood import Scored, score_tokens
-from groundup.train import checkpoint
+from groundup.tokens.training import train
+from groundup.train import huggingface
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 CPU = torch.device("cpu"), torch.float32
 BLOCK = 24
@@ -50,7 +51,7 @@ def by_hand(hf: LlamaForCausalLM, ids: list[int], first: int) -> Scored:
 
 
 def test_rows_as_transformers_scores_them_one_by_one(model, tokenizer, tmp_path):
-    checkpoint.write_model(tmp_path, model, tokenizer)
+    huggingface.write_model(tmp_path, model, tokenizer)
     hf = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     hf.config.max_position_embeddings = BLOCK + 1  # a last id that is only scored is never read
     rows = make_rows(40, tokenizer.vocab_size)
@@ -106,9 +107,9 @@ def test_the_model_is_left_in_its_mode_and_without_dropout_meanwhile(tokenizer):
 
 def test_logits_are_never_held_for_all_tokens(model, monkeypatch):
     sizes = []
-    entropy = model_file.softmax_cross_entropy
-    monkeypatch.setattr(model_file, "CHUNK_ELEMENTS", 3 * model.cfg.vocab_size)
-    monkeypatch.setattr(model_file, "softmax_cross_entropy", lambda z, t: (sizes.append(len(z)), entropy(z, t))[1])
+    entropy = cross_entropy.softmax_cross_entropy
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 3 * model.cfg.vocab_size)
+    monkeypatch.setattr(cross_entropy, "softmax_cross_entropy", lambda z, t: (sizes.append(len(z)), entropy(z, t))[1])
     rows = make_rows(8, model.cfg.vocab_size)
     score_tokens(model, rows, 8, *CPU)
     assert max(sizes) == 3

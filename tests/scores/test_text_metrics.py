@@ -28,8 +28,9 @@ from groundup.scores.text_metrics import (
     measure_answers,
     read_questions,
 )
+from groundup.tokens.training import train
 from model import Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 CORPUS = [Path(random.__file__).read_text(encoding="utf-8")[:20_000], "从前有一只猫，坐在垫子上。你好吗？" * 20]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)

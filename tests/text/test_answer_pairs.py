@@ -279,7 +279,6 @@ def test_what_gives_no_pair_is_one_line(tmp_path):
     assert "no pair: " in error(input=cut, pair_by="dataset") and "1 answers left out: unfinished" in error(
         input=cut, pair_by="dataset"
     )
-    assert "config: pair_by must be one of dataset, reward, got 'best'" in error(input=cut, pair_by="best")
     assert "pair_margin=0.5 has no effect without pair_by=reward" in error(
         input=cut, pair_by="dataset", pair_margin=0.5
     )

@@ -24,7 +24,8 @@ from groundup.text import documents, pipeline, selection
 from groundup.tokens import chat_files, pairs
 from groundup.tokens.row_reader import Unusable
 from groundup.tokens.token_files import TokenData
-from tokenizer import Tokenizer, train
+from groundup.tokens.training import train
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}

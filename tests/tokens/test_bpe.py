@@ -11,7 +11,8 @@ import tokenizers
 
 from groundup.demo.python_docs import chinese_sample
 from groundup.tokens import bpe as bpe_module
-from groundup.tokens.bpe import PATTERN, PATTERNS, Chunks, characters_first, count_chunks, train_bpe
+from groundup.tokens.bpe import PATTERN, Chunks, characters_first, count_chunks, train_bpe
+from groundup.tokens.foreign import PATTERNS, SAFE_CUT
 
 ENGLISH = """The generator is initialised from a seed; the same seed gives the same numbers, so that a run can be
 repeated. It's not for secrets: they're what the "secrets" module is for, and we'll say so again. I'd read it twice.
@@ -183,7 +184,7 @@ def test_blocks_do_not_change_the_chunks(monkeypatch: pytest.MonkeyPatch, patter
     cuts = 0
     for text in [*TEXTS, *random_texts(700, seed=5)]:
         whole = regex.findall(pattern, text)
-        for cut in bpe_module.SAFE_CUT.finditer(text):
+        for cut in SAFE_CUT.finditer(text):
             cuts += 1
             parts = regex.findall(pattern, text[: cut.start()]) + regex.findall(pattern, text[cut.start() :])
             assert parts == whole, (text, cut.start())

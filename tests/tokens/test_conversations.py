@@ -17,7 +17,9 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.chat_files import in_memory, read_chat, tokenize
 from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
 from groundup.tokens.corpus import same_order
-from tokenizer import Tokenizer, train
+from groundup.tokens.training import train
+from groundup.train.ranks import World
+from tokenizer import Tokenizer
 
 KEYS = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
 IGNORE = -100
@@ -99,8 +101,8 @@ def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, see
 
 def everything(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """x, y with IGNORE, documents of all rows in one batch."""
-    starts = np.arange(rows.n_rows) * (rows.block_size + 1)
-    batch = load_rows([rows], np.zeros_like(starts), starts)
+    numbers = np.arange(rows.n_rows)
+    batch = load_rows([rows], np.zeros_like(numbers), numbers)
     y = torch.full_like(batch.x, IGNORE).reshape(-1)
     y[batch.index] = batch.targets
     return batch.x, y.view(batch.x.shape), batch.documents
@@ -120,7 +122,7 @@ def segments(rows: Rows) -> list[tuple[tuple, tuple]]:
             if document >= 0:
                 found.append((tuple(x[own].tolist()), tuple(y[own].tolist())))
             else:
-                assert (y[own] == IGNORE).all() and (x[own] == rows.of.pad_id).all()
+                assert (y[own] == IGNORE).all() and (x[own] == rows.conversations.pad_id).all()
     return found
 
 
@@ -135,22 +137,22 @@ def test_worked_example_alone():
 
 def test_worked_example_packed():
     rows = rows_of([C1, C2], Toy(), 40, pack=True)
-    assert rows.n_rows == 1 and rows.n_padding == 2 and rows.n_labels.tolist() == [7] and rows.n_used.tolist() == [38]
+    assert rows.n_rows == 1 and rows.n_labels.tolist() == [7] and rows.n_used.tolist() == [38]
     x, y, documents = everything(rows)
     order = [(X1, Y1), (X2, Y2)] if x[0, 3] == 12 else [(X2, Y2), (X1, Y1)]
     assert x.tolist() == [order[0][0] + order[1][0] + [0, 0]]
     assert y.tolist() == [order[0][1] + order[1][1] + [IGNORE] * 2]
     assert documents.tolist() == [[0] * len(order[0][0]) + [1] * len(order[1][0]) + [-1] * 2]
     full = rows_of([C1, C2], Toy(), 38, pack=True)
-    assert full.n_rows == 1 and full.n_padding == 0 and rows_of([C1, C2], Toy(), 37, pack=True).n_rows == 2
+    assert full.n_rows == 1 and rows_of([C1, C2], Toy(), 37, pack=True).n_rows == 2
 
 
 def test_what_is_too_long_ends_after_its_last_complete_answer():
     ids, mask = tokenize(C1, Toy())
     for limit in range(40):
-        found, found_mask, was_cut = fit(ids, mask, 2, limit)
+        found, found_mask = fit(ids, mask, 2, limit)
         n = 28 if limit >= 28 else 27 if limit == 27 else 14 if limit >= 14 else 13 if limit == 13 else 0
-        assert len(found) == len(found_mask) == n and was_cut == (limit < 28)
+        assert len(found) == len(found_mask) == n
         assert np.array_equal(found, ids[:n]) and np.array_equal(found_mask, mask[:n])
     rows = rows_of([C1], Toy(), 13, pack=False)
     x, y, _ = everything(rows)
@@ -206,7 +208,6 @@ def test_packed_rows_hold_every_conversation_once_and_labels_are_shifted_within(
     cut = rows.counts["cut after an answer that fits in block_size=256"]
     assert cut > 3 and len(expected) + sum(rows.counts.values()) - cut == 120
     assert rows.n_used.sum() == sum(len(x) for x, _ in expected) <= rows.n_rows * 256
-    assert rows.n_padding == rows.n_rows * 256 - rows.n_used.sum() and rows.n_tokens == rows.n_rows * 257
     _, y, _ = everything(rows)
     assert rows.n_labels.tolist() == (y != IGNORE).sum(1).tolist()
 
@@ -216,7 +217,7 @@ def test_rows_without_packing_have_one_conversation_and_few_widths(tok):
     rows = rows_of(found, tok, 256, pack=False)
     widths = set()
     for row in range(rows.n_rows):
-        batch = load_rows([rows], np.array([0]), np.array([row * 257]))
+        batch = load_rows([rows], np.array([0]), np.array([row]))
         n = int(rows.n_used[row])
         widths.add(batch.x.shape[1])
         assert batch.x.shape[1] - 32 < n <= batch.x.shape[1] <= 256 and batch.x.shape[1] % 32 == 0
@@ -242,47 +243,43 @@ def two_files(tmp_path) -> tuple[str, str]:
 def batches_of(corpus: ChatCorpus, world_size: int, rank: int, accum_steps: int, start_step: int = 0) -> Batches:
     order = corpus.order(7, 12, 50)
     size = 12 // world_size // accum_steps
-    return Batches(corpus.train, order, corpus.block_size, size, accum_steps, rank, world_size,
-                        start_step=start_step, load=corpus.load, valid=corpus.label_weight)  # fmt: skip
+    return Batches(corpus, order, size, accum_steps, World(rank, rank, world_size), first_step=start_step)
 
 
 def steps_of(corpus: ChatCorpus, n: int, world_size: int, accum_steps: int, start_step: int = 0) -> list[list]:
-    """For each step the sorted labelled conversations of all ranks; checks the weights against valid_tokens."""
+    """For each step the sorted labelled conversations of all ranks; checks their labels against count_targets."""
     steps = [[] for _ in range(n)]
-    weights = [0.0] * n
+    n_labels = [0] * n
     for rank in range(world_size):
         batches = batches_of(corpus, world_size, rank, accum_steps, start_step)
         for step in range(n):
             for _ in range(accum_steps):
                 batch = batches.next()
-                labels = torch.stack([batch.index // batch.x.shape[1], batch.targets, batch.sources])
+                labels = torch.stack([batch.index // batch.x.shape[1], batch.targets])
                 steps[step] += [labels[1:, labels[0] == row].tolist() for row in range(len(batch.x))]
-                weights[step] += batch.weights.double().sum().item()
-        wanted = [batches.valid_tokens(start_step + step) for step in range(n)]
+                n_labels[step] += len(batch.targets)
+        wanted = [batches.count_targets(start_step + step) for step in range(n)]
         batches.close()
-    assert weights == pytest.approx(wanted, rel=1e-6)
+    assert n_labels == wanted
     return [sorted(step) for step in steps]
 
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_step_has_the_same_labels_for_any_ranks_and_micro_batches_and_after_a_resume(tok, two_files, pack):
     a, b = two_files
-    corpus = ChatCorpus(f"{a}=0.5,{b}=0.5", tok, 256, pack, 7, loss_weights=f"{b}=0.25")
+    corpus = ChatCorpus(f"{a}=0.5,{b}=0.5", tok, 256, pack, 7)
     expected = steps_of(corpus, 4, 1, 1)
     assert steps_of(corpus, 4, 1, 3) == steps_of(corpus, 4, 2, 2) == steps_of(corpus, 4, 4, 1) == expected
     assert steps_of(corpus, 2, 2, 1, start_step=2) == expected[2:]
 
 
-def test_loss_weights_and_sources_reach_every_label(tok, two_files):
+def test_the_labels_of_rows_of_two_sources(tok, two_files):
     a, b = two_files
-    corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, True, 7, loss_weights="b.jsonl=0.25")
-    batch = corpus.load(np.array([0, 1, 1]), np.array([0, 0, 257]))
+    corpus = ChatCorpus(f"{a}=3,{b}=1", tok, 256, True, 7)
+    batch = corpus.load(np.array([0, 1, 1]), np.array([0, 0, 1]))
     per_row = np.bincount(batch.index.numpy() // 256, minlength=3)
     assert per_row.tolist() == [corpus.train[0].n_labels[0], *corpus.train[1].n_labels[:2]]
-    assert batch.sources.tolist() == [0] * per_row[0] + [1] * (per_row[1] + per_row[2])
-    assert batch.weights.tolist() == [1.0] * per_row[0] + [0.25] * (per_row[1] + per_row[2])
-    weights = corpus.label_weight(np.array([0, 1, 1]), np.array([0, 0, 257]))
-    assert weights.tolist() == [per_row[0], per_row[1] / 4, per_row[2] / 4]
+    assert corpus.valid(np.array([0, 1, 1]), np.array([0, 0, 1])).tolist() == per_row.tolist()
     moved = batch.to("cpu")
     assert type(moved) is type(batch) and torch.equal(moved.x, batch.x)
     assert corpus.load(np.array([0]), np.array([0])).documents.dtype == torch.int64
@@ -320,13 +317,13 @@ def test_validation_batches_of_all_ranks_are_the_split_once(tok, tmp_path):
         labels += [b.targets.tolist() for b in corpus.val_batches(4, 0, rank, 3)["a.jsonl"]]
     assert sum(map(len, labels)) == rows.n_labels.sum() and len(labels) == -(-rows.n_rows // 4)
     assert len(list(corpus.val_batches(4, 3)["a.jsonl"])) == 3
-    assert len(rows.of) + len(corpus.train[0].of) == 90 and 20 < len(rows.of) < 70
+    assert len(rows.conversations) + len(corpus.train[0].conversations) == 90 and 20 < len(rows.conversations) < 70
 
 
 def test_val_data_and_prompts(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
-    assert len(corpus.train[0].of) == 80 and len(corpus.val["b.jsonl"].of) == 30 and corpus.val_shares() == [1.0]
+    assert len(corpus.train[0].conversations) == 80 and len(corpus.val["b.jsonl"].conversations) == 30 and corpus.val_shares() == [1.0]
     fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
     expected = [(tok.render(talk[:-1], add_generation_prompt=True)[0], talk[-1]["content"]) for talk in fitting]
     assert 5 < len(expected) < 30  # the others could not be asked
@@ -378,8 +375,8 @@ def test_files_that_hold_no_conversations_are_refused_with_what_was_tried(tok, t
     long = message(write_talks(tmp_path / "f.jsonl", [[user("q"), assistant("a" * 500)]]))
     assert "nothing to train on in f.jsonl: 1 left out: no answer fits in block_size=64" in long
     good = write_talks(tmp_path / "g.jsonl", talks(5))
-    with pytest.raises(UserError, match="loss_weights has 'h.jsonl'"):
-        ChatCorpus(good, tok, 256, True, 1, loss_weights="h.jsonl=2")
+    with pytest.raises(UserError, match="max_epochs has 'h.jsonl'"):
+        ChatCorpus(good, tok, 256, True, 1).order(1, 4, 10, max_epochs="h.jsonl=2")
 
 
 def test_several_containers_and_shapes_in_one_glob(tok, tmp_path):
@@ -414,9 +411,9 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     path = write_talks(tmp_path / "a.jsonl", [*found, [user("cut"), assistant("me"), user("off")]])
     assert make(tmp_path / "rows", path) == make(tmp_path / "tokens", path, tokenizer_dir=tok_dir) == 0
     from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
-    assert isinstance(from_tokens.train[0].of.tokens.base, np.memmap) and from_rows.train[0].of.tokens.base is None
+    assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap) and from_rows.train[0].conversations.tokens.base is None
     raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
-    assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].of) > 2
+    assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].conversations) > 2
     # what numpy reads from the files is what the renderer makes of the lines
     for split in ("train", "val"):
         lines = (tmp_path / "tokens" / f"{split}.jsonl").read_text("utf-8").splitlines()
@@ -464,7 +461,7 @@ def test_damage_of_token_files_is_noticed_and_another_tokenizer_reads_the_rows(t
     other = train(corpora.debug_texts()[:20], 640)
     corpus = ChatCorpus(str(out), other, 512, True, 1)
     assert any("another tokenizer's; its rows are tokenized again" in line for line in corpus.report())
-    assert corpus.train[0].of.tokens.tolist() == [
+    assert corpus.train[0].conversations.tokens.tolist() == [
         i for line in (out / "train.jsonl").read_text("utf-8").splitlines()
         for i in other.render(json.loads(line)["messages"])[0]
     ]  # fmt: skip

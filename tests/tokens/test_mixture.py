@@ -8,7 +8,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.tokens import mixture
-from groundup.tokens.mixture import Mixture, Sampler, Stage
+from groundup.tokens.mixture import Mixture, Sampler, Stage, WindowSampler
 
 # ---- one source ------------------------------------------------------------------------------------------------------
 
@@ -44,9 +44,9 @@ def test_windows_of_an_epoch() -> None:
     """Every position is the target of exactly one window, but for fewer than 2T at the ends."""
     for block_size in (1, 2, 3, 8):
         for n_tokens in range(2 * block_size + 1, 8 * block_size + 4):
-            sampler = Sampler(n_tokens, block_size, seed=7)
+            sampler = WindowSampler(n_tokens, block_size, seed=7)
             n = (n_tokens - 1) // block_size - 1
-            assert sampler.n_windows == n >= 1
+            assert sampler.per_epoch == n >= 1
             for epoch in range(4):
                 starts = sampler.start(np.arange(epoch * n, (epoch + 1) * n))
                 targets = np.sort((starts[:, None] + 1 + np.arange(block_size)).ravel())
@@ -56,26 +56,27 @@ def test_windows_of_an_epoch() -> None:
 
 
 def test_epochs_differ_in_order_and_borders_and_seeds_differ() -> None:
-    sampler = Sampler(10_000, 16, seed=1)
-    n = sampler.n_windows
+    sampler = WindowSampler(10_000, 16, seed=1)
+    n = sampler.per_epoch
     epochs = [tuple(sampler.start(np.arange(e * n, (e + 1) * n))) for e in range(20)]
     assert len({epoch[0] % 16 for epoch in epochs}) > 8 and len({epoch[:8] for epoch in epochs}) == 20
     mixed = np.random.default_rng(0).permutation(20 * n)  # any order, many epochs at once
     assert np.array_equal(sampler.start(mixed), np.concatenate(epochs)[mixed])
-    assert not np.array_equal(Sampler(10_000, 16, seed=2).start(np.arange(n)), epochs[0])
+    assert not np.array_equal(WindowSampler(10_000, 16, seed=2).start(np.arange(n)), epochs[0])
     # fixed for ever: a changed order would break the resumption of every run
-    assert Sampler(1000, 10, seed=1337).start(np.array([0, 1, 2, 98, 10**9])).tolist() == [281, 171, 881, 963, 624]
+    starts = WindowSampler(1000, 10, seed=1337).start(np.array([0, 1, 2, 98, 10**9]))
+    assert starts.tolist() == [281, 171, 881, 963, 624]
 
 
-def test_packed_rows_come_once_per_epoch_and_begin_at_rows() -> None:
-    sampler = Sampler(17 * 23, 16, seed=3, packed=True)
+def test_rows_come_once_per_epoch() -> None:
+    sampler = Sampler(23, seed=3)
     epochs = sampler.start(np.arange(4 * 23)).reshape(4, 23)
-    assert np.array_equal(np.sort(epochs, axis=1), np.tile(17 * np.arange(23), (4, 1)))
+    assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(23), (4, 1)))
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_sources_of_one_size_have_orders_of_their_own() -> None:
-    starts = [Sampler(10_000, 16, 1, source).start(np.arange(300)) // 16 for source in range(3)]
+    starts = [WindowSampler(10_000, 16, 1, source).start(np.arange(300)) // 16 for source in range(3)]
     assert all((starts[a] == starts[b]).mean() < 0.05 for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
@@ -130,7 +131,7 @@ STAGES = [(0, [0.7, 0.2, 0.1]), (3000, [0.0, 1.0, 0.0]), (3700, [1 / 3, 1 / 3, 1
 
 
 def of_sizes(*n_windows: int) -> list[Sampler]:
-    return [Sampler((n + 1) * 8 + 1, 8, 5, source) for source, n in enumerate(n_windows)]
+    return [WindowSampler((n + 1) * 8 + 1, 8, 5, source) for source, n in enumerate(n_windows)]
 
 
 def largest_remainder(weights: list[float]) -> list[int]:
@@ -192,7 +193,7 @@ def test_a_later_stage_changes_nothing_before_it() -> None:
 
 
 def test_one_source_alone_has_the_order_of_its_sampler() -> None:
-    sampler = Sampler(1000, 10, seed=1337)
+    sampler = WindowSampler(1000, 10, seed=1337)
     samples = np.array([0, 1, 2, 98, 1023, 1024, 10**9, 10**15])
     sources, starts = Mixture([sampler], 1337).start(samples)
     assert not sources.any() and np.array_equal(starts, sampler.start(samples))

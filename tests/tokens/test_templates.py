@@ -16,7 +16,8 @@ from groundup.files.row_formats import messages_of
 from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.foreign import to_json, with_specials
 from groundup.tokens.templates import BEGIN, GUARD, ChatTemplate, Piece
-from tokenizer import Tokenizer, chat_ready, train
+from groundup.tokens.training import train
+from tokenizer import Tokenizer, chat_ready
 
 TRL = Path(find_spec("trl").origin).parent / "chat_templates"
 SPECIALS = [

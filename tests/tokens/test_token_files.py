@@ -1,4 +1,4 @@
-"""data.py: token files against numpy, batches and packing against enumeration."""
+"""token_files.py: token files against numpy, batches and packing against enumeration."""
 
 import io
 import itertools
@@ -15,19 +15,15 @@ import pytest
 import torch
 
 from groundup.errors import UserError
-from groundup.tokens.batches import Batches, TextCorpus, val_batches
-from groundup.tokens.corpus import steps_of
-from groundup.tokens.documents import documents_of as documents_of_ids
-from groundup.tokens.mixture import Mixture, Sampler
-from groundup.tokens.packing import PackedData, Packing, best_fit, pack, pack_rows
-from groundup.tokens.token_files import (
-    ShardWriter,
-    TokenData,
-    npy_header,
-    verify,
-    write_manifest,
-)
-from model import IGNORE
+from groundup.kernels.attention import documents_of as documents_of_ids
+from groundup.tokens import IGNORE
+from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
+from groundup.tokens.mixture import Mixture, WindowSampler
+from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
+from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.token_files import PackedData, TokenData, npy_header
+from groundup.tokens.token_writer import ShardWriter, verify, write_manifest
+from groundup.train.ranks import World
 
 # ---- token files -----------------------------------------------------------------------------------------------------
 
@@ -56,12 +52,27 @@ def row(path: Path, n_tokens: int, split: str = "train") -> TokenData:
     return TokenData(path, split)
 
 
+class Alone:
+    """A corpus of one split."""
+
+    def __init__(self, split: TokenData, block_size: int) -> None:
+        self.split, self.block_size = split, block_size
+
+    def load(self, sources: np.ndarray, starts: np.ndarray) -> Windows:
+        return load_windows([self.split] * len(starts), starts, self.block_size)
+
+    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return self.split.n_valid(starts, self.block_size + 1) - 1
+
+
 def batches_of(
-    split: TokenData, block_size: int, batch_size: int, accum_steps: int, seed: int, **more: object
+    split: TokenData, block_size: int, batch_size: int, accum_steps: int, seed: int, rank: int = 0,
+    world_size: int = 1, **more: object,
 ) -> Batches:
     """Of this one split alone."""
-    order = Mixture([Sampler(split.n_tokens, block_size, seed)], seed)
-    return Batches([split], order, block_size, batch_size, accum_steps, **more)
+    order = Mixture([WindowSampler(split.n_tokens, block_size, seed)], seed)
+    world = World(rank, rank, world_size)
+    return Batches(Alone(split, block_size), order, batch_size, accum_steps, world, **more)
 
 
 @pytest.mark.parametrize("shard_tokens", [64, 91, 512, 4096])
@@ -257,7 +268,7 @@ def test_a_late_step_costs_no_more_than_the_first(tmp_path: Path) -> None:
 
     def seconds(step: int) -> float:
         begin = time.perf_counter()
-        batches = batches_of(split, 16, 4, 1, seed=1, start_step=step)
+        batches = batches_of(split, 16, 4, 1, seed=1, first_step=step)
         batches.next()
         batches.close()
         return time.perf_counter() - begin
@@ -280,7 +291,7 @@ def take(
     start: int = 0,
 ) -> torch.Tensor:
     """Inputs of n_steps steps of one rank, (n_steps, accum_steps * batch_size, 16); x and y are checked."""
-    batches = batches_of(split, 16, batch_size, accum_steps, 5, rank=rank, world_size=world_size, start_step=start)
+    batches = batches_of(split, 16, batch_size, accum_steps, 5, rank=rank, world_size=world_size, first_step=start)
     steps = []
     for _ in range(n_steps * accum_steps):
         x, y = batches.next()
@@ -295,9 +306,9 @@ def take(
 def test_batches_hold_the_samples_of_the_sampler(tmp_path: Path) -> None:
     expected = write(tmp_path, random_documents(), shard_tokens=256)
     split = TokenData(tmp_path, "train")
-    batches = batches_of(split, 16, 3, 2, seed=9, start_step=4)
+    batches = batches_of(split, 16, 3, 2, seed=9, first_step=4)
     assert batches.position(4) == 24
-    starts = Sampler(split.n_tokens, 16, 9).start(np.arange(24, 24 + 60))
+    starts = WindowSampler(split.n_tokens, 16, 9).start(np.arange(24, 24 + 60))
     for k in range(20):
         x, y = batches.next()
         for row_x, row_y, start in zip(x, y, starts[3 * k : 3 * k + 3], strict=True):
@@ -312,16 +323,22 @@ class Found(NamedTuple):
     starts: torch.Tensor
 
 
-def test_batches_of_another_kind_and_what_they_weigh(tmp_path: Path) -> None:
+class Strange:
+    """A corpus of another kind of batch."""
+
+    def load(self, sources: np.ndarray, starts: np.ndarray) -> Found:
+        return Found(torch.from_numpy(sources), None, torch.from_numpy(starts))
+
+    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return starts + sources
+
+
+def test_batches_of_another_kind(tmp_path: Path) -> None:
     split = row(tmp_path, 2000)
-    order = Mixture([Sampler(split.n_tokens, 16, 5)], 5)
-    batches = Batches(
-        [split], order, 16, 3, 2, start_step=1,
-        load=lambda sources, starts: Found(torch.from_numpy(sources), None, torch.from_numpy(starts)),
-        valid=lambda sources, starts: starts / 4 + sources,
-    )  # fmt: skip
+    order = Mixture([WindowSampler(split.n_tokens, 16, 5)], 5)
+    batches = Batches(Strange(), order, 3, 2, World(0, 0, 1), first_step=1)
     _, starts = order.start(np.arange(6, 12))
-    assert batches.valid_tokens(1) == (starts / 4).sum() and isinstance(batches.valid_tokens(1), float)
+    assert batches.count_targets(1) == starts.sum()
     for k in range(2):
         found = batches.next()
         assert type(found) is Found and found.nothing is None and found.sources.tolist() == [0] * 3
@@ -347,7 +364,7 @@ def test_an_epoch_is_every_window_once_over_all_ranks(tmp_path: Path, world_size
     ranks = [take(split, 12 // world_size, 1, 8, rank, world_size) for rank in range(world_size)]
     windows = torch.cat(ranks).view(-1, 16)
     assert len(windows) == 96 and len({tuple(window.tolist()) for window in windows}) == 96
-    offset = Sampler(split.n_tokens, 16, 5).start(np.arange(96)).min()
+    offset = WindowSampler(split.n_tokens, 16, 5).start(np.arange(96)).min()
     expected = split.window(int(offset), 96 * 16).reshape(96, 16)
     assert sorted(windows.tolist()) == sorted(expected.tolist())
 
@@ -507,7 +524,8 @@ def mixed_batches(
     """Of three stages; 30 steps pass through shards, sources, stages and more than one epoch of each source."""
     corpus = TextCorpus(MIXED.format(path), 16)
     order = corpus.order(11, STEP, 30, **options)
-    return Batches(corpus.train, order, 16, batch_size, accum_steps, rank, world_size, start_step=start)
+    world = World(rank, rank, world_size)
+    return Batches(corpus, order, batch_size, accum_steps, world, first_step=start)
 
 
 def inputs(batches: Batches, n: int) -> torch.Tensor:
@@ -680,8 +698,9 @@ def test_packed_files_hold_every_document_once(tmp_path: Path) -> None:
     for parity, source in enumerate(("wiki", "code")):
         split, entry = PackedData(tmp_path, 64, source), record["sources"][source]
         assert len(entry["shards"]) > 1 and split.n_tokens == 65 * entry["rows"]
-        rows = split.window(0, split.n_tokens).reshape(-1, 65)
-        valid = split.valid(65 * np.arange(len(rows)), 65)
+        assert split.n_rows == entry["rows"]
+        rows = np.stack([split.window(k, 65) for k in range(split.n_rows)])
+        valid = split.n_valid(np.arange(len(rows)), 65)
         assert (rows[:, 0] == EOT).all() and valid.max() <= 65
         pieces = []
         filled = 0
@@ -710,10 +729,10 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
     packed_directory(tmp_path)
     corpus = TextCorpus(str(tmp_path), 64, pack=True)
     order = corpus.order(1, 6, 10)
-    n_rows = sum(split.n_tokens // 65 for split in corpus.train)
+    n_rows = sum(split.n_rows for split in corpus.train)
     n_steps = n_rows // 6 + 3
     found = [[], []]
-    batches = [Batches(corpus.train, order, 64, 3, 1, rank, 2) for rank in range(2)]
+    batches = [Batches(corpus, order, 3, 1, World(rank, rank, 2)) for rank in range(2)]
     for step in range(n_steps):
         n_valid = 0
         for k, of_rank in enumerate(batches):
@@ -726,15 +745,15 @@ def test_training_on_packed_rows(tmp_path: Path) -> None:
             for x_row, mask in zip(x, valid, strict=True):
                 assert mask[: mask.sum()].all()
                 found[k].append(tuple(x_row.tolist()))
-        assert batches[0].valid_tokens(step) == batches[1].valid_tokens(step) == n_valid
+        assert batches[0].count_targets(step) == batches[1].count_targets(step) == n_valid
     for of_rank in batches:
         of_rank.close()
     counts = order.counts(6 * n_steps)
     for source, split in enumerate(corpus.train):
-        starts = order.samplers[source].start(np.arange(min(counts[source], split.n_tokens // 65)))
-        assert len(set(starts)) == len(starts) and (starts % 65 == 0).all()
+        rows = order.samplers[source].start(np.arange(min(counts[source], split.n_rows)))
+        assert len(set(rows)) == len(rows) and (rows < split.n_rows).all()
     assert len(set(found[0]) | set(found[1])) > 0.9 * n_rows
-    assert batches_of(TokenData(tmp_path, "train", "wiki"), 16, 3, 2, 1).valid_tokens(5) == 96
+    assert batches_of(TokenData(tmp_path, "train", "wiki"), 16, 3, 2, 1).count_targets(5) == 96
 
 
 def test_mistakes_with_packing(tmp_path: Path) -> None:

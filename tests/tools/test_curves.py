@@ -129,7 +129,7 @@ def test_shipped_curves_are_of_configs_and_say_where_they_are_from():
         header, *events = read_events(path)
         keys = "command", "commit", "date", "script", "machine", "versions", "settings"
         assert path.stem in names and all(header[key] for key in keys) and 0 < len(events) <= 2 * curves.MOST, path
-        known = defaults_of(ROOT / f"{header['script']}.py").keys() | curves.REMOVED.keys()
+        known = defaults_of(ROOT / f"{header['script']}.py").keys()
         assert header["settings"].keys() <= known and "with changes" not in header["commit"], path
 
 

@@ -26,8 +26,9 @@ from transformers import (
 )
 
 from groundup.errors import UserError
-from groundup.train import checkpoint
-from tokenizer import Tokenizer, train
+from groundup.tokens.training import train
+from groundup.train import huggingface
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["Hello world, it's 12345\n\n\t你好世界！ 春天 def f(x):\n    return x\n"] * 20
@@ -79,7 +80,7 @@ def test_there_and_back_gives_the_same_weights_and_ids(kind, tmp_path, tokenizer
             torch.testing.assert_close(theirs.eval()(ids).logits, want, rtol=1e-5, atol=1e-5)
         from_gguf.convert(tmp_path / "m.gguf", tmp_path / "back", torch.float32)
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, want)
-        ours = checkpoint.load_model(tmp_path / "back").eval()(ids)
+        ours = huggingface.load_model(tmp_path / "back").eval()(ids)
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
     back, text = Tokenizer.load(tmp_path / "back"), TEXTS[0] + "<|im_start|>"
     assert back.encode(text) == tokenizer.encode(text)
@@ -109,7 +110,7 @@ def test_eight_bits_are_what_gguf_makes_of_them(tmp_path, tokenizer):
     kind = gguf.GGMLQuantizationType.Q8_0
     want = model.lm_head.weight.detach().numpy()
     want = gguf.quants.dequantize(gguf.quants.quantize(want, kind), kind)
-    stored = checkpoint.load_model(tmp_path / "back").embed_tokens.weight
+    stored = huggingface.load_model(tmp_path / "back").embed_tokens.weight
     torch.testing.assert_close(stored.float(), torch.from_numpy(want).bfloat16().float(), rtol=0, atol=0)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -63,7 +63,7 @@ def test_prompts_and_greedy_answers(directory, theirs):
     asked = {"add_generation_prompt": True, "return_dict": True}
     assert prompts == [reference.apply_chat_template(talk, **asked)["input_ids"] for talk in TALKS]
     params = SamplingParams(max_new_tokens=24, temperature=0.0, eos_ids=tokenizer.stop_ids)
-    ours = generate(checkpoint.load_model(directory).eval(), tokenizer, prompts, params)
+    ours = generate(huggingface.load_model(directory).eval(), tokenizer, prompts, params)
     for ids, result in zip(prompts, ours, strict=True):
         options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": list(tokenizer.stop_ids)}
         assert result.completions[0].ids == theirs.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
@@ -73,7 +73,7 @@ def test_prompts_and_greedy_answers(directory, theirs):
 def test_perplexity_token_by_token(directory, theirs):
     """English, Chinese and code; the sum is the one that evaluate.py divides."""
     tokenizer, reference = Tokenizer.load(directory), AutoTokenizer.from_pretrained(directory)
-    model = checkpoint.load_model(directory).eval()
+    model = huggingface.load_model(directory).eval()
     for name in ("README.md", "README.zh.md", "model.py", "groundup/demo/zh_sample.txt"):
         text = (ROOT / name).read_text(encoding="utf-8")[:3000]
         ids = reference(text)["input_ids"][:400]

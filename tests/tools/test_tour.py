@@ -32,8 +32,9 @@ def test_rows_add_up_to_the_parameters_and_flops_of_the_model(shape):
     for name, _, own, flops, _ in tour.rows_of(cfg, 2, 16):
         times = cfg.n_layer if name.startswith("layers.0.") else 1
         parameters, forward = parameters + times * own, forward + times * flops
-    assert parameters == sum(p.numel() for p in Transformer(cfg).parameters())
-    assert 3 * forward == flops_per_token(cfg, 16)
+    net = Transformer(cfg)
+    assert parameters == sum(p.numel() for p in net.parameters())
+    assert 3 * forward == flops_per_token(net, 16)
 
 
 def test_shapes_are_those_of_a_real_forward_pass():

@@ -1,24 +1,20 @@
 """checkpoint.py against transformers (the same logits from the same directory, both ways), against kill -9, full disks,
 flipped bytes and hostile pickles made here, and against outcomes worked out by hand."""
 
-import errno
 import json
-import math
 import os
 import pickle
 import random
-import resource
 import shutil
-import signal
-import socket
+import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import numpy
 import pytest
+import saved
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -40,13 +36,13 @@ from transformers.utils.logging import disable_progress_bar
 
 import ddp
 from groundup.errors import UserError
-from groundup.train import checkpoint, huggingface, lora, ranks
+from groundup.tokens.training import train
+from groundup.train import checkpoint, huggingface, lora
 from groundup.train.lora import LoRAConfig
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, train
+from tokenizer import Tokenizer
 
 disable_progress_bar()
-ALONE = ranks.World(rank=0, local_rank=0, world_size=1)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -73,17 +69,9 @@ def tiny(seed: int = 0, **changes: object) -> Transformer:
 
 
 def save(out_dir: Path, step: int, model: Transformer | None = None, **changes: object) -> Path:
-    """checkpoint.save, with what a test does not care about filled in."""
-    arguments = {
-        "tokenizer": TOKENIZER,
-        "state": {"step": step, "moments": torch.full((3,), float(step))},
-        "rank_state": {"rng": torch.get_rng_state()},
-        "world": ALONE,
-        "val_loss": None,
-        "keep_last": 0,
-        "keep_best": 0,
-    }
-    return checkpoint.save(out_dir, step, model or tiny(step), **(arguments | changes))
+    """saved.save, with what a test does not care about filled in."""
+    tokenizer = changes.pop("tokenizer", TOKENIZER)
+    return saved.save(out_dir, step, model or tiny(step), tokenizer, **changes)
 
 
 def weights(model: Transformer) -> dict[str, torch.Tensor]:
@@ -96,7 +84,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory))
+    """What is in a run or a checkpoint, beside the log and the lock."""
+    return sorted(set(os.listdir(directory)) - {".lock", "log.jsonl"})
+
+
+def train_state(step_dir: Path) -> dict:
+    return checkpoint.read_state(step_dir / "train_state.pt")
 
 
 def error_line(*args: object) -> str:
@@ -148,8 +141,8 @@ def test_transformers_computes_our_logits(tmp_path: Path, shape: str) -> None:
 def test_our_own_model_comes_back_to_the_bit(tmp_path: Path, shape: str) -> None:
     model = tiny(**SHAPES[shape])
     path = save(tmp_path, 1, model)
-    assert checkpoint.load_config(path) == model.cfg
-    again = checkpoint.load_model(path)
+    assert huggingface.load_config(path) == model.cfg
+    again = huggingface.load_model(path)
     assert same(weights(model), weights(again))
     assert torch.equal(logits_of(again), logits_of(model))
 
@@ -171,7 +164,7 @@ def test_weights_that_are_views_of_one_flat_buffer(tmp_path: Path) -> None:
     before = weights(model)
     ddp.DDP(model)
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) < len(before)
-    assert same(before, weights(checkpoint.load_model(save(tmp_path, 1, model))))
+    assert same(before, weights(huggingface.load_model(save(tmp_path, 1, model))))
 
 
 TEXTS = [
@@ -211,7 +204,7 @@ def test_the_sources_initializer_range_stays(tmp_path: Path) -> None:
     values = json.loads((path / "config.json").read_bytes())
     assert values["initializer_range"] == 0.02
     (path / "config.json").write_text(json.dumps(values | {"initializer_range": 0.041}), encoding="utf-8")
-    checkpoint.write_model(tmp_path / "again", checkpoint.load_model(path), TOKENIZER)
+    huggingface.write_model(tmp_path / "again", huggingface.load_model(path), TOKENIZER)
     assert AutoConfig.from_pretrained(tmp_path / "again").initializer_range == 0.041
 
 
@@ -294,7 +287,7 @@ def test_load_model_computes_their_logits(tmp_path: Path, kind: str, shard: str)
     theirs = FOREIGN[kind]()
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "3KB")
-    ours = checkpoint.load_model(checkpoint.resolve(tmp_path))
+    ours = huggingface.load_model(checkpoint.resolve(tmp_path))
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
 
 
@@ -302,7 +295,7 @@ def test_load_model_computes_their_logits(tmp_path: Path, kind: str, shard: str)
 def test_what_was_opened_is_saved_as_the_same_family(tmp_path: Path, kind: str) -> None:
     theirs = FOREIGN[kind]()
     theirs.save_pretrained(tmp_path / "theirs")
-    path = save(tmp_path / "ours", 1, checkpoint.load_model(tmp_path / "theirs"))
+    path = save(tmp_path / "ours", 1, huggingface.load_model(tmp_path / "theirs"))
     again = AutoModelForCausalLM.from_pretrained(path)
     assert type(again) is type(theirs) and again.config.model_type == theirs.config.model_type
     torch.testing.assert_close(logits_of(again), logits_of(theirs), rtol=0, atol=1e-6)
@@ -328,7 +321,7 @@ def test_no_weights_file_stays_mapped(tmp_path: Path) -> None:
 def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
     hf_llama().to(dtype).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = checkpoint.load_model(tmp_path)
+    ours = huggingface.load_model(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert torch.equal(ours.norm.weight, theirs.model.norm.weight)
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-5)
@@ -339,7 +332,7 @@ def test_half_precision_weights_are_widened(tmp_path: Path, dtype: torch.dtype) 
 def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_key: str) -> None:
     theirs = FOREIGN[kind]()
     theirs.save_pretrained(tmp_path)
-    expected = checkpoint.load_config(tmp_path)
+    expected = huggingface.load_config(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -347,8 +340,8 @@ def test_config_in_the_words_of_transformers_4(tmp_path: Path, kind: str, type_k
     config["rope_scaling"] = scaling if "factor" in scaling else None
     config["torch_dtype"] = config.pop("dtype")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert checkpoint.load_config(tmp_path) == expected
-    torch.testing.assert_close(logits_of(checkpoint.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
+    assert huggingface.load_config(tmp_path) == expected
+    torch.testing.assert_close(logits_of(huggingface.load_model(tmp_path)), logits_of(theirs), rtol=0, atol=1e-5)
 
 
 def test_config_is_written_in_the_words_of_both(tmp_path: Path) -> None:
@@ -359,13 +352,12 @@ def test_config_is_written_in_the_words_of_both(tmp_path: Path) -> None:
     assert (config["rope_parameters"], config["dtype"]) == (LLAMA3 | {"rope_theta": 500000.0}, "float32")
 
 
-def test_a_longer_or_shorter_block_and_dropout(tmp_path: Path) -> None:
+def test_a_longer_or_shorter_block(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tiny())
-    longer = checkpoint.load_model(path, block_size=48, dropout=0.5)
-    assert (longer.cfg.block_size, longer.cfg.dropout) == (48, 0.5)
+    longer = huggingface.load_model(path, block_size=48)
+    assert longer.cfg.block_size == 48
     theirs = AutoModelForCausalLM.from_pretrained(path, max_position_embeddings=48)
     torch.testing.assert_close(logits_of(longer, length=48), logits_of(theirs, length=48), rtol=0, atol=1e-5)
-    assert checkpoint.load_model(path).cfg.dropout == 0.0
 
 
 def edit_config(directory: Path, **changes: object) -> None:
@@ -377,7 +369,7 @@ def edit_config(directory: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma2"}, ("gemma2", "soft caps", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": "gemma2"}, ("gemma2", "llama, mistral, qwen2, qwen3")),
         ({"model_type": "mistral", "sliding_window": 31}, ("sliding_window=31", "max_position_embeddings=31")),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, ("sliding_window=4096",)),
         ({"model_type": "absent"}, ("None", "llama, mistral, qwen2, qwen3")),
@@ -397,9 +389,9 @@ def edit_config(directory: Path, **changes: object) -> None:
 )
 def test_models_that_we_do_not_build_are_refused(tmp_path: Path, change: dict, words: tuple) -> None:
     hf_llama().save_pretrained(tmp_path)
-    checkpoint.load_config(tmp_path)
+    huggingface.load_config(tmp_path)
     edit_config(tmp_path, **change)
-    text = error_line(checkpoint.load_config, tmp_path)
+    text = error_line(huggingface.load_config, tmp_path)
     assert str(tmp_path / "config.json") in text
     for word in words:
         assert word in text
@@ -420,18 +412,18 @@ def test_weights_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path: Path)
     before = weights(model)
     for word, changed in changes.items():
         save_file(changed, file)
-        text = error_line(checkpoint.load_weights, model, path)
+        text = error_line(huggingface.load_weights, model, path)
         assert word in text and str(path) in text
         assert ("layers.0.self_attn.q_proj.bias" if word == "unknown" else "layers.0.mlp.up_proj.weight") in text
         assert same(before, weights(model))
     save_file(good, file)
-    checkpoint.load_weights(model, path)
+    huggingface.load_weights(model, path)
     assert same(weights(tiny(1)), weights(model))
 
 
 def test_another_architecture_is_a_short_line(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tiny(n_layer=1, n_embd=32))
-    text = error_line(checkpoint.load_weights, tiny(n_layer=6), path)
+    text = error_line(huggingface.load_weights, tiny(n_layer=6), path)
     assert "layers.1.input_layernorm.weight is missing" in text and " more" in text
 
 
@@ -440,28 +432,28 @@ def test_a_tied_model_may_repeat_its_head_but_not_contradict_it(tmp_path: Path) 
     file = path / "model.safetensors"
     good = load_file(file)
     save_file(good | {"lm_head.weight": good["model.embed_tokens.weight"].clone()}, file)
-    assert same(weights(tiny(1)), weights(checkpoint.load_model(path)))
+    assert same(weights(tiny(1)), weights(huggingface.load_model(path)))
     save_file(good | {"lm_head.weight": good["model.embed_tokens.weight"] + 1}, file)
-    assert "lm_head.weight" in error_line(checkpoint.load_model, path)
+    assert "lm_head.weight" in error_line(huggingface.load_model, path)
 
 
 def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tiny(1))
-    assert "lm_head.weight is missing" in error_line(checkpoint.load_weights, tiny(tie_embeddings=False), path)
+    assert "lm_head.weight is missing" in error_line(huggingface.load_weights, tiny(tie_embeddings=False), path)
 
 
 def test_rotary_constants_of_old_conversions_are_passed_over(tmp_path: Path) -> None:
     path = save(tmp_path, 1, tiny(1))
     file = path / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, file)
-    assert same(weights(tiny(1)), weights(checkpoint.load_model(path)))
+    assert same(weights(tiny(1)), weights(huggingface.load_model(path)))
 
 
 def test_a_directory_with_a_bin_only_is_refused(tmp_path: Path) -> None:
     hf_llama().save_pretrained(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    text = error_line(checkpoint.load_model, tmp_path)
+    text = error_line(huggingface.load_model, tmp_path)
     assert "safetensors" in text and ".bin can run code" in text
 
 
@@ -470,11 +462,11 @@ def test_missing_and_damaged_weight_files_are_named(tmp_path: Path) -> None:
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    assert shard.name in error_line(checkpoint.load_model, tmp_path)
+    assert shard.name in error_line(huggingface.load_model, tmp_path)
     shard.unlink()
-    assert shard.name in error_line(checkpoint.load_model, tmp_path)
+    assert shard.name in error_line(huggingface.load_model, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
-    assert "model.safetensors.index.json" in error_line(checkpoint.load_model, tmp_path)
+    assert "model.safetensors.index.json" in error_line(huggingface.load_model, tmp_path)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -485,7 +477,7 @@ LORA_FILES = ["adapter_config.json", "adapter_model.safetensors", "model_config.
 
 def with_adapters(base: Path, trainable: str = "lora", vocab_size: int = 0) -> Transformer:
     """The model of a directory with everything that is trained changed, as training would."""
-    model = checkpoint.load_model(base)
+    model = huggingface.load_model(base)
     lora.resize_vocab(model, vocab_size or model.cfg.vocab_size)
     lora.set_trainable(model, trainable, ADAPTERS)
     with torch.no_grad():
@@ -509,16 +501,16 @@ def test_of_a_model_with_adapters_what_is_trained_is_saved(tmp_path: Path) -> No
     stored = load_file(path / LORA_FILES[1])
     assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert json.loads((path / LORA_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"] == str(base)
-    assert checkpoint.resolve(tmp_path / "run") == path and checkpoint.base_of(path) == base
-    resumed = checkpoint.load_model(base)
+    assert checkpoint.resolve(tmp_path / "run") == path and huggingface.base_of(path) == base
+    resumed = huggingface.load_model(base)
     lora.set_trainable(resumed, "lora", ADAPTERS)
-    checkpoint.load_weights(resumed, path)
+    huggingface.load_weights(resumed, path)
     assert same(weights(resumed), weights(model))
-    assert checkpoint.load_train_state(path, 0)[0]["step"] == 3
+    assert train_state(path)["step"] == 3
     plain = tiny(9)
-    checkpoint.load_weights(plain, path)
+    huggingface.load_weights(plain, path)
     expected = merged(model)
-    assert same(weights(plain), expected) and same(weights(checkpoint.load_model(path)), expected)
+    assert same(weights(plain), expected) and same(weights(huggingface.load_model(path)), expected)
 
 
 def test_peft_and_transformers_open_a_checkpoint_with_adapters(tmp_path: Path) -> None:
@@ -537,7 +529,7 @@ def test_trained_parts_without_adapters_are_a_plain_checkpoint(tmp_path: Path) -
     lora.set_trainable(model, "embed,lm_head", ADAPTERS)
     path = save(tmp_path, 1, model)
     assert "model.safetensors" in names(path) and not set(LORA_FILES) & set(names(path))
-    assert same(weights(checkpoint.load_model(path)), weights(tiny(1)))
+    assert same(weights(huggingface.load_model(path)), weights(tiny(1)))
 
 
 def test_weights_of_a_plain_directory_leave_adapters_alone(tmp_path: Path) -> None:
@@ -545,7 +537,7 @@ def test_weights_of_a_plain_directory_leave_adapters_alone(tmp_path: Path) -> No
     model = tiny(2)
     lora.add_lora(model, ADAPTERS)
     before = weights(model)
-    checkpoint.load_weights(model, base)
+    huggingface.load_weights(model, base)
     after, plain = weights(model), weights(tiny(1))
     assert all(torch.equal(after[name], before[name]) for name in before if ".lora_" in name)
     assert all(torch.equal(after[name], plain[name]) for name in plain)
@@ -557,20 +549,20 @@ def test_a_larger_vocabulary_is_saved(tmp_path: Path, tie: bool) -> None:
     hf_llama(tie_word_embeddings=tie).save_pretrained(tmp_path / "base")
     model = with_adapters(tmp_path / "base", trainable, vocab_size=V + 6)
     path = save(tmp_path / "run", 1, model, base=tmp_path / "base")
-    assert checkpoint.load_config(path).vocab_size == V + 6
-    resumed = Transformer(checkpoint.load_config(path))
+    assert huggingface.load_config(path).vocab_size == V + 6
+    resumed = Transformer(huggingface.load_config(path))
     lora.set_trainable(resumed, trainable, ADAPTERS)
-    checkpoint.load_weights(resumed, path)
+    huggingface.load_weights(resumed, path)
     assert same(weights(resumed), weights(model))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs.resize_token_embeddings(V + 6)
     theirs = PeftModel.from_pretrained(theirs, path)
     torch.testing.assert_close(logits_of(theirs), logits_of(model), rtol=0, atol=2e-5)
-    assert same(weights(checkpoint.load_model(path)), merged(model))
+    assert same(weights(huggingface.load_model(path)), merged(model))
     file = path / LORA_FILES[1]
     save_file({k: t for k, t in load_file(file).items() if "embed_tokens" not in k}, file)
     with pytest.raises(UserError) as caught:
-        checkpoint.load_model(path)
+        huggingface.load_model(path)
     text = str(caught.value)
     assert "embed_tokens.weight has shape" in text or "trained apart" in text
 
@@ -588,13 +580,14 @@ def test_the_frozen_weights_must_be_there_and_the_same(tmp_path: Path) -> None:
     weights_file = base / "model.safetensors"
     good = load_file(weights_file)
     save_file({name: t + 1e-6 * (t.ndim == 2) for name, t in good.items()}, weights_file, {"format": "pt"})
-    assert f"{base} are not those that {path}" in error_line(checkpoint.load_model, path)
     assert "damaged" in error_line(checkpoint.resolve, path)
+    (base / "checksums.json").unlink()  # as of a model from elsewhere
+    assert f"{base} are not those that {path}" in error_line(huggingface.load_model, path)
     base.rename(tmp_path / "elsewhere")
-    for call in (checkpoint.load_model, checkpoint.resolve):
+    for call in (huggingface.load_model, checkpoint.resolve):
         text = error_line(call, path)
         assert str(path / LORA_FILES[0]) in text and repr(str(base)) in text
-    assert "needs base" in error_line(lambda: save(tmp_path / "run", 3, with_adapters(tmp_path / "elsewhere")))
+    assert "need base" in error_line(lambda: save(tmp_path / "run", 3, with_adapters(tmp_path / "elsewhere")))
     assert names(tmp_path / "run") == ["latest", "step_000002"]
 
 
@@ -621,9 +614,9 @@ def test_a_directory_of_pefts(tmp_path: Path, grown: int) -> None:
                 p.normal_(0.0, 0.3)
     theirs.save_pretrained(tmp_path / "adapter")
     path = checkpoint.resolve(tmp_path / "adapter")
-    assert checkpoint.load_config(path).vocab_size == V + grown
-    assert checkpoint.tokenizer_dir(path) == checkpoint.base_of(path) == base
-    ours = checkpoint.load_model(path, block_size=16)
+    assert huggingface.load_config(path).vocab_size == V + grown
+    assert huggingface.tokenizer_dir(path) == huggingface.base_of(path) == base
+    ours = huggingface.load_model(path, block_size=16)
     torch.testing.assert_close(logits_of(ours, 16), logits_of(theirs, 16), rtol=0, atol=2e-5)
 
 
@@ -632,29 +625,29 @@ def test_a_directory_of_pefts(tmp_path: Path, grown: int) -> None:
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = {
-        "optimizer": [{"exp_avg": torch.randn(3, 4), "step": torch.tensor(7.0)}, {}],
+        "moments": [{"exp_avg": torch.randn(3, 4), "step": torch.tensor(7.0)}, {}],
         "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
-        "order": {"data": "语料", "seed": 1337, "weights": (0.7, 0.3)},
+        "of the data": {"data": "语料", "seed": 1337, "weights": (0.7, 0.3)},
         "val_loss": float("inf"),
         "none": None,
     }
-    rank_state = {"rng": torch.get_rng_state(), "python": random.Random(1).getstate()}
-    path = save(tmp_path, 3, state=state, rank_state=rank_state)
-    back, rank_back = checkpoint.load_train_state(path, rank=0)
-    assert torch.equal(back["optimizer"][0]["exp_avg"], state["optimizer"][0]["exp_avg"])
+    path = save(tmp_path, 3, other=state)
+    back = train_state(path)
+    assert torch.equal(back["moments"][0]["exp_avg"], state["moments"][0]["exp_avg"])
     assert torch.equal(back["half"].view(torch.int16), state["half"].view(torch.int16))
-    assert {k: back[k] for k in ("order", "val_loss", "none")} == {k: state[k] for k in ("order", "val_loss", "none")}
-    assert torch.equal(rank_back["rng"], rank_state["rng"]) and rank_back["python"] == rank_state["python"]
+    assert {k: back[k] for k in ("of the data", "val_loss", "none")} == {
+        k: state[k] for k in ("of the data", "val_loss", "none")
+    }
+    assert torch.equal(checkpoint.read_state(path / "rank_00000.pt")["rng"]["cpu"], torch.get_rng_state())
     for file in ("train_state.pt", "rank_00000.pt"):  # T41: by torch's own loader too
         torch.load(path / file, weights_only=True)
-    assert checkpoint.load_train_state(path, rank=1)[1] == {}
 
 
 def test_state_that_could_not_be_resumed_is_refused_when_saved(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    text = error_line(lambda: save(tmp_path, 2, state={"generator": random.Random(1)}))
+    text = error_line(lambda: save(tmp_path, 2, other={"generator": random.Random(1)}))
     assert "train_state.pt holds random.Random" in text and "earlier checkpoints are intact" in text
-    assert "rank_00000.pt holds" in error_line(lambda: save(tmp_path, 2, rank_state={"loss": numpy.float64(1)}))
+    assert "train_state.pt holds" in error_line(lambda: save(tmp_path, 2, other={"loss": numpy.float64(1)}))
     assert names(tmp_path) == ["latest", "step_000001"]
 
 
@@ -680,7 +673,7 @@ def test_a_hostile_pickle_is_not_executed(tmp_path: Path, file: str, form: str) 
     assert checkpoint.find_latest(run, lines.append) == good
     assert len(lines) == 1 and file in lines[0]
     # A careful attacker would have corrected the checksum.
-    text = error_line(checkpoint.load_train_state, bad, 0)
+    text = error_line(checkpoint.read_state, bad / file)
     assert str(bad / file) in text and "refused" in text
     assert not marker.exists()
     torch.load(bad / file, weights_only=False) if form == "torch" else pickle.loads((bad / file).read_bytes())
@@ -692,103 +685,26 @@ def test_a_hostile_pickle_is_not_executed(tmp_path: Path, file: str, form: str) 
 def test_rubbish_for_a_state_file_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "train_state.pt").write_bytes(content)
-    assert "train_state.pt" in error_line(checkpoint.load_train_state, path, 0)
+    assert "train_state.pt" in error_line(train_state, path)
     (path / "train_state.pt").unlink()
-    assert "train_state.pt: No such file" in error_line(checkpoint.load_train_state, path, 0)
+    assert "train_state.pt: No such file" in error_line(train_state, path)
 
 
 def test_a_state_that_is_not_a_dict_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     torch.save([1, 2], path / "train_state.pt")
-    assert "list, not a dict" in error_line(checkpoint.load_train_state, path, 0)
+    assert "list, not a dict" in error_line(train_state, path)
 
 
-# ---- which steps stay, which is best --------------------------------------------------------------------------------
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("losses", "keep_last", "keep_best", "kept", "best", "best2"),
-    [
-        # losses of steps 1, 2, 3, ...; what is there after the last of them
-        ([3.0, 2.0, 1.0], 1, 2, [2, 3], 3, 2),
-        ([1.0, 2.0, 3.0], 1, 2, [1, 2, 3], 1, 2),
-        ([1.0, 2.0, 3.0], 1, 1, [1, 3], 1, None),
-        ([1.0, 2.0, 3.0], 2, 0, [2, 3], None, None),
-        ([1.0, 2.0, 3.0], 0, 0, [1, 2, 3], None, None),
-        ([2.0, 1.0, 3.0, 1.5], 1, 2, [2, 4], 2, 4),
-        ([NAN, 5.0, NAN, 4.0, NAN], 1, 2, [2, 4, 5], 4, 2),
-        ([NAN, NAN], 1, 2, [2], None, None),
-        ([None, 2.0, None], 1, 2, [2, 3], 2, None),
-        ([float("-inf"), 2.0, float("inf")], 1, 2, [2, 3], 2, None),
-        ([2.0, 2.0, 2.0, 2.0], 1, 2, [1, 2, 4], 1, 2),
-        ([3.0, 2.0, 2.0, 1.0, 2.0], 2, 2, [2, 4, 5], 4, 2),
-    ],
-)
-def test_last_and_best(
-    tmp_path: Path, losses: list, keep_last: int, keep_best: int, kept: list, best: int | None, best2: int | None
-) -> None:
-    for step, loss in enumerate(losses, start=1):
-        save(tmp_path, step, tiny(), val_loss=loss, keep_last=keep_last, keep_best=keep_best)
-    assert [int(p.name[5:]) for p in checkpoint.step_dirs(tmp_path)] == kept
-    for link, step in {"latest": len(losses), "best": best, "best2": best2}.items():
-        found = (tmp_path / link).resolve().name if (tmp_path / link).is_symlink() else None
-        assert found == (step and f"step_{step:06d}"), link
-
-
-@pytest.mark.slow
-def test_best_of_a_long_run_is_the_best_of_all_its_losses(tmp_path: Path) -> None:
-    """Pruned steps are forgotten, which must not matter: against a list that forgets nothing."""
-    rng = random.Random(3)
-    model, history = tiny(), []
-    for step in range(1, 41):
-        loss = rng.choice([NAN, None, *[float(rng.randint(1, 12)) for _ in range(6)]])
-        history.append((step, loss))
-        save(tmp_path, step, model, val_loss=loss, keep_last=2, keep_best=2)
-        ranking = sorted((x, s) for s, x in history if x is not None and not math.isnan(x))
-        expected = [f"step_{s:06d}" for _, s in ranking[:2]]
-        found = [os.readlink(tmp_path / link) for link in ("best", "best2") if (tmp_path / link).is_symlink()]
-        assert found == expected
-        newest = [f"step_{s:06d}" for s in (step - 1, step) if s]
-        assert {p.name for p in checkpoint.step_dirs(tmp_path)} == {*newest, *expected}
-
-
-def test_fewer_best_than_before(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step, val_loss=float(step), keep_last=1, keep_best=2)
-    save(tmp_path, 4, val_loss=4.0, keep_last=1, keep_best=0)
-    assert names(tmp_path) == ["latest", "step_000004"]
-
-
-def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
-    save(tmp_path / "a", 1, tiny(1), val_loss=1.0, keep_last=1, keep_best=2)
-    save(tmp_path / "a", 2, tiny(2), val_loss=2.0, keep_last=1, keep_best=2)
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert same(weights(checkpoint.load_model(tmp_path / "b" / "best")), weights(tiny(1)))
-    assert same(weights(checkpoint.load_model(tmp_path / "b" / "latest")), weights(tiny(2)))
-    assert same(weights(checkpoint.load_model(tmp_path / "b" / "best2")), weights(tiny(2)))
-
-
-def test_a_damaged_later_step_neither_counts_nor_disappears(tmp_path: Path) -> None:
-    """The resume went behind it to step 2: with keep_last=1 the step saved next must be the one that stays."""
-    for step in (2, 4):
-        save(tmp_path, step, val_loss=float(-step), keep_last=0, keep_best=1)
-    flip_byte(tmp_path / "step_000004" / "model.safetensors")
-    save(tmp_path, 3, val_loss=1.0, keep_last=1, keep_best=1)
-    assert names(tmp_path) == ["best", "latest", "step_000002", "step_000003", "step_000004"]
-    assert os.readlink(tmp_path / "latest") == "step_000003" and os.readlink(tmp_path / "best") == "step_000002"
-    assert checkpoint.find_latest(tmp_path, lambda line: None).name == "step_000003"
-    save(tmp_path, 4, tiny(99), val_loss=0.5, keep_last=1, keep_best=1)
-    assert checkpoint.find_latest(tmp_path).name == "step_000004"
-    assert same(weights(checkpoint.load_model(tmp_path / "step_000004")), weights(tiny(99)))
-
-
-@pytest.mark.parametrize(("keep_last", "keep_best"), [(-1, 0), (1, 3), (1, -1)])
-def test_senseless_numbers_to_keep(tmp_path: Path, keep_last: int, keep_best: int) -> None:
-    text = error_line(lambda: save(tmp_path / "run", 1, keep_last=keep_last, keep_best=keep_best))
-    assert f"{keep_last=}" in text and f"{keep_best=}" in text
-    assert not (tmp_path / "run").exists()
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks for the mapping in /proc")
+def test_the_state_is_mapped_not_held(tmp_path: Path) -> None:
+    """Every rank reads the whole state, and keeps its share: as copies, eight ranks would hold it eight times."""
+    path = save(tmp_path, 1)
+    state = train_state(path)["optimizer"]["w"]
+    assert str(path / "train_state.pt") in Path("/proc/self/maps").read_text("utf-8")
+    assert state["moments"].tolist() == [1.0] * 3
+    shutil.rmtree(path)
+    assert state["moments"].add_(1).tolist() == [2.0] * 3  # a change is this process's own
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -803,14 +719,14 @@ def flip_byte(path: Path, position: float = 0.5) -> None:
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "run"
-    save(run, 1, val_loss=2.0)
-    save(run, 2, val_loss=1.0)
+    save(run, 1)
+    save(run, 2)
     return run
 
 
 FILES = [
-    "checksums.json", "config.json", "generation_config.json", "model.safetensors", "rank_00000.pt", "score.json",
-    "tokenizer.json", "tokenizer_config.json", "train_state.pt",
+    "checksums.json", "config.json", "generation_config.json", "model.safetensors", "rank_00000.pt", "tokenizer.json",
+    "tokenizer_config.json", "train_state.pt",
 ]  # fmt: skip
 DAMAGE = {
     "first byte": lambda path: flip_byte(path, 0.0),
@@ -826,10 +742,10 @@ DAMAGE = {
 def test_files_of_a_checkpoint(two_steps: Path) -> None:
     assert len({file.stat().st_mode for file in (two_steps / "step_000002").iterdir()}) == 1
     assert names(two_steps / "step_000002") == FILES
-    assert names(two_steps) == ["latest", "step_000001", "step_000002"]  # keep_best=0: no best
+    assert names(two_steps) == ["latest", "step_000001", "step_000002"]  # no evaluation: no best
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "score.json"])  # rank() writes that one again
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_the_step_before_is_used(two_steps: Path, tmp_path: Path, file: str, damage: str) -> None:
     run = Path(shutil.copytree(two_steps, tmp_path / "run", symlinks=True))
@@ -854,312 +770,129 @@ def test_every_byte_of_the_checksums_counts(two_steps: Path, tmp_path: Path) -> 
         assert checkpoint.find_latest(run, lambda line: None).name == "step_000001", f"byte {i} of {good!r}"
 
 
-def test_a_step_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path: Path, monkeypatch) -> None:
-    """A machine that stops keeps what was fsynced: every file and the directory before the rename, then the run
-    directory, which holds the new name."""
-    events, fsync, rename = [], os.fsync, Path.rename
-
-    def traced_fsync(fd: int) -> None:
-        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}"))))
-        fsync(fd)
-
-    def traced_rename(path: Path, target: Path) -> Path:
-        events.append(("rename", Path(target)))
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", traced_fsync)
-    monkeypatch.setattr(Path, "rename", traced_rename)
-    final = save(tmp_path, 1)
-    temp = tmp_path / ".step_000001.tmp"
-    named = events.index(("rename", final))
-    assert {("fsync", temp), *(("fsync", temp / path.name) for path in final.iterdir())} <= set(events[:named])
-    assert ("fsync", tmp_path) in events[named:]
-
-
 def test_the_name_of_a_model_is_its_own_wherever_it_is(tmp_path: Path) -> None:
     first, other = save(tmp_path / "a", 1, tiny(0)), save(tmp_path / "b", 1, tiny(1))
     moved = shutil.copytree(first, tmp_path / "c" / first.name)
-    names = [checkpoint.model_name(path) for path in (first, moved, other)]
+    names = [huggingface.model_name(path) for path in (first, moved, other)]
     assert names[0] == names[1] != names[2] and all(name.startswith("step_000001 ") for name in names)
     (first / "config.json").write_text("{}", encoding="utf-8")
-    assert names[0] != checkpoint.model_name(first)
+    assert names[0] != huggingface.model_name(first)
 
 
-# ---- kill -9 --------------------------------------------------------------------------------------------------------
+# ---- find and start --------------------------------------------------------------------------------------------------
 
-TOUCHES_DISK = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
-
-
-def killed_at(moment: int, action: Callable[[], object]) -> bool:
-    """Run `action` in a child that kills itself (SIGKILL) just before the `moment`-th thing it does to files.
-
-    False if the action was over before that. The moments are Python's audit events, not hooks in checkpoint.py.
-    """
-    seen = 0
-
-    def hook(event: str, args: tuple) -> None:
-        nonlocal seen
-        if event in TOUCHES_DISK:
-            seen += 1
-            if seen == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def hooked() -> None:
-        sys.addaudithook(hook)
-        action()
-
-    status = wait(start(hooked))
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
+DATA = {"seed": 1, "data": ["a"], "stages": [[0, [1.0]]]}
 
 
-def start(action: Callable[[], object]) -> int:
-    """Run `action` in a forked child; -> its process id."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return child
-
-
-def wait(child: int) -> int:
-    """Exit status of a child: 0, 1, or minus the signal that ended it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def settings(out_dir: Path, **changes: object) -> dict:
+    return saved.CONFIG | {"out_dir": str(out_dir), "max_steps": 9} | changes
 
 
 @pytest.fixture
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsync matters when the machine stops, not when a process does; without it these tests are much faster."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of pretrain.py that has saved step 3."""
+    monkeypatch.setattr("sys.argv", ["pretrain.py"])
+    out = tmp_path / "out"
+    checkpoint.start(settings(out), "/x/pretrain.py", None)
+    save(out, 3, tiny(), config={"max_steps": 9, "init_from": "first"}, other={"data": DATA})
+    return out
 
 
-@pytest.mark.slow
-def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
-    """Whatever the moment, the run has a whole checkpoint: the one before, or the new one; and the next save works."""
-    models, base = {step: tiny(step) for step in (1, 2, 3)}, tmp_path / "base"
-    keep = dict(keep_last=1, keep_best=1)
-    for step, loss in ((1, 1.0), (2, 2.0)):
-        save(base, step, models[step], val_loss=loss, **keep)
-    found, moment = [], 1
-    while True:
-        run = Path(shutil.copytree(base, tmp_path / f"run{moment}", symlinks=True))
-        killed = killed_at(moment, lambda run=run: save(run, 3, models[3], val_loss=0.5, **keep))
-        lines = []
-        path = checkpoint.find_latest(run, lines.append)
-        step = checkpoint.step_of(path)
-        found.append(step)
-        assert not lines
-        for finished in checkpoint.step_dirs(run):  # nothing half-written or half-removed bears such a name
-            checkpoint.check_bytes(finished)
-        assert same(weights(checkpoint.load_model(path)), weights(models[step]))
-        assert checkpoint.load_train_state(path, 0)[0]["step"] == step
-        assert all((run / link).exists() for link in ("latest", "best"))  # they lead to a directory
-        assert checkpoint.resolve(run / "latest") and checkpoint.resolve(run / "best")
-        save(run, 4, models[3], val_loss=0.25, **keep)
-        assert names(run) == ["best", "latest", "step_000004"]
-        shutil.rmtree(run)
-        if not killed:
-            break
-        moment += 1
-    assert found == sorted(found) and {2, 3} == set(found[:-1]) and len(found) > 30
+def find(out: Path, data: dict = DATA, max_steps: int = 0, **changes: object) -> Path | None:
+    return checkpoint.find(settings(out, **changes), tiny().cfg, data, max_steps)
 
 
-@pytest.mark.slow
-def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path, unsynced: None) -> None:
-    """The only checkpoint of a run is saved again: at any moment the old or the new one can be loaded."""
-    old, new, base = tiny(1), tiny(2), tmp_path / "base"
-    save(base, 7, old, keep_last=1)
-    found, moment = [], 1
-    while True:
-        run = Path(shutil.copytree(base, tmp_path / f"run{moment}", symlinks=True))
-        killed = killed_at(moment, lambda run=run: save(run, 7, new, keep_last=1))
-        now = weights(checkpoint.load_model(checkpoint.find_latest(run, pytest.fail)))
-        assert same(now, weights(old)) or same(now, weights(new))
-        found.append("old" if same(now, weights(old)) else "new")
-        error_line(lambda run=run: save(run, 7, new, state={"not": random.Random()}))  # the next save fails: as before
-        assert same(now, weights(checkpoint.load_model(checkpoint.find_latest(run, pytest.fail))))
-        save(run, 7, new, keep_last=1)
-        assert names(run) == ["latest", "step_000007"]
-        assert same(weights(checkpoint.load_model(run / "latest")), weights(new))
-        shutil.rmtree(run)
-        if not killed:
-            break
-        moment += 1
-    assert found == sorted(found, reverse=True) and set(found[:-1]) == {"old", "new"}
+def config_error(*args: object, **kwargs: object) -> str:
+    with pytest.raises(UserError) as caught:
+        find(*args, **kwargs)
+    assert str(caught.value).startswith("config: ") and "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-# ---- full disks -----------------------------------------------------------------------------------------------------
+def test_what_resume_allows(tmp_path: Path, begun: Path) -> None:
+    assert find(tmp_path / "new") is None and find(begun) == find(begun, resume="must") == begun / "step_000003"
+    assert "has no checkpoint" in config_error(tmp_path / "new", resume="must")
+    assert "is not empty" in config_error(begun, resume="never")
+    assert "needs resume='never'" in config_error(begun, overwrite=True)
+    assert find(begun, resume="never", overwrite=True) is None
+    assert names(begun) == ["config.py", "latest", "step_000003"]
 
 
-def check_failed_save(run: Path, text: str) -> None:
-    """After a save of step 3 that had no room: told in a line, the step before whole, nothing of the new one left."""
-    assert "step_000003" in text and "No space left on device" in text and "earlier checkpoints are intact" in text
-    assert names(run) == ["best", "latest", "step_000002"]
-    assert checkpoint.find_latest(run, pytest.fail).name == "step_000002"
+def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monkeypatch) -> None:
+    """`--resume=never --overwrite=True` must not delete what the run saved before a rank died."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    changes = {"resume": "never", "overwrite": True}
+    path = find(begun, **changes)
+    assert path == begun / "step_000003"
+    checkpoint.start(settings(begun, **changes), "pretrain.py", path)
+    assert names(begun) == ["config.py", "latest", "step_000003"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert find(begun, **changes) is None
+    checkpoint.start(settings(begun, **changes), "pretrain.py", None)
+    assert names(begun) == ["config.py"]
 
 
-WRITTEN = ["config.json", "rank_00000.pt", "score.json", "tokenizer.json.tmp", "train_state.pt"]
+def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
+    find(begun, init_from="first")
+    assert capsys.readouterr().out == f"continuing {begun}/step_000003 after step 3\n"
+    find(begun, init_from="second", resume="must", max_steps=3)
+    text = capsys.readouterr().out
+    assert "after step 3; changed: resume 'auto' -> 'must'; init_from='second' has no effect" in text
+    assert "max_steps=3 is reached: raise it" in text and text.endswith("from second as it is now\n")
 
 
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full")
-@pytest.mark.parametrize("file", WRITTEN)
-def test_no_room_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    """The system itself refuses the bytes of one file, be they Python's or torch's."""
-    save(tmp_path, 2, val_loss=1.0, keep_best=1)
-    mkdir = os.mkdir
-
-    def mkdir_with_full_file(path: str | Path, mode: int = 0o777) -> None:
-        mkdir(path, mode)
-        os.symlink("/dev/full", Path(path) / file)
-
-    monkeypatch.setattr(os, "mkdir", mkdir_with_full_file)
-    check_failed_save(tmp_path, error_line(lambda: save(tmp_path, 3)))
-    monkeypatch.undo()
-    save(tmp_path, 3, val_loss=2.0, keep_last=1, keep_best=1)
-    assert names(tmp_path) == ["best", "latest", "step_000002", "step_000003"]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": DATA | {"seed": 2}}, "was trained with seed=1 (asked 2); continue with the same"),
+        ({"data": DATA | {"data": ["b"]}}, "was trained with another corpus"),
+        ({"trainable": "embed"}, "was trained with trainable='all', not 'embed'"),
+    ],
+)
+def test_what_would_not_continue_exactly_is_refused(begun: Path, changes: dict, words: str) -> None:
+    assert words in config_error(begun, **changes)
+    later = DATA | {"data": ["a", "b"], "stages": [[0, [1.0]], [3, [0.5, 0.5]]]}
+    assert find(begun, data=later)  # a stage that is still to come
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_no_room_for_weights(tmp_path: Path, adapters: bool) -> None:
-    """safetensors writes them, in words of its own: here no file may be as large."""
-    base, model = save(tmp_path / "base", 1), tiny()
-    if adapters:
-        lora.set_trainable(model, "lora", LoRAConfig(rank=64))
-    good = save(tmp_path / "run", 2, model, base=base, val_loss=1.0, keep_best=1)
-    largest = max(path.stat().st_size for path in good.iterdir())
-    assert largest == (good / f"{'adapter_' if adapters else ''}model.safetensors").stat().st_size
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, unlimited[1]))
-    try:
-        text = error_line(lambda: save(tmp_path / "run", 3, model, base=base))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert "File too large" in text
-    assert names(tmp_path / "run") == ["best", "latest", "step_000002"]
-    checkpoint.resolve(good)
+def test_another_architecture_is_refused(begun: Path) -> None:
+    with pytest.raises(UserError, match=r"has another architecture: n_layer=2 \(asked 3\); use another out_dir"):
+        checkpoint.find(settings(begun), tiny(n_layer=3).cfg, DATA)
 
 
-def test_no_room_noticed_when_it_goes_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that allocates late says so in fsync: of any file, or of the directory."""
-    save(tmp_path, 2, val_loss=1.0, keep_best=1)
-    for failing in range(1, len(FILES) + 2):
-        calls = 0
-
-        def fsync(fd: int, failing: int = failing) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == failing:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "fsync", fsync)
-        check_failed_save(tmp_path, error_line(lambda: save(tmp_path, 3)))
-        assert calls >= failing  # the other files are on their way at the same time
+def test_a_run_of_another_script_is_called_so(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/x/sft.py"])
+    assert f"{begun} is a run of pretrain.py; use another out_dir for sft.py" in config_error(begun)
 
 
-def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    with pytest.raises(AttributeError, match="named_modules"):
-        save(tmp_path, 3, model="no model")
-    assert names(tmp_path) == ["latest", "step_000002"]
+def test_the_record_is_of_what_a_run_began_with(begun: Path, tmp_path: Path, monkeypatch) -> None:
+    path = begun / "step_000003"
+    record = begun / "config.py"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first").mkdir()
+    config = checkpoint.start(settings(begun, init_from="second"), "pretrain.py", path)
+    assert config == settings(begun, init_from="first") and "init_from = 'first'" in record.read_text("utf-8")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    config = checkpoint.start(settings(begun, init_from="moved"), "pretrain.py", path)
+    assert config["init_from"] == "moved"
+    before = record.read_text("utf-8")
+    checkpoint.start(settings(begun, seed=7), "pretrain.py", path, max_steps=3)
+    assert record.read_text("utf-8") == before  # nothing is trained by these settings
 
 
-def test_an_out_dir_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    assert "Not a directory" in error_line(lambda: save(tmp_path / "file" / "run", 1))
-
-
-# ---- several ranks --------------------------------------------------------------------------------------------------
-
-
-def in_ranks(world_size: int, action: Callable[[ranks.World], object], timeout_s: float = 20) -> list[int]:
-    """Run `action` in `world_size` processes that share a gloo group; -> their exit statuses, as of `wait`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-
-    def join_and_act(rank: int) -> None:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size}
-        os.environ.update({key: str(value) for key, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()})
-        action(ranks.init(timeout_s=timeout_s))
-
-    return [wait(child) for child in [start(lambda rank=rank: join_and_act(rank)) for rank in range(world_size)]]
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks for the mapping in /proc")
-def test_the_state_is_mapped_not_held(tmp_path: Path) -> None:
-    """Every rank reads the whole state, and keeps its share: as copies, eight ranks would hold it eight times."""
-    path = save(tmp_path, 1)
-    state, _ = checkpoint.load_train_state(path, 0)
-    assert str(path / "train_state.pt") in Path("/proc/self/maps").read_text("utf-8")
-    assert state["moments"].tolist() == [1.0] * 3
-    shutil.rmtree(path)
-    assert state["moments"].add_(1).tolist() == [2.0] * 3  # a change is this process's own
-
-
-@pytest.mark.dist
-def test_ranks_save_one_checkpoint(tmp_path: Path) -> None:
-    def action(world: ranks.World) -> None:
-        rank_state = {"rank": world.rank, "rng": torch.full((5,), world.rank, dtype=torch.uint8)}
-        for step in (1, 2):
-            path = save(tmp_path, step, tiny(step), world=world, rank_state=rank_state, keep_last=1)
-            assert checkpoint.find_latest(tmp_path) == path  # on every rank, as soon as its own save returns
-        ranks.close()
-
-    assert in_ranks(3, action) == [0, 0, 0]
-    path = checkpoint.find_latest(tmp_path, pytest.fail)
-    assert names(tmp_path) == ["latest", "step_000002"]
-    assert same(weights(checkpoint.load_model(path)), weights(tiny(2)))
-    for rank in range(3):
-        state, rank_state = checkpoint.load_train_state(path, rank)
-        assert state["step"] == 2 and rank_state["rank"] == rank and set(rank_state["rng"].tolist()) == {rank}
-    assert checkpoint.load_train_state(path, 3)[1] == {}
-    flip_byte(path / "rank_00002.pt")
-    assert "all 1 checkpoints" in error_line(checkpoint.find_latest, tmp_path, lambda line: None)
-
-
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full")
-@pytest.mark.dist
-@pytest.mark.parametrize("failing", [0, 1])
-def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: int) -> None:
-    save(tmp_path, 2, val_loss=1.0, keep_best=1)
-
-    def action(world: ranks.World) -> None:
-        if world.rank == failing:
-            checkpoint.rank_file = lambda rank: "/dev/full"
-        text = error_line(lambda: save(tmp_path, 3, world=world))
-        assert f"rank {failing}: No space left on device" in text and f"rank {1 - failing}" not in text
-        if world.is_main:
-            check_failed_save(tmp_path, text)
-        checkpoint.rank_file = "rank_{:05d}.pt".format  # there is room again
-        save(tmp_path, 4, world=world, keep_last=1)
-        ranks.close()
-
-    assert in_ranks(2, action) == [0, 0]
-    assert names(tmp_path) == ["latest", "step_000004"]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("dying", [0, 1])
-def test_one_rank_killed_while_it_saves(tmp_path: Path, dying: int) -> None:
-    save(tmp_path, 2, tiny(2))
-
-    def action(world: ranks.World) -> None:
-        if world.rank == dying:
-            checkpoint.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(UserError):
-            save(tmp_path, 3, world=world)
-
-    statuses = in_ranks(2, action)
-    assert statuses[dying] == -signal.SIGKILL and statuses[1 - dying] == 0
-    assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000002"
-    save(tmp_path, 3, keep_last=1)
-    assert names(tmp_path) == ["latest", "step_000003"]
+def test_two_runs_in_one_directory(begun: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from groundup.train import checkpoint; "
+        "checkpoint.lock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    )
+    other = Path(shutil.copytree(begun, begun.with_name("other"), symlinks=True))
+    command = [sys.executable, "-c", code, str(other)]
+    with forks.Popen(command, stdout=subprocess.PIPE, cwd=Path(ddp.__file__).parent) as process:
+        assert process.stdout.readline() == b"locked\n"
+        for flags in ({}, {"resume": "never", "overwrite": True}):
+            assert f"process {process.pid} on " in config_error(other, **flags)
+        process.kill()
+    assert find(other) == other / "step_000003"
 
 
 # ---- which directory is meant ---------------------------------------------------------------------------------------
@@ -1168,7 +901,7 @@ def test_one_rank_killed_while_it_saves(tmp_path: Path, dying: int) -> None:
 def test_init_from_names_a_run_a_step_a_link_or_a_model(tmp_path: Path) -> None:
     run = tmp_path / "out" / "run"
     for step, loss in ((1, 1.0), (2, 2.0)):
-        save(run, step, val_loss=loss, keep_best=1)
+        save(run, step, val_loss=loss)
     hf_llama().save_pretrained(tmp_path / "hf")
     assert checkpoint.resolve(run) == run / "step_000002"
     assert checkpoint.resolve(str(run / "step_000001")).resolve() == run / "step_000001"
@@ -1196,7 +929,7 @@ def test_init_from_that_names_nothing(tmp_path: Path) -> None:
     assert "no such directory" in error_line(checkpoint.resolve, tmp_path / "没有")
     assert "is a file" in error_line(checkpoint.resolve, tmp_path / "file")
     assert "holds no checkpoint" in error_line(checkpoint.resolve, tmp_path / "empty")
-    assert "config.json: No such file" in error_line(checkpoint.load_config, tmp_path / "empty")
+    assert "config.json: No such file" in error_line(huggingface.load_config, tmp_path / "empty")
 
 
 def test_a_run_without_checkpoints_is_none(tmp_path: Path) -> None:
@@ -1217,7 +950,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 def test_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     assert "has a checkpoint" in error_line(checkpoint.newest_run, tmp_path / "out")
     for name, step, age in (("b", 5, 30), ("a", 9, 10), ("c", 100, 20)):
-        path = save(tmp_path / "out" / name, step, val_loss=1.0, keep_best=1)
+        path = save(tmp_path / "out" / name, step, val_loss=1.0)
         then = time.time() - age
         os.utime(path / "checksums.json", (then, then))
     assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "a"

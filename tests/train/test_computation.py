@@ -1,4 +1,4 @@
-"""computation.py: the recorded numbers are transformers', edits of model.py change them, and rounding does not."""
+"""Has model.py been edited? The recorded numbers are transformers', edits change them, rounding does not."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import model
 from groundup.errors import UserError
-from groundup.train import checkpoint, computation, run
+from groundup.tokens.training import train
+from groundup.train import config_json, huggingface
 from model import ModelConfig, Transformer
-from tokenizer import train
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 silu = F.silu
@@ -21,8 +21,8 @@ silu = F.silu
 @pytest.fixture(autouse=True)
 def forget():
     yield
-    computation.logits_of.cache_clear()
-    computation.say.cache_clear()
+    config_json.fixed_logits.cache_clear()
+    config_json.say.cache_clear()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -35,10 +35,10 @@ def test_the_recorded_numbers_are_transformers(kind):
     theirs = AutoModelForCausalLM.from_config(cfg).eval()
     with torch.no_grad():
         for name, p in theirs.named_parameters():
-            p.copy_(computation.fixed_values(name.removeprefix("model."), p.shape))
+            p.copy_(config_json.fixed_values(name.removeprefix("model."), p.shape))
         found = theirs(torch.arange(12).view(1, 12)).logits[0, -1, ::4]
-    torch.testing.assert_close(found, torch.tensor(computation.PLAIN[kind]), atol=1e-4, rtol=0)
-    assert computation.is_plain(kind)
+    torch.testing.assert_close(found, torch.tensor(config_json.PLAIN[kind]), atol=1e-4, rtol=0)
+    assert config_json.is_plain(kind)
 
 
 def other_rope(cfg: ModelConfig) -> torch.Tensor:
@@ -54,8 +54,8 @@ def with_bias(self: model.MLP, cfg: ModelConfig, make=model.MLP.__init__) -> Non
     self.down_proj = torch.nn.Linear(cfg.ffn_dim, cfg.n_embd)
 
 
-def parallel(self: model.Block, x: torch.Tensor, *where: object) -> torch.Tensor:
-    return x + self.self_attn(self.input_layernorm(x), *where) + self.mlp(self.post_attention_layernorm(x))
+def parallel(self: model.Block, x: torch.Tensor, *inputs: object) -> torch.Tensor:
+    return x + self.self_attn(self.input_layernorm(x), *inputs) + self.mlp(self.post_attention_layernorm(x))
 
 
 EDITS = {
@@ -69,28 +69,35 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_model_is_another_and_stays_the_same(monkeypatch, edit):
-    assert computation.is_plain("llama") and computation.is_plain("mistral")
-    computation.logits_of.cache_clear()
+    tokenizer, cfg = train(["a b c"], 384), ModelConfig(384, block_size=16, n_layer=1, n_head=2, n_embd=16)
+    plain = json.loads(json.dumps(config_json.to_hf_config(cfg, tokenizer)))
+    assert config_json.is_plain("llama") and config_json.is_plain("mistral")
+    config_json.fixed_logits.cache_clear()
     monkeypatch.setattr(*EDITS[edit])
-    assert not computation.is_plain("llama")
-    saved = json.loads(json.dumps(computation.record("llama")))
-    assert computation.is_as_saved(saved) and not computation.is_as_saved({"model_type": "llama"})
+    assert not config_json.is_plain("llama")
+    edited = json.loads(json.dumps(config_json.to_hf_config(cfg, tokenizer)))
+    assert config_json.is_as_saved(edited) and not config_json.is_as_saved(plain)
     monkeypatch.undo()
-    computation.logits_of.cache_clear()
-    assert not computation.is_as_saved(saved) and computation.is_as_saved({"model_type": "llama"})
+    config_json.fixed_logits.cache_clear()
+    assert not config_json.is_as_saved(edited) and config_json.is_as_saved(plain)
+
+
+@pytest.mark.parametrize("logits", [None, 1, "no", [], [1.0] * 7, ["x"] * 8, [10**400] * 8, [[1.0]] * 8, {"a": 1.0}])
+def test_damaged_numbers_are_not_those_of_this_model(logits):
+    assert not config_json.is_as_saved({"model_type": "changed_llama", "logits_of_fixed_weights": logits})
 
 
 def test_rounding_threads_and_random_generators_change_nothing():
     state = torch.get_rng_state()
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            assert computation.is_plain("qwen3")
-        computation.logits_of.cache_clear()
+            assert config_json.is_plain("qwen3")
+        config_json.fixed_logits.cache_clear()
     with torch.device("meta"):
-        assert computation.is_plain("llama")
+        assert config_json.is_plain("llama")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert all(map(computation.is_plain, CONFIGS))
+    assert all(map(config_json.is_plain, CONFIGS))
     torch.set_num_threads(before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -99,29 +106,27 @@ def test_an_edited_model_is_not_saved_as_a_plain_one(tmp_path: Path, monkeypatch
     """Nor does a run go on with another model.py; other loads say it, each in one line."""
     tokenizer = train(["a b c"], 384)
     cfg = ModelConfig(tokenizer.vocab_size, block_size=16, n_layer=1, n_head=2, n_embd=16)
-    plain, changed = (tmp_path / name / "step_000001" for name in ("plain", "changed"))
-    config = {"resume": "auto", "init_from": ""}
+    plain, changed = tmp_path / "plain", tmp_path / "changed"
     for directory in (plain, changed):
         if directory == changed:
             monkeypatch.setattr(F, "silu", F.gelu)
-            computation.logits_of.cache_clear()
-            checkpoint.check_saves(cfg, tokenizer)
+            config_json.fixed_logits.cache_clear()
+            huggingface.check_saves(cfg, tokenizer)
             said = "checkpoint: this model.py computes something else than transformers' llama; only it opens what is "
             assert capsys.readouterr().err == said + "saved\n"
-            with pytest.raises(UserError, match="else; put .* anew with --resume=never --overwrite=True"):
-                run.find_resume(config | {"out_dir": str(plain.parent)}, cfg, verbose=False)
-        directory.mkdir(parents=True)
-        checkpoint.write_model(directory, Transformer(cfg), tokenizer)
-        (directory / "checksums.json").write_text("{}", encoding="utf-8")
-        assert run.find_resume(config | {"out_dir": str(directory.parent)}, cfg, verbose=False) == directory
+            with pytest.raises(UserError, match="else; put .* with --resume=never --overwrite=True"):
+                huggingface.check_same_computation(plain)
+        directory.mkdir()
+        huggingface.write_model(directory, Transformer(cfg), tokenizer)
+        huggingface.check_same_computation(directory)
     assert capsys.readouterr().err == ""
     AutoModelForCausalLM.from_pretrained(plain)
     with pytest.raises(ValueError, match="changed_llama"):
         AutoModelForCausalLM.from_pretrained(changed)
     monkeypatch.setattr(F, "silu", silu)
-    computation.logits_of.cache_clear()
+    config_json.fixed_logits.cache_clear()
     capsys.readouterr()  # bars of transformers
     for _ in range(2):
-        assert checkpoint.load_config(changed) == cfg
+        assert huggingface.load_config(changed) == cfg
     said = f"checkpoint: warning: {changed}: this model.py does not compute what these weights were trained for\n"
     assert capsys.readouterr().err == said

@@ -26,9 +26,9 @@ from groundup.generate.completion import begin_prompt
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
-from groundup.tokens.bpe import PATTERNS
+from groundup.tokens.foreign import PATTERNS
 from groundup.tokens.conversations import ChatCorpus
-from groundup.train import checkpoint
+from groundup.train import huggingface
 from model import rope_frequencies, rotate
 from tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ BLOCK = 96
 SIZES = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=64", f"--block_size={BLOCK}", "--batch_size=4"]
 ON_CPU = ["--device=cpu", "--dtype=float32"]
 TRAINING = [*ON_CPU, "--compile=False", "--peak_tflops=1", "--log_every=20", "--warmup_steps=0", "--learning_rate=1e-2"]
-TUNING = [f"--block_size={BLOCK}", "--batch_size=4", "--val_fraction=0.1", "--warmup_fraction=0"]
+TUNING = [f"--block_size={BLOCK}", "--batch_size=4", "--val_fraction=0.1"]
 PROMPTS = ["What is 3 plus", "中文：二加二是", "a", "The answer\n"]
 CPU = torch.device("cpu"), torch.float32
 
@@ -105,7 +105,7 @@ def runs(tmp_path_factory) -> Path:
 
 def ours(directory: Path, prompts: list[list[int]], n_tokens: int = 24, stop: tuple[str, ...] = ()) -> list:
     """Our greedy continuations."""
-    model, tokenizer = checkpoint.load_model(directory).eval(), Tokenizer.load(checkpoint.tokenizer_dir(directory))
+    model, tokenizer = huggingface.load_model(directory).eval(), Tokenizer.load(huggingface.tokenizer_dir(directory))
     params = SamplingParams(max_new_tokens=n_tokens, temperature=0, stop=stop, eos_ids=tokenizer.stop_ids)
     return [result.completions[0] for result in generate(model, tokenizer, prompts, params)]
 
@@ -293,7 +293,7 @@ def test_lm_eval_finds_our_numbers(runs, run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = runs / run / "latest"
     found = lm_eval_run(runs, run, tmp_path, list(LM_EVAL_TASKS))
-    model, tokenizer = checkpoint.load_model(path), Tokenizer.load(path)
+    model, tokenizer = huggingface.load_model(path), Tokenizer.load(path)
     prompts = [tokenizer.encode(row["question"]) for row in QUESTIONS]
     texts = [row["question"] + row["answer"] for row in QUESTIONS]
     whole = [tokenizer.encode(text) for text in texts]
@@ -415,7 +415,7 @@ def rotated(x: np.ndarray, n_head: int, theta: float) -> np.ndarray:
 def test_interleaved_rows_turned_as_neighbours_give_our_attention(runs):
     """Products of queries and keys: by the converter's order of rows and llama.cpp's rotation, and by ours."""
     path = runs / "pretrain" / "latest"
-    weights, cfg = load_file(path / "model.safetensors"), checkpoint.load_config(path)
+    weights, cfg = load_file(path / "model.safetensors"), huggingface.load_config(path)
     q, k = (weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qk")
     x = torch.randn(7, cfg.n_embd, generator=torch.Generator().manual_seed(0))
     angles = torch.outer(torch.arange(7.0), rope_frequencies(cfg))

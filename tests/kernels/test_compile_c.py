@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from groundup import compile_c as module
-from groundup.compile_c import compile_c
+from groundup.kernels import compile_c as module
+from groundup.kernels.compile_c import compile_c
 
-pytestmark = pytest.mark.skipif(not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    not shutil.which("gcc") and not shutil.which("clang"), reason="needs a C compiler"
+)
 
 
 @pytest.fixture

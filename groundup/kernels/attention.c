@@ -1,10 +1,10 @@
-/* Causal attention on a CPU with AVX512-BF16, forward and backward, in tiles that stay in the processor's caches.
+/* Causal attention on a CPU with AVX512-BF16, forward and backward, in tiles that stay in the caches.
 
-torch's fused kernel multiplies at a third of this rate and computes most of what the mask hides. As in FlashAttention-2
+torch's fused kernel multiplies at a third of this rate, and computes most of what the mask hides. As in FlashAttention-2
 (arXiv:2307.08691) no weights are kept: the backward computes them again from the logarithm of each query's sum. One
 thread computes a key head with all its query heads, so no bit depends on the number of threads.
 
-Compiled by cpu_attention.py. The instruction vdpbf16ps adds the products of two neighbouring numbers, so both sides of
+Called and compiled by cpu_attention.py. The instruction vdpbf16ps adds the products of two neighbouring numbers, so both sides of
 a product lie in pairs, a pair in a uint32. Shapes as in model.py; `wide` is D and Tp is T, padded with zeros. */
 
 #include <immintrin.h>
@@ -157,9 +157,9 @@ static void product(const uint32_t *a, long a_row, long a_pair, const uint32_t *
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* Ask the memory for TILE rows, from position t, of what the next query head takes (dy: or NULL). They lie a row of all
-heads apart, which the processor does not foresee. Inline: by itself it would seem to do nothing. */
-INLINE void expect(const Attention *x, long b, long h, long t, const Tensor *dy) {
+/* Prefetch TILE rows, from position t, of what the next query head reads (dy may be NULL). Their stride, a row of all
+heads, is too long for the hardware's prefetcher. Inline, or the compiler would drop it as a function without effect. */
+INLINE void prefetch_next(const Attention *x, long b, long h, long t, const Tensor *dy) {
     const long G = x->H / x->K, next = (h + 1) % x->H, end = t + TILE < x->T ? t + TILE : x->T;
     const Tensor *all[] = {&x->q, dy, next % G ? NULL : &x->k, next % G ? NULL : &x->v};
     b += next == 0;
@@ -169,14 +169,14 @@ INLINE void expect(const Attention *x, long b, long h, long t, const Tensor *dy)
                 __builtin_prefetch(row_of(all[i], b, head, r) + d, 0, 2);
 }
 
-/* TILE queries from i on: which keys they see. */
+/* Which keys are visible to TILE queries, from i on. */
 typedef struct {
-    long n, low, high;           /* queries before the row's end; the keys of all, low a whole panel */
-    long first[TILE], end[TILE]; /* of each query; one behind the row's end sees none */
-} Sight;
+    long n, low, high;           /* queries in the row; keys of any of them, low to high, low at a panel */
+    long first[TILE], end[TILE]; /* keys of each query; none for one behind the row's end */
+} KeyRange;
 
-INLINE Sight sight_of(const Attention *x, long b, long i) {
-    Sight s = {.n = x->T - i < TILE ? x->T - i : TILE, .low = x->T};
+INLINE KeyRange key_range(const Attention *x, long b, long i) {
+    KeyRange s = {.n = x->T - i < TILE ? x->T - i : TILE, .low = x->T};
     for (long r = 0; r < s.n; r++) {
         s.first[r] = x->firsts[b * x->T + i + r], s.end[r] = i + r + 1;
         s.low = s.first[r] < s.low ? s.first[r] : s.low;
@@ -186,7 +186,7 @@ INLINE Sight sight_of(const Attention *x, long b, long i) {
 }
 
 /* Which of the keys from j to j + LANES query r sees. */
-INLINE __mmask16 seen(const Sight *s, long r, long j) {
+INLINE __mmask16 seen(const KeyRange *s, long r, long j) {
     long skip = s->first[r] - j, n = s->end[r] - j;
     if (skip >= LANES || n <= 0) return 0;
     return (n < LANES ? (1 << n) - 1 : 0xffff) & (skip > 0 ? ~((1 << skip) - 1) : 0xffff);
@@ -198,30 +198,30 @@ static void forward_head(const Attention *x, long b, long h, const uint32_t *key
     float *scores = (float *)(q + TILE * D / 2), *sums = scores + TILE * Tp;
     num *weights = (num *)(sums + TILE * wide);
     for (long i = 0; i < T; i += TILE) {
-        const Sight see = sight_of(x, b, i);
-        const long low = see.low, high = see.high, F = D / 2;
+        const KeyRange range = key_range(x, b, i);
+        const long low = range.low, high = range.high, F = D / 2;
         float scale[TILE];
-        expect(x, b, h, i, NULL);
-        rows(&x->q, b, h, i, see.n, D, TILE, q);
+        prefetch_next(x, b, h, i, NULL);
+        rows(&x->q, b, h, i, range.n, D, TILE, q);
         product(q, F, 1, keys + low * F, PANEL, PANEL * F, F, scores + low, Tp, high - low, 0);
         for (long r = 0; r < TILE; r++) {
             vec most = (vec){0} - INFINITY, total = {0};
             for (long j = low; j < high; j += LANES)
-                most = larger(most, where(seen(&see, r, j), *(vec *)(scores + r * Tp + j), -INFINITY));
+                most = larger(most, where(seen(&range, r, j), *(vec *)(scores + r * Tp + j), -INFINITY));
             float peak = _mm512_reduce_max_ps((__m512)most);
             for (long j = low; j < high; j += LANES) {
                 vec e = exponential((*(vec *)(scores + r * Tp + j) - peak) * x->scale);
-                e = where(seen(&see, r, j), e, 0);
+                e = where(seen(&range, r, j), e, 0);
                 total += e;
                 _mm256_storeu_si256((__m256i *)(weights + r * Tp + j), rounded(e));
             }
             float sum = _mm512_reduce_add_ps((__m512)total);
             scale[r] = 1 / sum;
-            if (r < see.n) x->lse[(b * x->H + h) * T + i + r] = peak * x->scale + logf(sum);
+            if (r < range.n) x->lse[(b * x->H + h) * T + i + r] = peak * x->scale + logf(sum);
         }
         const uint32_t *pairs = (uint32_t *)(weights + low);
         product(pairs, Tp / 2, 1, values + low / 2 * wide, wide, PANEL, (high - low) / 2, sums, wide, wide, 0);
-        for (long r = 0; r < see.n; r++) store_row(row_of(&x->y, b, h, i + r), sums + r * wide, scale[r], D);
+        for (long r = 0; r < range.n; r++) store_row(row_of(&x->y, b, h, i + r), sums + r * wide, scale[r], D);
     }
 }
 
@@ -266,13 +266,13 @@ static void backward_block(const Attention *x, uint32_t **w, long b, long h, lon
     pairs(&x->q, b, h, i, n, D, BLOCK, wide, w[Q_PAIRS]);
     pairs(&x->dy, b, h, i, n, D, BLOCK, wide, w[DY_PAIRS]);
     for (long t = 0; t < n; t += TILE) {
-        long low = sight_of(x, b, i + t).low;
+        long low = key_range(x, b, i + t).low;
         begin = low < begin ? low : begin;
     }
     for (long t = 0; t < n; t += TILE) {
-        const Sight see = sight_of(x, b, i + t);
-        const long low = see.low, high = see.high, F = D / 2, at = low * F, row = t * F;
-        expect(x, b, h, i + t, &x->dy);
+        const KeyRange range = key_range(x, b, i + t);
+        const long low = range.low, high = range.high, F = D / 2, at = low * F, row = t * F;
+        prefetch_next(x, b, h, i + t, &x->dy);
         product(w[Q] + row, F, 1, w[KEYS] + at, PANEL, PANEL * F, F, scores + low, Tp, high - low, 0);
         product(w[DY] + row, F, 1, w[VALUES] + at, PANEL, PANEL * F, F, dp + low, Tp, high - low, 0);
         for (long r = 0; r < TILE; r += 2) {
@@ -280,12 +280,12 @@ static void backward_block(const Attention *x, uint32_t **w, long b, long h, lon
             memset(w[DS] + (t + r) / 2 * Tp + begin, 0, 4 * (low - begin));
             float mean[2]; /* of dp, by the weights of a query */
             for (long e = 0; e < 2; e++) {
-                float lse = r + e < see.n ? x->lse[(b * x->H + h) * T + i + t + r + e] : 0;
+                float lse = r + e < range.n ? x->lse[(b * x->H + h) * T + i + t + r + e] : 0;
                 vec total = {0};
                 for (long j = low; j < high; j += LANES) {
                     vec *p = (vec *)(scores + (r + e) * Tp + j);
-                    *p = where(seen(&see, r + e, j), exponential(*p * x->scale - lse), 0);
-                    total += where(seen(&see, r + e, j), *p * *(vec *)(dp + (r + e) * Tp + j), 0);
+                    *p = where(seen(&range, r + e, j), exponential(*p * x->scale - lse), 0);
+                    total += where(seen(&range, r + e, j), *p * *(vec *)(dp + (r + e) * Tp + j), 0);
                 }
                 mean[e] = _mm512_reduce_add_ps((__m512)total);
             }
@@ -294,7 +294,7 @@ static void backward_block(const Attention *x, uint32_t **w, long b, long h, lon
                 for (long e = 0; e < 2; e++) {
                     p[e] = *(vec *)(scores + (r + e) * Tp + j);
                     ds[e] = p[e] * (*(vec *)(dp + (r + e) * Tp + j) - mean[e]) * x->scale;
-                    ds[e] = where(seen(&see, r + e, j), ds[e], 0);
+                    ds[e] = where(seen(&range, r + e, j), ds[e], 0);
                     _mm256_storeu_si256((__m256i *)(ds_rows + (r + e) * Tp + j), rounded(ds[e]));
                 }
                 *(ints *)(w[P] + (t + r) / 2 * Tp + j) = paired(p[0], p[1]);
@@ -303,7 +303,7 @@ static void backward_block(const Attention *x, uint32_t **w, long b, long h, lon
         }
         const uint32_t *ds_pairs = (uint32_t *)(ds_rows + low), *keys = w[KEY_PAIRS] + low / 2 * wide;
         product(ds_pairs, Tp / 2, 1, keys, wide, PANEL, (high - low) / 2, sums, wide, wide, 0);
-        for (long r = 0; r < see.n; r++) store_row(row_of(&x->dq, b, h, i + t + r), sums + r * wide, 1, D);
+        for (long r = 0; r < range.n; r++) store_row(row_of(&x->dq, b, h, i + t + r), sums + r * wide, 1, D);
     }
     for (long j = begin; j < UP(i + n, TILE); j += TILE) { /* queries before a key do not see it */
         const long skip = j > i ? (j - i) / 2 : 0, k = UP(n, TILE) / 2 - skip;

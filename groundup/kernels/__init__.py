@@ -1,0 +1,16 @@
+"""How is it made fast? Attention, the loss, and the C code that a CPU runs.
+
+In: queries, keys and values; hidden states and targets. Out: attention; losses, log-probabilities.
+Read attention (what a query may see, and the ways to compute it), then cross_entropy (the loss
+without ever holding all the logits). Each has a plain reference of a few lines beside it.
+cpu_attention calls attention.c, compile_c compiles it; step.c is called by generate/native.py.
+"""
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: that of autocast if it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,0 +1,271 @@
+"""Attention: softmax(q k^T / sqrt(D)) v, over the keys that a query may see.
+
+    layout = choose_layout(idx, starts, ...)    # once per forward, outside what is compiled
+    y = attention(q, k, v, layout, dropout)     # in each layer: q (B, H, T, D), k and v (B, K, T, D)
+
+The definition is `reference_attention`; the other functions compute the same, each on its hardware:
+
+    torch_attention          anywhere, causal or with a mask; torch picks the kernel
+    varlen_attention         documents that share a row, on a GPU with flash attention
+    attention_by_document    long rows of documents on a CPU
+    cpu_attention.attend     bfloat16 on a CPU with AVX512-BF16, in C
+    cached_attention         a few new queries and a key-value cache
+    attention_by_length      one new query of each row and a cache, on a GPU with flash attention
+
+Several documents can share a row. `starts` (B, T) bool is true at the first token of each document;
+the first token of a row always starts one.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from groundup.kernels import compute_dtype, cpu_attention
+
+# On a CPU, shorter rows of documents are computed with a mask, longer ones document by document:
+# a mask wastes work with the square of the length, a call per document costs a fixed time.
+MASKED_LENGTH = 512
+# Before torch 2.12, varlen_attn wants as many heads of keys as of queries.
+VARLEN_SHARES_KEYS = torch.__version__ >= (2, 12)
+
+
+class Layout(NamedTuple):
+    """What each query may see, in the form that the chosen kernel takes.
+
+    At most one field is set. None is set: each query sees its own position and all before it."""
+
+    mask: Tensor | None = None  # (B, 1, T, T), added to the scores: 0 or -inf
+    borders: Tensor | None = None  # (n + 1,) int32, see document_borders
+    firsts: Tensor | None = None  # (B, T) int64: the first position that each query sees
+    cache: Callable | None = None  # (q, k, v) -> attention to a cache, which stores k and v first
+
+
+def choose_layout(
+    idx: Tensor,
+    starts: Tensor | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    dropout: float,
+    most_documents: int = 0,
+) -> Layout:
+    """Return the layout of the fastest kernel for these token ids (B, T).
+
+    starts: documents to keep apart; None = rows are whole. dtype: of q, k and v. most_documents:
+    upper bound on documents per row, 0 = one per token; it sizes a tensor (document_borders).
+
+    Here we ask what the hardware can do. torch.compile cannot trace such questions, so a compiled
+    block gets the answer with the layout."""
+    B, T = idx.shape
+    if cpu_attention.works(idx.device, dtype, head_dim, dropout):
+        whole_rows = torch.zeros_like(idx)
+        return Layout(firsts=whole_rows if starts is None else first_positions(starts))
+    if starts is None:
+        return Layout()
+    if idx.is_cpu:
+        apart = T > MASKED_LENGTH
+    else:
+        apart = dropout == 0 and has_varlen(idx.device, dtype, head_dim)  # it knows no dropout
+    if apart:
+        return Layout(borders=document_borders(starts, B * (most_documents or T)))
+    return Layout(mask=document_mask(starts, dtype))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, dropout: float = 0.0) -> Tensor:
+    """Return attention (B, H, T, D) of q (B, H, T, D) to k and v (B, K, T, D).
+
+    H is a multiple of K: with grouped-query attention, H / K query heads share a key head."""
+    if layout.cache is not None:
+        return layout.cache(q, k, v)
+    if layout.firsts is not None:
+        return cpu_attention.attend(q, k, v, layout.firsts)
+    if layout.borders is not None and q.is_cpu:
+        return attention_by_document(q, k, v, layout.borders, dropout)
+    if layout.borders is not None:
+        return varlen_attention(q, k, v, layout.borders)
+    return torch_attention(q, k, v, layout.mask, dropout)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return attention by its definition. visible (..., T, S) bool: query t may see key s."""
+    sharing = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(sharing, dim=1), v.repeat_interleave(sharing, dim=1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, S)
+    scores = scores.masked_fill(~visible, -math.inf)
+    return scores.softmax(dim=-1) @ v
+
+
+# ---- ways to compute it --------------------------------------------------------------------------
+
+
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return causal attention, or with `mask` what the mask shows."""
+    sharing = q.shape[1] // k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=sharing > 1
+        )
+    if sharing > 1:  # no fused kernel of a GPU both takes a mask and shares keys among heads
+        k = k.repeat_interleave(sharing, dim=1)
+        v = v.repeat_interleave(sharing, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
+    """Return causal attention within documents, by a kernel that skips what they do not see."""
+    B, H, T, D = q.shape
+    if not VARLEN_SHARES_KEYS:
+        sharing = H // k.shape[1]
+        k = k.repeat_interleave(sharing, dim=1)
+        v = v.repeat_interleave(sharing, dim=1)
+    # The kernel takes all rows as one: (B * T, heads, D).
+    dtype = compute_dtype(q)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).to(dtype) for x in (q, k, v))
+    gqa = {"enable_gqa": True} if k.shape[1] < H else {}
+    kernel = torch.nn.attention.varlen.varlen_attn
+    causal = (-1, 0)  # how far a query sees: all before it, nothing after
+    y = kernel(q, k, v, borders, borders, T, T, window_size=causal, **gqa)
+    return y.view(B, T, H, D).transpose(1, 2)
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo at once
+def attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, dropout: float
+) -> Tensor:
+    """Return what varlen_attention does, on a CPU: each document by itself.
+
+    Not compiled: the lengths of the documents would be part of the graph."""
+    B, H, T, D = q.shape
+    lengths = [n for n in borders.diff().tolist() if n]
+    # (B, heads, T, D) -> (heads, B * T, D), cut into documents
+    q, k, v = (x.transpose(0, 1).reshape(x.shape[1], B * T, D) for x in (q, k, v))
+    outputs = []
+    documents = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+    for q1, k1, v1 in documents:
+        y1 = torch_attention(q1.unsqueeze(0), k1.unsqueeze(0), v1.unsqueeze(0), None, dropout)
+        outputs.append(y1.squeeze(0))
+    return torch.cat(outputs, dim=1).view(H, B, T, D).transpose(0, 1)
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Return attention of a few new queries to S cached keys.
+
+    mask (T, S) or (B, 1, 1, S) is added to the scores. Heads that share keys become more rows of
+    one product."""
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    q = q.reshape(B, K, -1, D)
+    if T > 1:
+        mask = mask.repeat(H // K, 1)
+    elif q.is_cpu and q.dtype != torch.float32 and q.shape[2] == 1:
+        # torch's kernel is slower for one query than for two
+        two = F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)
+        return two[:, :, :1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
+
+
+def attention_by_length(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, width: int
+) -> Tensor:
+    """Return attention of q (B, H, 1, D) to the first lengths[b] <= width positions of each row.
+
+    keys, values (B, K, L, D); starts (B + 1,) int32: multiples of L. The kernel reads no other
+    positions, and splits a long row among processors."""
+    B, H = q.shape[:2]
+    k = keys.transpose(1, 2).flatten(0, 1)  # (B L, K, D), no copy
+    v = values.transpose(1, 2).flatten(0, 1)
+    queries = torch.arange(B + 1, device=q.device, dtype=torch.int32)  # one in each row
+    gqa = {"enable_gqa": True} if k.shape[1] < H else {}
+    kernel = torch.nn.attention.varlen.varlen_attn
+    q = q[:, :, 0].to(k.dtype)
+    return kernel(q, k, v, queries, starts, 1, width, seqused_k=lengths, **gqa).unsqueeze(2)
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether flash attention, the only kernel behind varlen_attn, runs here."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if head_dim % 8 or head_dim > 256:
+        return False
+    importlib.import_module("torch.nn.attention.varlen")  # late: it takes a second
+    if not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_varlen_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether varlen_attn also takes a length for each row; older versions do not."""
+    if not has_varlen(device, dtype, head_dim):
+        return False
+    signature = inspect.signature(torch.nn.attention.varlen.varlen_attn)
+    return "seqused_k" in signature.parameters
+
+
+# ---- documents that share a row ------------------------------------------------------------------
+
+
+def documents_of(idx: Tensor, opener: int) -> Tensor:
+    """Return the number of each token's document, (B, T) int64, for token ids (B, T).
+
+    A document starts at each `opener`, except behind another one: the openers that fill up a packed
+    row are one document."""
+    is_opener = idx == opener
+    opens = is_opener.clone()
+    opens[:, 1:] &= ~is_opener[:, :-1]
+    return opens.cumsum(1)
+
+
+def starts_of(documents: Tensor) -> Tensor:
+    """Return where documents start, (B, T) bool: where their number changes."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return starts
+
+
+def first_positions(starts: Tensor) -> Tensor:
+    """Return where in its row each token's document starts, (B, T) int64."""
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    return (columns * starts).cummax(1).values
+
+
+def positions_of(starts: Tensor) -> Tensor:
+    """Return each token's position in its document, (B, T) int64."""
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    return columns - first_positions(starts)
+
+
+def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask (B, 1, T, T) that shows earlier positions of the same document."""
+    number = starts.cumsum(1)
+    same = number[:, None, :, None] == number[:, None, None, :]
+    return additive_mask(same.tril(), dtype)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the scores: 0 where `visible` (bool), else -inf.
+
+    Made once for all layers: given a bool mask, torch would make it in each."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, -math.inf)
+
+
+def document_borders(starts: Tensor, most: int) -> Tensor:
+    """Return where each document starts among all N = B * T tokens, (most + 1,) int32, then N.
+
+    The size is fixed, and the rest is filled with N (documents without tokens): so compiled blocks
+    stay valid, and the GPU need not report how many documents there are. More than `most` documents
+    end the process with a message."""
+    N = starts.numel()
+    number = starts.flatten().cumsum(0)
+    wanted = torch.arange(1, most + 2, device=starts.device)
+    borders = torch.searchsorted(number, wanted, out_int32=True)
+    text = f"model: over {most} documents in {N} tokens: most_documents is too low"
+    torch._assert_async(borders[-1] == N, text)
+    return borders

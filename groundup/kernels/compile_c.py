@@ -1,0 +1,73 @@
+"""Compile a C file of this package when a program first needs it, and keep the result."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+SOURCES = Path(__file__).parent  # attention.c and step.c
+
+
+def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
+    """Return the compiled file as a library; None without a C compiler that knows OpenMP.
+
+    Compiling takes a second, so the library is kept in ~/.cache/groundup (XDG_CACHE_HOME)."""
+    compilers = map(shutil.which, ("gcc", "clang", "cc"))
+    compiler = next(filter(None, compilers), "")
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    tune = "-march=native" if is_x86 else "-mcpu=native"
+    options = ["-O3", tune, "-fopenmp", "-fPIC", "-shared"]
+    command = [compiler, *options, *flags, str(source), *openmp(), "-lm"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        try:
+            # Another compiler, processor or source gives another library.
+            version = os.stat(compiler).st_mtime_ns
+            built_from = f"{command} {version} {processor()}".encode() + source.read_bytes()
+            key = hashlib.sha256(built_from).hexdigest()[:16]
+            library = cache_directory(Path(scratch)) / f"{source.stem}-{key}.so"
+            with suppress(OSError):  # not there yet, or damaged
+                return ctypes.CDLL(str(library))
+            # Several processes may compile at the same time: write under a name of our own.
+            new = library.with_suffix(f".{os.getpid()}.tmp")
+            command += ["-o", str(new)]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            return ctypes.CDLL(str(new.replace(library)))
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+
+def cache_directory(fallback: Path) -> Path:
+    """Return the directory of compiled files; `fallback` unless only this user can write to it."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        directory = Path(home, "groundup").expanduser()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except (OSError, RuntimeError):  # a read-only file system; a user without a home
+        return fallback
+    # We execute what lies there, so nobody else may have put it there.
+    private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return directory if private and os.access(directory, os.W_OK) else fallback
+
+
+def processor() -> str:
+    """Return what -march=native depends on: several machines may share one home directory."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    text = info.read_text(encoding="utf-8", errors="replace")
+    first_core = re.findall(r"^(?:flags|Features|model name)\s*:.*", text, re.M)[:2]
+    return "".join(first_core) or platform.processor()
+
+
+def openmp() -> list[str]:
+    """Return the OpenMP library that torch has loaded: a second one would start its own threads."""
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    return re.findall(r"/\S*torch\S*/lib(?:gomp|iomp5|omp)\S*", loaded)[:1]

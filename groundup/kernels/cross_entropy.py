@@ -1,0 +1,294 @@
+"""The head and what is computed from its logits, without ever holding the logits of all tokens.
+
+    cross_entropy(hidden, weight, targets)     the loss of training: a sum, with gradients
+    token_logps(hidden, weight, targets)       each token's log-probability, with gradients
+    token_scores(hidden, weight, targets)      each token's loss, and whether it is the likeliest
+    token_entropies(hidden, weight)            the entropy of each token's distribution
+
+Logits (N, V) are the largest tensor of training: 2 GB for 16k tokens and 32k ids in float32. So
+each function goes through the tokens in chunks, and frees a chunk's logits before the next one.
+
+Shapes: N tokens, C n_embd, V vocab; hidden (N, C), weight (V, C), targets (N,) int64 or IGNORE.
+Products are in the dtype of autocast, softmax and sums in float32.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from groundup.kernels import compute_dtype
+from groundup.tokens import IGNORE
+
+# Elements of the largest block of logits. Constants, because another chunk size rounds differently.
+# CPU: 24 MiB in float32 are enough for fast products; from 32 MiB on, glibc maps new pages each
+# time. A GPU is fast with thousands of rows at once.
+CHUNK_ELEMENTS = 3 * 2**21
+GPU_CHUNK_ELEMENTS = 2**27
+
+
+def reference_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what `cross_entropy` returns, by its definition. Tests compare the two.
+
+    To try another loss, change it here first, then the chunked version below (eager_chunk and
+    fused_chunk), which must compute the same loss and its gradient:
+    a soft cap is a line before the cross-entropy: logits = cap * (logits / cap).tanh();
+    label smoothing is an argument of F.cross_entropy;
+    a z-loss is a term of nats: + 1e-4 * logits.logsumexp(dim=1) ** 2 for valid targets."""
+    logits = (hidden @ weight.T).float()  # (N, V)
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    loss = nats.sum() if weights is None else (nats * weights).sum()
+    return loss, nats.detach()
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (loss 0-d float32, nats (N,) float32 without gradient).
+
+    nats = -log softmax(hidden @ weight.T)[target], 0 where the target is IGNORE; loss = the sum of
+    weights * nats, with weights (N,) float32 or None for 1. Without a valid target the loss and its
+    gradients are 0."""
+    dtype = compute_dtype(hidden)
+    with_grad = torch.is_grad_enabled()
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, weights, dtype, with_grad)
+
+
+def token_logps(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Return log softmax(hidden @ weight.T / temperature)[target], (N,) float32, with gradients.
+
+    0 where the target is IGNORE."""
+    dtype = compute_dtype(hidden)
+    return ChunkedLogps.apply(hidden, weight, targets, dtype, temperature)
+
+
+@torch.no_grad()
+def token_scores(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (nats (N,) float32 as in `cross_entropy`, correct (N,) bool).
+
+    correct: the target is the likeliest token. IGNORE is never correct."""
+    w = weight.to(compute_dtype(hidden))
+    rows = chunk_rows(weight.shape[0], hidden.device.type)
+    nats, correct = [], []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logits = (h.to(w.dtype) @ w.T).float()
+            nats.append(softmax_cross_entropy(logits, t)[0])
+            correct.append(logits.argmax(dim=1) == t)
+    return torch.cat(nats), torch.cat(correct)
+
+
+@torch.no_grad()
+def token_entropies(hidden: Tensor, weight: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the entropy in nats of softmax(hidden @ weight.T / temperature), (N,) float32."""
+    w = weight.to(compute_dtype(hidden))
+    entropies = hidden.new_zeros(len(hidden), dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in chunks(len(hidden), weight):
+            logits = (hidden[part].to(w.dtype) @ w.T).float()
+            logps = logits.div_(temperature).log_softmax(dim=1)
+            entropies[part] = -(logps.exp() * logps).sum(1)
+    return entropies
+
+
+def chunk_rows(vocab_size: int, device_type: str) -> int:
+    """Return for how many tokens the logits are held at once."""
+    elements = CHUNK_ELEMENTS if device_type == "cpu" else GPU_CHUNK_ELEMENTS
+    return max(1, elements // vocab_size)
+
+
+def chunks(n_tokens: int, weight: Tensor) -> list[slice]:
+    """Return the tokens of each chunk."""
+    rows = chunk_rows(weight.shape[0], weight.device.type)
+    return [slice(start, start + rows) for start in range(0, n_tokens, rows)]
+
+
+def compile_loss(device: torch.device) -> None:
+    """Compile a chunk of the loss on a GPU: fewer kernels, and no logits in float32.
+
+    On a CPU it would not be faster, so nothing changes there."""
+    if device.type == "cuda":
+        ChunkedCrossEntropy.compiled_chunk = staticmethod(torch.compile(fused_chunk))
+
+
+# ---- the loss of training ------------------------------------------------------------------------
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Head and loss. Forward computes the gradients too, while a chunk's logits exist."""
+
+    compiled_chunk: Callable | None = None  # set by compile_loss
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        dtype: torch.dtype,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        nats = hidden.new_empty(len(hidden), dtype=torch.float32)
+        w = weight.to(dtype)
+
+        # Compute only the gradients that autograd asks for: a frozen head costs nothing.
+        grad_hidden = grad_weight = None
+        if with_grad and ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden)
+        if with_grad and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = grad_hidden is not None or grad_weight is not None
+        fused = ChunkedCrossEntropy.compiled_chunk if hidden.is_cuda and learns else None
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunks(len(hidden), weight):
+                h, t = hidden[part].to(dtype), targets[part]
+                scale = (t != IGNORE).float()
+                if weights is not None:
+                    scale = weights[part].float() * scale
+                if fused:
+                    nats[part], grad_logits = fused(h, w, t, scale)
+                else:
+                    nats[part], grad_logits = eager_chunk(h, w, t, scale, learns)
+                loss += (nats[part] * scale).sum()
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad_logits @ w
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_logits.T, h)
+                del grad_logits  # before the next chunk's logits are made
+
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(nats)
+        return loss, nats
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
+        # Multiply in float32: rounded to bfloat16 the factor would be off by up to 0.4 %, and by
+        # another amount for each number of ranks.
+        grads = []
+        for saved in ctx.saved_tensors:
+            grads.append(None if saved is None else (saved.float() * grad).to(saved.dtype))
+        return *grads, None, None, None, None
+
+
+def eager_chunk(
+    h: Tensor, w: Tensor, targets: Tensor, scale: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return (nats (n,), gradient of sum(scale * nats) with respect to the logits (n, V)).
+
+    h (n, C), w (V, C), scale (n,) float32, 0 where the target is IGNORE."""
+    logits = (h @ w.T).float()
+    nats, lse = softmax_cross_entropy(logits, targets)
+    if not learns:
+        return nats, None
+    return nats, cross_entropy_gradient(logits, targets, lse, scale).to(h.dtype)
+
+
+def fused_chunk(h: Tensor, w: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what eager_chunk returns. Written to be compiled: a few kernels behind the product,
+    none of which writes the logits in float32."""
+    logits = (h @ w.T).float()
+    index = targets.clamp(min=0).unsqueeze(1)
+    lse = logits.logsumexp(dim=1, keepdim=True)
+    nats = (lse - logits.gather(1, index)).squeeze(1) * (targets != IGNORE)
+    is_target = torch.arange(w.shape[0], device=w.device) == index
+    grad = ((logits - lse).exp() - is_target.float()) * scale.unsqueeze(1)
+    return nats, grad.to(h.dtype)
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (nats (n,), log of the sum of exponentials (n, 1)) of logits (n, V) float32."""
+    valid = targets != IGNORE
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    # On a CPU log_softmax is one kernel, and takes half the time of logsumexp's five passes.
+    nats = -logits.log_softmax(dim=1).gather(1, index)
+    return nats.squeeze(1) * valid, logits.gather(1, index) + nats
+
+
+def cross_entropy_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of sum(scale * nats) with respect to the logits (n, V), in their place.
+
+    It is scale * (softmax(logits) - one_hot(target))."""
+    p = logits.sub_(lse).exp_()
+    index = targets.clamp(min=0).unsqueeze(1)
+    p.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+    return p.mul_(scale.unsqueeze(1))
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a (V, n) @ b (n, C) to out (V, C) float32.
+
+    A sum over many tokens can exceed float16's largest number, 65504, so it is in float32."""
+    if a.dtype == torch.float32:
+        out.addmm_(a, b)
+    elif a.is_cuda:
+        out += torch.mm(a, b, out_dtype=torch.float32)
+    elif a.dtype == torch.float16:
+        out += a.float() @ b.float()
+    else:
+        out += a @ b
+
+
+# ---- log-probabilities with gradients ------------------------------------------------------------
+
+
+class ChunkedLogps(torch.autograd.Function):
+    """Head and log-softmax.
+
+    A token's gradient depends on a loss that is known only after all tokens (a preference, a
+    policy's ratio), so backward computes a chunk's logits once more."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        temperature: float,
+    ) -> Tensor:
+        logps = hidden.new_empty(len(hidden), dtype=torch.float32)
+        lse = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
+        w = weight.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunks(len(hidden), weight):
+                logits = (hidden[part].to(dtype) @ w.T).float().div_(temperature)
+                nats, lse[part] = softmax_cross_entropy(logits, targets[part])
+                logps[part] = -nats
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.dtype, ctx.temperature = dtype, temperature
+        return logps
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.empty_like(hidden)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        w = weight.to(ctx.dtype)
+        scale = -grad.float() * (targets != IGNORE) / ctx.temperature
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in chunks(len(hidden), weight):
+                h, t = hidden[part].to(ctx.dtype), targets[part]
+                logits = (h @ w.T).float().div_(ctx.temperature)
+                grad_logits = cross_entropy_gradient(logits, t, lse[part], scale[part])
+                grad_logits = grad_logits.to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad_logits @ w
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_logits.T, h)
+                del grad_logits  # before the next chunk's logits are made
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -1,0 +1,172 @@
+"""What the training data of rows (conversations, pairs, prompts) share, and what was left out."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from groundup.errors import UserError
+from groundup.tokens.corpus import Corpus, names_of
+from groundup.tokens.mixture import Sampler, Stage, parse_data_dir, parse_weights
+from groundup.tokens.row_reader import RowReader, SourceRows, read_source
+
+FEW_STEPS = 5  # the learning rate has to rise and fall within them
+
+
+class RowCorpus(Corpus):
+    """A Corpus of files and directories of rows.
+
+    A subclass has `reader`, a new RowReader, and `lay_out(name, items)`, which returns data with
+        name, n_rows, fingerprint
+        n_used      (n_rows,) ids of each row
+        n_labels    (n_rows,) ids that are learned
+        counts      {what happened to conversations: how many}
+    """
+
+    def reader(self) -> RowReader:
+        raise NotImplementedError
+
+    def lay_out(self, name: str, items: Any) -> Any:
+        raise NotImplementedError
+
+    def open(self, spec: str, val_data: str, val_fraction: float) -> None:
+        """Read and lay out all sources. Raise UserError."""
+        stages = parse_data_dir(spec, "data")
+        paths = [path for stage in stages for path in stage.weights]
+        self.paths = list(dict.fromkeys(paths))
+        self.names = names_of(self.paths)
+        self.found = [self.read(path, 0.0 if val_data else val_fraction) for path in self.paths]
+        pairs = zip(self.names, self.found, strict=True)
+        self.train = [self.lay_out(name, rows.train) for name, rows in pairs]
+        for data in self.train:
+            if not data.n_rows:
+                reasons = ", ".join(f"{n} {reason}" for reason, n in data.counts.items())
+                why = f"{data.name}: {reasons or 'no row for training'}"
+                how = "give more, or raise block_size"
+                raise UserError(f"data: nothing to train on in {why}; {how}")
+        self.n_rows = sum(data.n_rows for data in self.train)
+        self.stages = [(stage.first_step, self.weights_of(stage)) for stage in stages]
+        self._open_val(val_data)
+
+    def _open_val(self, val_data: str) -> None:
+        weights = parse_weights(val_data, val_data, "val_data") if val_data else {}
+        names = names_of(list(weights))
+        found = [self.read(path, 0.0) for path in weights]
+        self.val_found = dict(zip(names, found, strict=True))
+        if val_data:
+            # of a directory of prepare.py its validation split, of a raw file all rows
+            held_out = {
+                name: rows.val if len(rows.val) else rows.train
+                for name, rows in self.val_found.items()
+            }
+        else:
+            held_out = {name: rows.val for name, rows in zip(self.names, self.found, strict=True)}
+        self.all_val = [self.lay_out(name, items) for name, items in held_out.items()]
+        self.val = {data.name: data for data in self.all_val if data.n_rows}
+        self.val_weights = {}
+        for name, weight in zip(names, weights.values(), strict=True):
+            if name in self.val:
+                self.val_weights[name] = weight or float(self.val[name].n_labels.sum())
+
+    def need_validation(self, val_fraction: float) -> None:
+        """Raise UserError if no row is held out, with what was left out and why."""
+        if self.val:
+            return
+        readers = [rows.reader for rows in self.val_found.values() or self.found]
+        lost = left_out(readers, self.all_val)
+        if not self.val_found and (self.n_rows > 1 or not val_fraction):
+            how = f"raise val_fraction above {val_fraction:g}"
+        else:
+            how = "give more rows"
+        if "block_size" in lost or "no room" in lost:
+            how += ", raise block_size"
+        nothing = f"no {readers[0].noun} is held out for validation{lost}"
+        raise UserError(f"data: {nothing}; {how} or name others in val_data")
+
+    def left_out(self) -> str:
+        """Return what was left out of the training data, see the function."""
+        return left_out([rows.reader for rows in self.found], self.train)
+
+    def read(self, path: str, val_fraction: float) -> SourceRows:
+        return read_source(path, self.reader(), val_fraction)
+
+    def weights_of(self, stage: Stage) -> list[float]:
+        """Return the weight of each source in a stage: by default its number of rows.
+
+        A source that the stage does not name has the weight 0."""
+        weights = dict.fromkeys(self.paths, 0.0)
+        for path, weight in stage.weights.items():
+            n_rows = self.train[self.paths.index(path)].n_rows
+            weights[path] = float(n_rows) if weight is None else weight
+        return list(weights.values())
+
+    def sampler(self, source: int, seed: int, samples_per_step: int) -> Sampler:
+        return Sampler(self.train[source].n_rows, seed, source)
+
+    def by_source(self, values: dict[str, float | None], key: str) -> dict[int, float]:
+        found = {}
+        for name, value in values.items():
+            known = self.names if name in self.names else self.paths
+            if name not in known or value is None:
+                paths = ", ".join(self.paths)
+                raise UserError(f"data: {key} has {name!r}; write path=number, of: {paths}")
+            found[known.index(name)] = value
+        return found
+
+    def report(self) -> list[str]:
+        """Return lines for people: the content of each source, and what was left out."""
+        lines = []
+        for split, every in (("training", self.train), ("validation", self.all_val)):
+            for data in every:
+                rows = f"{data.n_rows:,} rows for {split}"
+                if getattr(data, "pack", False):
+                    rows = f"{len(data.members):,} conversations in {rows}"
+                lines.append(f"{data.name}: {rows}, {data.n_used.sum():,} tokens")
+                lines += [f"{data.name}: {n:,} {what}" for what, n in data.counts.items()]
+        sources = [*zip(self.names, self.found, strict=True), *self.val_found.items()]
+        for name, rows in sources:
+            lines += rows.reader.report(name)
+        return lines
+
+
+def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any]) -> str:
+    """Return which rows were left out and where the first is, as the end of an error message.
+
+    It is "" if none was. laid_out: what `RowCorpus.lay_out` returned."""
+    dropped = sum((reader.dropped for reader in readers), Counter())
+    for data in laid_out:
+        for what, n in data.counts.items():
+            dropped[what.removeprefix("left out: ")] += n
+    if not dropped:
+        return ""
+    text = ": left out " + ", ".join(f"{n:,} ({reason})" for reason, n in dropped.items())
+    places = [place for reader in readers for place in reader.places]
+    return text + (f"; first: {places[0]}" if places else "")
+
+
+def steps_of(
+    config: dict, n_rows: int, per_step: int, key: str, noun: str = "rows", lost: str = ""
+) -> int:
+    """Return max_steps, or, if that is 0, the steps of `per_step` rows that the epochs take.
+
+    Raise UserError if those are too few to learn from. key: the setting that decides per_step;
+    lost: what `left_out` returned."""
+    if config["max_steps"]:
+        return config["max_steps"]
+    steps = math.ceil(config["epochs"] * n_rows / per_step)
+    if steps >= FEW_STEPS:
+        return steps
+
+    # propose settings that make at least four times FEW_STEPS steps
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
+    per_smaller_step = rows * world_size
+    flags = {} if key == "prompts_per_step" else {"batch_size": rows}
+    flags[key] = config[key] * per_smaller_step // per_step
+    epochs = math.ceil(4 * FEW_STEPS * per_smaller_step / max(1, n_rows))
+    flags["epochs"] = max(config["epochs"], epochs)
+    more = " ".join(f"--{name}={value:g}" for name, value in flags.items())
+    few = f"{n_rows:,} {noun} make {steps} step{'s' * (steps > 1)} of {key}={config[key]}"
+    how = f"smaller steps and more epochs: {more}"
+    raise UserError(f"data: {few}, too few to learn from{lost}; {how}")

@@ -1,0 +1,210 @@
+"""Write token files, whose format token_files.py describes, and check every byte of them."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from groundup.errors import UserError
+from groundup.tokens.token_files import (
+    FORMAT,
+    TokenData,
+    file_sha256,
+    npy_header,
+    read_manifest,
+    read_packing,
+    token_dtype,
+)
+
+SHARD_TOKENS = 2**27  # 256 MiB as uint16
+TOTALS = ("tokens", "documents", "bytes")
+
+
+class NpyWriter:
+    """Writes a 1-D .npy file piece by piece. It appears under its name when it is complete."""
+
+    def __init__(self, path: Path, dtype: np.dtype | type) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.length = 0
+        self.file = open(f"{path}.tmp", "wb", buffering=2**20)
+        self.file.write(npy_header(self.dtype, 0))  # `close` fills in the length
+
+    def add(self, values: np.ndarray | Sequence[int]) -> None:
+        self.file.write(np.asarray(values).astype(self.dtype).tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        self.file.write(npy_header(self.dtype, self.length))
+        self.file.close()
+        os.replace(f"{self.path}.tmp", self.path)
+
+
+def write_npy(path: Path, array: np.ndarray) -> None:
+    """Write a 1-D array, whole or not at all."""
+    writer = NpyWriter(path, array.dtype)
+    writer.add(array)
+    writer.close()
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON file, whole or not at all."""
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+class ShardWriter:
+    """Writes one split (of one source). Tokens go to disk as they come."""
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        split: str,
+        vocab_size: int,
+        eot_id: int,
+        shard_tokens: int = SHARD_TOKENS,
+        source: str = "",
+    ) -> None:
+        assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
+        assert source == Path(source).name, f"{source=} must be a plain directory name"
+        self.dir = Path(data_dir)
+        self.split = split
+        self.source = source
+        self.vocab_size = vocab_size
+        self.eot_id = eot_id
+        self.shard_tokens = shard_tokens
+        self.shards: list[dict] = []  # manifest entries of the complete shards
+        self.file: NpyWriter | None = None  # the shard being written
+
+    def add(self, ids: np.ndarray, n_bytes: int) -> None:
+        """Append a document: its token ids (1-D, any integer type), and its length in UTF-8 bytes.
+
+        Raise UserError for an id outside the vocabulary: a cast would make another token of it."""
+        ids = np.asarray(ids)
+        assert ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids)), f"{ids.dtype=}"
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            bad = ids.min() if ids.min() < 0 else ids.max()
+            limit = f"the tokenizer's vocab_size={self.vocab_size}"
+            raise UserError(f"data: token id {bad} is outside {limit}")
+        if self.file and self.file.length + 1 + len(ids) > self.shard_tokens:
+            self._finish_shard()
+        if not self.file:
+            self._begin_shard()
+        self.starts.append(self.file.length)
+        self.file.add([self.eot_id])
+        self.file.add(ids)
+        self.n_bytes += n_bytes
+
+    def close(self) -> list[dict]:
+        """Finish the split. Return its shards' entries for `write_manifest`, if there are any."""
+        if self.file:
+            self._finish_shard(closing=[self.eot_id])
+        return self.shards
+
+    def _begin_shard(self) -> None:
+        (self.dir / self.source).mkdir(parents=True, exist_ok=True)
+        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
+        self.file = NpyWriter(self.dir / f"{self.name}.npy", token_dtype(self.vocab_size))
+        self.n_bytes = 0
+        self.starts: list[int] = []  # of the documents
+
+    def _finish_shard(self, closing: Sequence[int] = ()) -> None:
+        tokens, offsets = f"{self.name}.npy", f"{self.name}.off.npy"
+        ends = np.array([*self.starts, self.file.length], np.int64)
+        self.file.add(closing)
+        self.file.close()
+        write_npy(self.dir / offsets, ends)
+        entry = {
+            "split": self.split,
+            "source": self.source,
+            "file": tokens,
+            "offsets": offsets,
+            "tokens": self.file.length,
+            "documents": len(self.starts),
+            "bytes": self.n_bytes,
+            "sha256": file_sha256(self.dir / tokens),
+            "offsets_sha256": file_sha256(self.dir / offsets),
+        }
+        self.shards.append(entry)
+        self.file = None
+
+
+def write_manifest(
+    data_dir: str | Path,
+    vocab_size: int,
+    eot_id: int,
+    tokenizer_fingerprint: str,
+    shards: list[dict],
+    info: dict,
+    weights: Mapping[str, float] = {},
+) -> dict:
+    """Write manifest.json, which declares the directory complete, and return it.
+
+    info: the record of the preparation (inputs, settings, counts).
+    weights: of the named sources in training, if they have any."""
+    manifest = {
+        "format": FORMAT,
+        "vocab_size": vocab_size,
+        "eot_id": eot_id,
+        "dtype": token_dtype(vocab_size).name,
+        "tokenizer_fingerprint": tokenizer_fingerprint,
+        "splits": {},
+        "info": info,
+    }
+    for shard in shards:
+        empty = dict.fromkeys(TOTALS, 0) | {"shards": []}
+        split = manifest["splits"].setdefault(shard["split"], empty)
+        for total in TOTALS:
+            split[total] += shard[total]
+        split["shards"].append({key: value for key, value in shard.items() if key != "split"})
+
+    names = list(dict.fromkeys(shard["source"] for shard in shards))
+    assert not weights or set(names) <= set(weights), f"{weights=} lack some of {names}"
+    if names not in ([], [""]):
+        assert "" not in names, f"{names}: either all sources are named or there is only one"
+        manifest["sources"] = {name: source_entry(name, shards, weights) for name in names}
+    write_json(Path(data_dir, "manifest.json"), manifest)
+    return manifest
+
+
+def source_entry(name: str, shards: list[dict], weights: Mapping[str, float]) -> dict:
+    """Return what the manifest says of a named source: the totals of its train split."""
+    own = [s for s in shards if s["split"] == "train" and s["source"] == name]
+    entry = {total: sum(shard[total] for shard in own) for total in TOTALS}
+    return entry | ({"weight": weights[name]} if weights else {})
+
+
+# ---- check -----------------------------------------------------------------------------------
+
+
+def verify(data_dir: str | Path) -> dict:
+    """Read every byte of a data directory and return its manifest.
+
+    Raise UserError for the first file whose size or sha256 differs from the manifest."""
+    manifest = read_manifest(data_dir)
+    digests = {}
+    for split, entry in manifest["splits"].items():
+        TokenData(data_dir, split)  # compares sizes and types
+        for shard in entry["shards"]:
+            digests[shard["file"]] = shard["sha256"]
+            digests[shard["offsets"]] = shard["offsets_sha256"]
+    for path in sorted(Path(data_dir).glob("train_pack*.json")):
+        for packed in read_packing(path)["sources"].values():
+            digests |= packed["sha256"]
+    for name, sha256 in digests.items():
+        verify_sha256(Path(data_dir, name), sha256)
+    return manifest
+
+
+def verify_sha256(path: Path, sha256: str) -> None:
+    """Raise UserError unless the file is there and unchanged."""
+    if not path.exists():
+        raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py")
+    if file_sha256(path) != sha256:
+        raise UserError(f"data: {path} changed since it was written (sha256); rerun prepare.py")

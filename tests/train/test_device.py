@@ -1,0 +1,62 @@
+"""device.py: the choice of device and dtype, and the random state."""
+
+import pytest
+import torch
+
+from groundup.errors import UserError
+from groundup.train import device as devices
+
+CPU = torch.device("cpu")
+
+
+def test_auto_is_a_gpu_or_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)  # only when asked for
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.choose_device("auto") == CPU and devices.choose_device("mps").type == "mps"
+    with pytest.raises(UserError, match="device must be .* got 'tpu'"):
+        devices.choose_device("tpu")
+
+
+def test_a_rank_takes_its_own_gpu(monkeypatch):
+    chosen, precision = [], torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert str(devices.choose_device("auto", 1)) == "cuda:1" and str(devices.choose_device("cuda:0", 1)) == "cuda:0"
+    assert list(map(str, chosen)) == ["cuda:1", "cuda:0"]
+    with pytest.raises(UserError, match="torch sees 2 GPUs, none for local rank 2"):
+        devices.choose_device("cuda", 2)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [({}, torch.float32), ({"amx_bf16": True}, torch.bfloat16)])
+def test_auto_dtype_is_what_the_processor_multiplies(flags, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags, raising=False)
+    assert devices.choose_dtype("auto", CPU) == dtype
+    assert devices.choose_dtype("float16", CPU) == torch.float16
+    with pytest.raises(UserError, match="dtype must be 'auto' or one of float32, bfloat16, float16, got 'int8'"):
+        devices.choose_dtype("int8", CPU)
+
+
+def test_compile_on_a_cpu_needs_a_compiler(monkeypatch):
+    monkeypatch.setattr(devices.shutil, "which", {"clang++": "/usr/bin/clang++"}.get)
+    devices.check_compiler(CPU)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    devices.check_compiler(torch.device("cuda"))
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        devices.check_compiler(CPU)
+
+
+def test_the_random_state_comes_back():
+    devices.seed_everything(3, rank=1)
+    state = devices.rng_state(CPU)
+    drawn = torch.rand(3)
+    devices.set_rng_state(state, CPU)
+    assert torch.equal(torch.rand(3), drawn)
+    devices.seed_everything(4)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_peak_flops_and_memory_are_measured_on_a_cpu():
+    assert 1e8 < devices.peak_flops(CPU, torch.float32) < 1e15
+    assert 0.01 < devices.peak_memory_gib(CPU) < 1000

@@ -1,0 +1,295 @@
+"""The log of a run and its card: what is printed, written, dropped and read again."""
+
+import json
+import shlex
+import sys
+import threading
+from pathlib import Path
+
+import forks
+import numpy
+import pytest
+import torch
+
+from groundup.errors import UserError
+from groundup.train import log as logs
+from groundup.train.device import versions
+from groundup.train.log import RunLog, read_events, val_losses
+from groundup.train.ranks import World
+
+ROOT = Path(__file__).parents[2]
+
+
+def event(kind: str, step: int, **values: float) -> dict:
+    return {"event": kind, "step": step, **values}
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+
+VALUES = {
+    "loss": 3.21874,
+    "tokens": 600,
+    "lr": 5.4e-4,
+    "grad_norm": 0.83,
+    "skipped": 0,
+    "epoch": 0.5,
+}
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time, to be set."""
+    clock = [100.0]
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(logs, "peak_memory_gib", lambda device: 3.1)
+    return clock
+
+
+def steps(log: RunLog, n: int) -> None:
+    for _ in range(n):
+        log.advance()
+
+
+def test_line_and_event_of_training(tmp_path, capsys, now):
+    log = RunLog(str(tmp_path), 2000, 1195, World(0, 0, 2), flops_per_token=1e6, peak_flops=5e6)
+    log.begin()
+    steps(log, 5)
+    now[0] += 2.0
+    with log.paused():
+        now[0] += 100.0
+    assert log.n_steps() == 5 and log.seconds() == 2.0
+    log.train(1200, VALUES | {"tokens/zh": 7}, n_tokens=4.0)
+    log.close()
+    printed = capsys.readouterr().out
+    assert printed == (
+        "step   1200/2000 | loss 3.2187 | lr 5.40e-04 | norm 0.83 | 400 ms | 2 tok/s | mfu 20.0%"
+        " | 3.1 GiB | eta 0:05:20 | epoch 0.5\n"
+    )
+    (event,) = read_events(tmp_path / "log.jsonl")
+    assert list(event) == [
+        "event", "step", "loss", "tokens", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_gib",
+        "skipped", "epoch", "tokens/zh", "step_ms",
+    ]  # fmt: skip
+    assert (event["tokens_per_s"], event["mfu"], event["step_ms"]) == (2.0, 0.2, 400.0)
+
+
+def test_each_line_has_its_own_time(tmp_path, now):
+    log = RunLog(str(tmp_path), 9, 0)
+    log.begin()
+    for seconds in (2.0, 3.0):
+        steps(log, 1)
+        now[0] += seconds
+        log.train(log.step, VALUES, n_tokens=6)
+    log.close()
+    assert [event["tokens_per_s"] for event in read_events(tmp_path / "log.jsonl")] == [3.0, 2.0]
+
+
+def test_other_ranks_keep_the_clock_and_write_nothing(tmp_path, capsys, now):
+    log = RunLog(str(tmp_path / "none"), 9, 0, World(1, 1, 2))
+    steps(log, 2)
+    now[0] += 1.0
+    assert (log.n_steps(), log.seconds(), log.lacks_evaluation(1), log.val_losses()) == (
+        2,
+        1.0,
+        False,
+        {},
+    )
+    log.train(2, VALUES, n_tokens=6)
+    log.report(2, {"val_loss": 1.0}, ["val loss"])
+    log.finish("sft.py", {}, [], "python serve.py")
+    assert not (tmp_path / "none").exists() and capsys.readouterr().out == ""
+
+
+def test_losses_of_evaluations_are_known_also_after_a_resume(tmp_path):
+    log = RunLog(str(tmp_path), 9, 0)
+    for step, loss in enumerate([4.0, float("nan"), 3.0, 5.0]):
+        log.report(step, {"val_loss": loss}, [])
+    assert log.val_losses() == {0: 4.0, 2: 3.0, 3: 5.0}
+    log.close()
+    again = RunLog(str(tmp_path), 9, 2)
+    assert again.val_losses() == {0: 4.0, 2: 3.0} == val_losses(read_events(again.path))
+    again.close()
+
+
+def test_an_evaluation_is_missing_until_it_is_logged(tmp_path):
+    log = RunLog(str(tmp_path), 7, 0)
+    missing = []
+    for step in range(8):
+        missing.append(log.lacks_evaluation(4))
+        if step == 4:
+            log.report(4, {"val_loss": float("nan")}, [])
+            assert not log.lacks_evaluation(4)
+        log.advance()
+    log.close()
+    assert [step for step, lacks in enumerate(missing) if lacks] == [0, 4, 7]
+    new = RunLog(str(tmp_path), 7, 0)  # a new run in the same place keeps no event
+    assert read_events(new.path) == []
+    new.close()
+
+
+def test_a_resumed_run_drops_later_events_and_leaves_damaged_lines(tmp_path, capsys):
+    lines = [json.dumps(event("train", step, loss=1.0)).encode() for step in (1, 2, 3)]
+    lines[1] = lines[1].replace(b'"event"', b'"e\xf6ent"')
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"\n".join(lines) + b'\n{"event": "tr')  # the last one cut short by a kill
+    log = RunLog(str(tmp_path), 9, 2)
+    said = "log.jsonl:2: 1 lines cannot be read; they are left as they are"
+    assert said in capsys.readouterr().out
+    log.write("train", 3, {"loss": 0.5})
+    log.close()
+    assert path.read_bytes().splitlines()[:2] == lines[:2]
+    assert [event["loss"] for event in read_events(path)] == [1.0, 0.5]
+
+
+def test_two_threads_write_whole_lines(tmp_path):
+    log = RunLog(str(tmp_path), 9, 0)
+
+    def write(kind: str) -> None:
+        for step in range(500):
+            log.write(kind, step, {"path": "x" * 3000})
+
+    writers = [threading.Thread(target=write, args=(kind,)) for kind in ("save", "note")]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    log.close()
+    assert len(read_events(log.path)) == 1000
+
+
+def test_a_full_disk_is_reported_and_the_run_goes_on(tmp_path, capsys):
+    log = RunLog(str(tmp_path), 9, 0)
+    log.file.close()
+    log.file = open("/dev/full", "w", encoding="utf-8")
+    log.write("save", 1, {})
+    assert "log.jsonl: No space left on device" in capsys.readouterr().out
+
+
+def test_what_a_run_says_at_its_end(tmp_path, capsys):
+    out, script = tmp_path / "out", str(ROOT / "sft.py")
+    out.mkdir()
+    config = {"max_steps": 1, "resume": "auto"}
+
+    def end(config: dict, **how: bool) -> str:
+        log = RunLog(str(out), 1, 0)
+        log.advance()
+        log.finish(script, config, ["the data"], "python serve.py --init_from=out", **how)
+        return capsys.readouterr().out
+
+    assert end(config) == f"saved in {out}; next: python serve.py --init_from=out\n"
+    assert "the data" in (out / "README.md").read_text(encoding="utf-8")
+    assert end(config, saved=False) == ""
+    assert (
+        end(config, stopped=True)
+        == "stopped by a signal after step 1; the same command continues\n"
+    )
+    assert "stopped by a signal: step 0 of 1" in (out / "README.md").read_text(encoding="utf-8")
+    assert "last save failed" in end(config, stopped=True, saved=False)
+    assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
+
+
+def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match="tensorboard=True needs a package; pip install tensorboard=="
+    ):
+        RunLog(str(tmp_path), 9, 0, World(1, 1, 2), tensorboard=True)
+
+
+# ---- the card ------------------------------------------------------------------------------------
+
+
+def test_table_holds_the_first_the_best_and_the_last_evaluation():
+    losses = {0: 6.25, 10: 4.5, 20: 4.75}
+    events = [event("eval", step, val_loss=loss, pairs=1200) for step, loss in losses.items()]
+    rows = [line.strip("| ").split(" | ") for line in logs.result_table(events).splitlines()]
+    assert rows[2:] == [
+        ["step", "0", "10", "20"],
+        ["val_loss", "6.25", "4.5", "4.75"],
+        ["pairs", *["1,200"] * 3],
+    ]
+    assert logs.result_table([event("train", 1, loss=2.0)]) == "No evaluation was logged."
+
+
+def test_best_is_the_lowest_loss():
+    events = [event("eval", step, val_loss=3.0 + abs(step - 2)) for step in range(5)]
+    header, _, steps, *_ = logs.result_table(events).splitlines()
+    assert (header, steps) == ("| | first | best | last |", "| step | 0 | 2 | 4 |")
+
+
+def test_summary_says_why_a_run_ended():
+    events = [event("train", 5, loss=1.0, tokens=5000)]
+    assert logs.summary(events, 9, "stopped by a signal").startswith(
+        "Ended before its last step, stopped by a signal: step 5 of 9, 5,000 tokens. Written 2"
+    )
+    assert logs.summary(events, 9).startswith("Ended before its last step: step 5 of 9")
+    assert logs.summary(events, 5, "no better").startswith("Complete: step 5 of 5")
+
+
+def test_versions_are_those_of_what_is_installed(monkeypatch):
+    monkeypatch.setattr("groundup.train.device.PACKAGES", ("numpy", "no-such-package", "pytest"))
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert versions() == {
+        "python": python,
+        "numpy": numpy.__version__,
+        "pytest": pytest.__version__,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("card") / "out"
+    command = [
+        sys.executable,
+        ROOT / "pretrain.py",
+        ROOT / "config/debug.py",
+        "--max_steps=6",
+        "--log_every=2",
+    ]
+    forks.run(
+        [*command, "--eval_every=3", f"--out_dir={out}"], cwd=ROOT, check=True, capture_output=True
+    )
+    return out
+
+
+def test_a_run_leaves_a_card_with_its_figures_settings_and_data(trained):
+    text = (trained / "README.md").read_text(encoding="utf-8")
+    events = [
+        json.loads(line)
+        for line in (trained / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    last = [e for e in events if e["event"] == "eval"][-1]
+    assert f"| {last['val_loss']:.4g} |" in text and "Complete: step 6 of 6, 3,072 tokens" in text
+    assert "max_steps = 6\n" in text and "\nseed = " not in text  # the default
+    assert (
+        "debug train: 40 documents" in text and f"torch {torch.__version__.split('+')[0]}" in text
+    )
+
+
+@pytest.mark.slow
+def test_its_command_gives_the_same_losses(trained):
+    text = (trained / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("python pretrain.py"))
+    forks.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, check=True, capture_output=True)
+    again = trained.with_name("out_again")
+    losses = [
+        [
+            json.loads(row).get("loss")
+            for row in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        for out in (trained, again)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_line_that_a_full_disk_cut_short_costs_that_line_alone(tmp_path, capsys):
+    whole = [event("train", 1, loss=3.0), event("eval", 2, val_loss=2.5)]
+    lines = [json.dumps(whole[0]), '{"event": "tra', json.dumps(whole[1])]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = logs.write_card(tmp_path, ROOT / "sft.py", {"max_steps": 2}, [], torch.device("cpu"), 1)
+    assert "| val_loss | 2.5 | 2.5 | 2.5 |" in path.read_text(encoding="utf-8")
+    path.unlink()
+    path.mkdir()  # cannot be written over, by root either
+    logs.write_card(tmp_path, ROOT / "sft.py", {"max_steps": 2}, [], torch.device("cpu"), 1)
+    assert f"card: cannot write {path}" in capsys.readouterr().out

@@ -1,0 +1,798 @@
+"""saver.py: a save is whole or not at all, whatever happens meanwhile: training goes on, kill -9 at every file
+operation, full disks, file systems that refuse links and locks, ranks that fail, wait or die."""
+
+import errno
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import saved
+import test_checkpoint as tc
+import torch
+from test_checkpoint import error_line, flip_byte, names, same, save, tiny, train_state, weights
+
+import ddp
+from groundup.errors import LostRank, UserError
+from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
+from groundup.train.log import read_events
+from groundup.train.lora import LoRAConfig, set_trainable
+from groundup.train.optim import Optimizer
+from groundup.train.saver import HostMemory, Saver
+
+NAN = float("nan")
+FULL = pytest.mark.skipif(
+    not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full"
+)  # fmt: skip
+
+
+# ---- which steps stay, which is best --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep_last", "kept", "best", "best2"),
+    [
+        # losses of steps 1, 2, 3, ...; what is there after the last of them
+        ([3.0, 2.0, 1.0], 1, [2, 3], 3, 2),
+        ([1.0, 2.0, 3.0], 1, [1, 2, 3], 1, 2),
+        ([1.0, 2.0, 3.0], 0, [1, 2, 3], 1, 2),
+        ([2.0, 1.0, 3.0, 1.5], 1, [2, 4], 2, 4),
+        ([NAN, 5.0, NAN, 4.0, NAN], 1, [2, 4, 5], 4, 2),
+        ([NAN, NAN], 1, [2], None, None),
+        ([None, 2.0, None], 1, [2, 3], 2, None),
+        ([float("-inf"), 2.0, float("inf")], 1, [2, 3], 2, None),
+        ([2.0, 2.0, 2.0, 2.0], 1, [1, 2, 4], 1, 2),
+        ([3.0, 2.0, 2.0, 1.0, 2.0], 2, [2, 4, 5], 4, 2),
+    ],
+)
+def test_last_and_best(
+    tmp_path: Path, losses: list, keep_last: int, kept: list, best: int | None, best2: int | None
+) -> None:
+    for step, loss in enumerate(losses, start=1):
+        save(tmp_path, step, tiny(), val_loss=loss, keep_last=keep_last)
+    assert [int(p.name[5:]) for p in checkpoint.step_dirs(tmp_path)] == kept
+    for link, step in {"latest": len(losses), "best": best, "best2": best2}.items():
+        found = (tmp_path / link).resolve().name if (tmp_path / link).is_symlink() else None
+        assert found == (step and f"step_{step:06d}"), link
+
+
+@pytest.mark.slow
+def test_best_of_a_long_run_is_the_best_of_all_its_losses(tmp_path: Path) -> None:
+    """Pruned steps are forgotten, which must not matter: against a list that forgets nothing."""
+    rng = random.Random(3)
+    model, history = tiny(), []
+    for step in range(1, 41):
+        loss = rng.choice([NAN, None, *[float(rng.randint(1, 12)) for _ in range(6)]])
+        history.append((step, loss))
+        save(tmp_path, step, model, val_loss=loss, keep_last=2)
+        ranking = sorted((x, s) for s, x in history if x is not None and not math.isnan(x))
+        expected = [f"step_{s:06d}" for _, s in ranking[:2]]
+        found = [
+            os.readlink(tmp_path / link)
+            for link in ("best", "best2")
+            if (tmp_path / link).is_symlink()
+        ]
+        assert found == expected
+        newest = [f"step_{s:06d}" for s in (step - 1, step) if s]
+        assert {p.name for p in checkpoint.step_dirs(tmp_path)} == {*newest, *expected}
+
+
+def test_a_kill_between_evaluation_and_links_is_repaired_at_the_start(tmp_path: Path) -> None:
+    """The links are a function of the log and of the steps that are there."""
+    for step in (1, 2, 3):
+        save(tmp_path, step, val_loss=4.0 - step)
+    for link in ("latest", "best", "best2"):
+        (tmp_path / link).unlink()
+    saved.open_saver(tmp_path, tc.TOKENIZER, keep_last=1, first_step=3).close()
+    assert names(tmp_path) == ["best", "best2", "latest", "step_000002", "step_000003"]
+    assert [os.readlink(tmp_path / link)[-1] for link in ("latest", "best", "best2")] == [
+        "3",
+        "3",
+        "2",
+    ]
+
+
+def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, tiny(1), val_loss=1.0, keep_last=1)
+    save(tmp_path / "a", 2, tiny(2), val_loss=2.0, keep_last=1)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert same(weights(huggingface.load_model(tmp_path / "b" / "best")), weights(tiny(1)))
+    assert same(weights(huggingface.load_model(tmp_path / "b" / "latest")), weights(tiny(2)))
+    assert same(weights(huggingface.load_model(tmp_path / "b" / "best2")), weights(tiny(2)))
+
+
+def test_a_damaged_later_step_neither_counts_nor_disappears(tmp_path: Path) -> None:
+    """The resume went behind it to step 2: with keep_last=1 the step saved next must be the one that stays."""
+    for step in (2, 4):
+        save(tmp_path, step, val_loss=float(step))
+    flip_byte(tmp_path / "step_000004" / "model.safetensors")
+    save(tmp_path, 3, val_loss=3.0, keep_last=1)
+    assert names(tmp_path) == [
+        "best",
+        "best2",
+        "latest",
+        "step_000002",
+        "step_000003",
+        "step_000004",
+    ]
+    assert (
+        os.readlink(tmp_path / "latest") == "step_000003"
+        and os.readlink(tmp_path / "best") == "step_000002"
+    )
+    assert checkpoint.find_latest(tmp_path, lambda line: None).name == "step_000003"
+    save(tmp_path, 4, tiny(99), val_loss=0.5, keep_last=1)
+    assert checkpoint.find_latest(tmp_path).name == "step_000004"
+    assert same(weights(huggingface.load_model(tmp_path / "step_000004")), weights(tiny(99)))
+
+
+def test_a_step_is_on_the_disk_before_it_has_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """A machine that stops keeps what was fsynced: every file and the directory before the rename, then the run
+    directory, which holds the new name."""
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def traced_fsync(fd: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}"))))
+        fsync(fd)
+
+    def traced_rename(path: Path, target: Path) -> Path:
+        events.append(("rename", Path(target)))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(Path, "rename", traced_rename)
+    final = save(tmp_path, 1)
+    temp = tmp_path / ".step_000001.tmp"
+    named = events.index(("rename", final))
+    assert {("fsync", temp), *(("fsync", temp / path.name) for path in final.iterdir())} <= set(
+        events[:named]
+    )
+    assert ("fsync", tmp_path) in events[named:]
+
+
+# ---- housekeeping never decides whether data were saved -------------------------------------------------------------
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+@pytest.mark.parametrize("refused", ["links", "locks", "directories", "removal"])
+def test_a_file_system_that_refuses_housekeeping_is_told_once(
+    tmp_path: Path, monkeypatch, capsys, refused
+) -> None:
+    """Lustre without locks, FAT without links, SMB without fsync of directories, NFS with a file still open."""
+    monkeypatch.setattr(checkpoint, "WARNED", set())
+    fsync = os.fsync
+    if refused == "links":
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+    elif refused == "locks":
+        monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    elif refused == "directories":
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: refuse() if os.path.isdir(f"/proc/self/fd/{fd}") else fsync(fd)
+        )  # fmt: skip
+    else:
+        monkeypatch.setattr(
+            shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or refuse()
+        )
+    for step in (1, 2, 3):
+        path = save(tmp_path, step, val_loss=float(-step), keep_last=1)
+        assert checkpoint.find_latest(tmp_path, pytest.fail) == path
+    said = capsys.readouterr().out
+    assert said.count("checkpoint: warning: cannot ") == 1 and said.endswith(
+        ": Function not implemented\n"
+    )
+
+
+def test_a_half_save_that_cannot_be_removed_does_not_block_later_saves(
+    tmp_path: Path, monkeypatch
+) -> None:
+    save(tmp_path, 1)
+    stuck = tmp_path / ".step_000002.tmp"
+    stuck.mkdir()
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, ignore_errors=False: path == stuck or rmtree(path, ignore_errors)
+    )  # fmt: skip
+    checkpoint.repair(tmp_path)
+    assert save(tmp_path, 3).exists() and stuck.exists()
+
+
+# ---- kill -9 --------------------------------------------------------------------------------------------------------
+
+TOUCHES_DISK = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.symlink",
+    "os.remove",
+    "os.rmdir",
+    "os.scandir",
+    "os.listdir",
+)
+
+
+def killed_at(moment: int, action: Callable[[], object]) -> bool:
+    """Run `action` in a child that kills itself (SIGKILL) just before the `moment`-th thing it does to files.
+
+    False if the action was over before that. The moments are Python's audit events, not hooks in saver.py.
+    """
+    seen = 0
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal seen
+        if event in TOUCHES_DISK:
+            seen += 1
+            if seen == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def hooked() -> None:
+        sys.addaudithook(hook)
+        action()
+
+    status = wait(start(hooked))
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def start(action: Callable[[], object]) -> int:
+    """Run `action` in a forked child; -> its process id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return child
+
+
+def wait(child: int) -> int:
+    """Exit status of a child: 0, 1, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync matters when the machine stops, not when a process does; without it these tests are much faster."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.mark.slow
+def test_kill_at_every_moment_of_a_save(tmp_path: Path, unsynced: None) -> None:
+    """Whatever the moment, the run has a whole checkpoint: the one before, or the new one; and the next save works."""
+    models, base = {step: tiny(step) for step in (1, 2, 3)}, tmp_path / "base"
+    for step, loss in ((1, 1.0), (2, 2.0)):
+        save(base, step, models[step], val_loss=loss, keep_last=1)
+    found, moment = [], 1
+    while True:
+        run = Path(shutil.copytree(base, tmp_path / f"run{moment}", symlinks=True))
+        killed = killed_at(
+            moment, lambda run=run: save(run, 3, models[3], val_loss=0.5, keep_last=1)
+        )
+        lines = []
+        path = checkpoint.find_latest(run, lines.append)
+        step = checkpoint.step_of(path)
+        found.append(step)
+        assert not lines
+        for finished in checkpoint.step_dirs(
+            run
+        ):  # nothing half-written or half-removed bears such a name
+            checkpoint.check_bytes(finished)
+        assert same(weights(huggingface.load_model(path)), weights(models[step]))
+        assert train_state(path)["step"] == step
+        assert all((run / link).exists() for link in ("latest", "best"))  # they lead to a directory
+        assert checkpoint.resolve(run / "latest") and checkpoint.resolve(run / "best")
+        checkpoint.repair(run)
+        save(run, 4, models[3], val_loss=0.25, keep_last=1)
+        assert {"best", "best2", "latest", "step_000004"} <= set(names(run)) and len(
+            names(run)
+        ) == 5
+        assert os.readlink(run / "best") == "step_000004"
+        shutil.rmtree(run)
+        if not killed:
+            break
+        moment += 1
+    assert found == sorted(found) and {2, 3} == set(found[:-1]) and len(found) > 30
+
+
+@pytest.mark.slow
+def test_kill_at_every_moment_of_replacing_a_step(tmp_path: Path, unsynced: None) -> None:
+    """The only checkpoint of a run is saved again: whenever it is killed, the old or the new one is found."""
+    old, new, base = tiny(1), tiny(2), tmp_path / "base"
+    save(base, 7, old, keep_last=1)
+    found, moment = [], 1
+    while True:
+        run = Path(shutil.copytree(base, tmp_path / f"run{moment}", symlinks=True))
+        killed = killed_at(moment, lambda run=run: save(run, 7, new, keep_last=1))
+        checkpoint.repair(run)  # as `find` does
+        now = weights(huggingface.load_model(checkpoint.find_latest(run, pytest.fail)))
+        assert same(now, weights(old)) or same(now, weights(new))
+        found.append("old" if same(now, weights(old)) else "new")
+        error_line(
+            lambda run=run: save(run, 7, new, other={"not": random.Random()})
+        )  # the next save fails: as before
+        assert same(now, weights(huggingface.load_model(checkpoint.find_latest(run, pytest.fail))))
+        save(run, 7, new, keep_last=1)
+        assert names(run) == ["latest", "step_000007"]
+        assert same(weights(huggingface.load_model(run / "latest")), weights(new))
+        shutil.rmtree(run)
+        if not killed:
+            break
+        moment += 1
+    assert found == sorted(found, reverse=True) and set(found[:-1]) == {"old", "new"}
+
+
+# ---- full disks -----------------------------------------------------------------------------------------------------
+
+
+def check_failed_save(run: Path, text: str) -> None:
+    """After a save of step 3 that had no room: told in a line, the step before whole, nothing of the new one left."""
+    assert (
+        "step_000003" in text
+        and "No space left on device" in text
+        and "earlier checkpoints are intact" in text
+    )
+    assert names(run) == ["best", "latest", "step_000002"]
+    assert checkpoint.find_latest(run, pytest.fail).name == "step_000002"
+
+
+@FULL
+@pytest.mark.parametrize(
+    "file", ["config.json", "rank_00000.pt", "tokenizer.json.tmp", "train_state.pt"]
+)
+def test_no_room_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """The system itself refuses the bytes of one file, be they Python's or torch's."""
+    save(tmp_path, 2, val_loss=1.0)
+    mkdir = os.mkdir
+
+    def mkdir_with_full_file(path: str | Path, mode: int = 0o777) -> None:
+        mkdir(path, mode)
+        os.symlink("/dev/full", Path(path) / file)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_with_full_file)
+    check_failed_save(tmp_path, error_line(lambda: save(tmp_path, 3)))
+    monkeypatch.undo()
+    save(tmp_path, 3, val_loss=2.0, keep_last=1)
+    assert names(tmp_path) == ["best", "best2", "latest", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_no_room_for_weights(tmp_path: Path, adapters: bool) -> None:
+    """safetensors writes them, in words of its own: here no file may be as large."""
+    base, model = save(tmp_path / "base", 1), tiny()
+    if adapters:
+        lora.set_trainable(model, "lora", LoRAConfig(rank=64))
+    good = save(tmp_path / "run", 2, model, base=str(base) if adapters else "", val_loss=1.0)
+    largest = max(path.stat().st_size for path in good.iterdir())
+    assert largest == (good / f"{'adapter_' if adapters else ''}model.safetensors").stat().st_size
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, unlimited[1]))
+    try:
+        text = error_line(
+            lambda: save(tmp_path / "run", 3, model, base=str(base) if adapters else "")
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "File too large" in text
+    assert names(tmp_path / "run") == ["best", "latest", "step_000002"]
+    checkpoint.resolve(good)
+
+
+def test_no_room_noticed_when_it_goes_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that allocates late says so in fsync, of any file."""
+    save(tmp_path, 2, val_loss=1.0)
+    for failing in range(1, len(tc.FILES) + 1):
+        calls = 0
+
+        def fsync(fd: int, failing: int = failing) -> None:
+            nonlocal calls
+            calls += os.path.isfile(f"/proc/self/fd/{fd}")
+            if calls == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        check_failed_save(tmp_path, error_line(lambda: save(tmp_path, 3)))
+        assert calls == failing
+
+
+def test_a_mistake_in_the_code_is_not_called_a_full_disk(tmp_path: Path, monkeypatch) -> None:
+    save(tmp_path, 2)
+    monkeypatch.setattr(huggingface, "write_model", lambda *args, **kwargs: None.mistake)
+    with pytest.raises(AttributeError, match="mistake"):
+        save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step_000002"]
+
+
+# ---- training goes on ------------------------------------------------------------------------------------------------
+
+CASES = {  # optimizer, communication hook, what is trained
+    "adamw": ("adamw", "none", "all"),
+    "muon": ("muon", "none", "all"),
+    "powersgd": ("muon", "powersgd", "all"),
+    "lora": ("adamw", "none", "lora"),
+}
+
+
+class Training:
+    """A tiny run as the trainers set one up: flat buffers, hooks, an optimizer with state."""
+
+    def __init__(self, case: str = "muon", base: Path | None = None) -> None:
+        kind, compress, trainable = CASES[case]
+        self.model, self.base = tiny(), "" if base is None else str(base)
+        set_trainable(self.model, trainable, LoRAConfig(rank=2, modules=("q_proj", "down_proj")))
+        self.ddp = ddp.DDP(self.model, hook=powersgd.make_hook(compress, 1, 0, None))
+        self.opt = Optimizer(self.ddp.buckets, kind)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.train()
+
+    def train(self) -> None:
+        """Take a step, which changes weights, state and random numbers, all of them."""
+        tokens = torch.randint(tc.V, (2, 9))
+        self.model(tokens[:, :-1], tokens[:, 1:]).backward()
+        self.ddp.step(self.opt, lr=0.01, clip=1.0, scaler=self.scaler)
+
+    def saver(self, out: Path) -> Saver:
+        return saved.open_saver(out, tc.TOKENIZER, base=self.base)
+
+    def save(self, saver: Saver, step: int = 1) -> None:
+        saver.save(step, self.model, self.ddp, self.opt, self.scaler)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The event that the thread waits for, from now on, before it writes anything."""
+    original, go_on = saver.write_state, threading.Event()
+
+    def write_state(path: Path, state: dict) -> None:
+        assert go_on.wait(60)
+        original(path, state)
+
+    monkeypatch.setattr(saver, "write_state", write_state)
+    return go_on
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, monkeypatch, case: str) -> None:
+    """Three times with the same memory, while training changes all that is saved before anything is written."""
+    base = save(tmp_path / "base", 1, tiny()) if case == "lora" else None
+    training = Training(case, base)
+    behind, waits = training.saver(tmp_path / "out"), training.saver(tmp_path / "same" / "out")
+    behind.config = waits.config
+    for step in (1, 2, 3):
+        training.save(waits, step)
+        waits.wait()
+        with monkeypatch.context() as patch:
+            go_on = hold(patch)
+            training.save(behind, step)
+            training.train()
+            go_on.set()
+            behind.wait()
+        name = f"step_{step:06d}"
+        found, expected = (
+            content(tmp_path / "out" / name),
+            content(tmp_path / "same" / "out" / name),
+        )
+        training.save(waits, step + 10)
+        waits.wait()
+        later = content(tmp_path / "same" / "out" / f"step_{step + 10:06d}")
+        assert found.keys() == expected.keys() and found == expected
+        changed = {key for key in found if found[key] != later[key]} - {"checksums.json"}
+        files = {
+            "train_state.pt",
+            "rank_00000.pt",
+            "model.safetensors",
+            "adapter_model.safetensors",
+        }
+        assert changed == files & found.keys()
+    behind.close()
+    waits.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
+    base = save(tmp_path / "base", 1, tiny()) if case == "lora" else None
+    training = Training(case, base)
+    training.train()
+    behind = training.saver(tmp_path / "out")
+    training.ddp.skipped.copy_(torch.tensor([3.0, 1.0]))
+    training.save(behind, 2)
+    behind.close()
+    noise = torch.rand(3)
+    again = Training(case, base)
+    path = tmp_path / "out" / "step_000002"
+    state = checkpoint.restore(path, again.model, again.ddp, again.opt, again.scaler, seed=0)
+    assert (
+        state["step"] == 2
+        and again.ddp.n_steps == training.ddp.n_steps
+        and "optimizer" not in state
+    )
+    assert again.ddp.skipped.tolist() == [3.0, 1.0] and torch.equal(torch.rand(3), noise)
+    for _ in range(2):
+        assert same(weights(again.model), weights(training.model))
+        torch.manual_seed(1)
+        training.train()
+        torch.manual_seed(1)
+        again.train()
+
+
+def test_memory_is_allocated_once() -> None:
+    value = {
+        "a": torch.arange(6.0).view(2, 3)[:, 1:],
+        "b": [torch.ones(2, dtype=torch.int8), {"c": "text"}],
+    }
+    memory = HostMemory()
+    first = memory.copy(value)
+    places = [t.data_ptr() for t in memory.buffers]
+    value["a"].add_(1)
+    assert first["a"].tolist() == [[1, 2], [4, 5]] and first["b"][1] == {"c": "text"}
+    assert sum(t.nbytes for t in memory.buffers) == 4 * 4 + 2
+    second = memory.copy(value)
+    assert second["a"].tolist() == [[2, 3], [5, 6]]
+    assert [t.data_ptr() for t in memory.buffers] == places
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_from_a_gpu_while_it_goes_on() -> None:
+    """The stream is busy when the copy is asked for and changes the weights right after it."""
+    weight, memory = torch.randn(2000, 2000).cuda(), HostMemory()
+    expected = weight.cpu()
+    for _ in range(2):
+        torch.cuda._sleep(200_000_000)
+        copied = memory.copy({"a": weight})
+        assert copied["a"].is_pinned()
+        weight.add_(1)
+        thread = threading.Thread(target=memory.wait)
+        thread.start()
+        thread.join()
+        assert torch.equal(copied["a"], expected)
+        expected = expected + 1
+
+
+def test_a_save_that_fails_is_told_and_the_next_tries_again(tmp_path: Path, monkeypatch) -> None:
+    training = Training()
+    behind = training.saver(tmp_path)
+    training.save(behind, 1)
+    behind.wait()
+    assert behind.saved and not behind.log.lines
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "commit", refuse)
+        training.save(behind, 2)
+        behind.wait()
+    assert not behind.saved and "earlier checkpoints are intact" in "".join(behind.log.lines)
+    training.save(behind, 3)
+    behind.close()
+    assert (
+        behind.saved
+        and len(behind.log.lines) == 1
+        and names(tmp_path) == ["latest", "step_000001", "step_000003"]
+    )
+    assert [e["step"] for e in read_events(tmp_path / "log.jsonl")] == [1, 3]
+
+
+class Group:
+    """In the place of a process group."""
+
+
+@pytest.mark.parametrize("broken", ["write_state", "commit"])
+def test_after_a_failed_save_nothing_holds_the_group(
+    tmp_path: Path, monkeypatch, broken: str
+) -> None:
+    monkeypatch.setattr(saver, broken, refuse)
+    training, group = Training(), Group()
+    behind = training.saver(tmp_path)
+    behind.group, alive = group, weakref.ref(group)
+    del group
+    training.save(behind)
+    behind.close()
+    assert not behind.saved and alive() is None
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+def in_ranks(
+    world_size: int, action: Callable[[ranks.World], object], timeout_s: float = 20
+) -> list[int]:
+    """Run `action` in `world_size` processes that share a gloo group; -> their exit statuses, as of `wait`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def join_and_act(rank: int) -> None:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size}
+        os.environ.update({
+            key: str(value) for key, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        })
+        action(ranks.init("cpu", timeout_s))
+
+    return [
+        wait(child)
+        for child in [start(lambda rank=rank: join_and_act(rank)) for rank in range(world_size)]
+    ]
+
+
+def open_saver(out: Path, timeout_s: float = 20, **changes: object) -> Saver:
+    return saved.open_saver(out, tc.TOKENIZER, config={"timeout_s": timeout_s}, **changes)
+
+
+def begin_save(behind: Saver, step: int) -> None:
+    torch.manual_seed(ranks.rank())
+    model, parts = tiny(step), saved.training(step)
+    torch.manual_seed(ranks.rank())
+    behind.save(step, model, *parts)
+
+
+@pytest.mark.dist
+def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
+    """Each rank is slow at another time, and their training exchanges numbers all the while."""
+    original = saver.write_state
+
+    def action(world: ranks.World) -> None:
+        def write_state(path: Path, state: dict) -> None:
+            time.sleep(0.2 * world.rank)
+            original(path, state)
+
+        saver.write_state, behind, n = write_state, open_saver(tmp_path), 0
+        for step in (1, 2, 3):
+            begin_save(behind, step)
+            for _ in range(100):
+                n += 1
+                assert ranks.all_reduce_sum(torch.tensor(n * (world.rank + 1))).item() == 6 * n
+                assert ranks.gather_objects((n, world.rank)) == [(n, rank) for rank in range(3)]
+            behind.wait()
+            assert (
+                behind.saved and checkpoint.find_latest(tmp_path).name == f"step_{step:06d}"
+            )  # on every rank
+        behind.close()
+        ranks.close()
+
+    assert in_ranks(3, action) == [0, 0, 0]
+    for step in (1, 2, 3):
+        path = tmp_path / f"step_{step:06d}"
+        checkpoint.check_bytes(path)
+        assert same(weights(huggingface.load_model(path)), weights(tiny(step)))
+        for rank in range(3):
+            torch.manual_seed(rank)
+            state = checkpoint.read_state(path / checkpoint.rank_file(rank))
+            assert torch.equal(state["rng"]["cpu"], torch.get_rng_state())
+
+
+@FULL
+@pytest.mark.dist
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: int) -> None:
+    save(tmp_path, 2, val_loss=1.0)
+
+    def action(world: ranks.World) -> None:
+        behind = open_saver(tmp_path, first_step=2)
+        if world.rank == failing:
+            saver.rank_file = lambda rank: "/dev/full"
+        begin_save(behind, 3)
+        behind.wait()
+        assert not behind.saved
+        if world.is_main:
+            text = "".join(behind.log.lines)
+            assert (
+                f"rank {failing}: No space left on device" in text
+                and f"rank {1 - failing}" not in text
+            )
+            check_failed_save(tmp_path, text)
+        saver.rank_file = checkpoint.rank_file  # there is room again
+        begin_save(behind, 4)
+        behind.close()
+        assert behind.saved
+        ranks.close()
+
+    assert in_ranks(2, action) == [0, 0]
+    assert names(tmp_path) == ["best", "latest", "step_000002", "step_000004"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_disk_may_be_slower_than_ranks_wait_for_each_other(tmp_path: Path, slow: int) -> None:
+    """84 GB at 200 MB/s take longer than the default timeout_s."""
+    original = saver.write_state
+
+    def action(world: ranks.World) -> None:
+        def write_state(path: Path, state: dict) -> None:
+            time.sleep(3 * (path.name == checkpoint.rank_file(slow)))
+            original(path, state)
+
+        saver.write_state, behind = write_state, open_saver(tmp_path, 1.5)
+        begin_save(behind, 1)
+        behind.close()
+        assert behind.saved
+        ranks.close()
+
+    assert in_ranks(2, action, timeout_s=1.5) == [0, 0]
+    assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000001"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
+    """It was stopped: not even its main thread waits any more."""
+
+    def action(world: ranks.World) -> None:
+        behind = open_saver(tmp_path, 2)
+        if world.rank == 1:
+            saver.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGSTOP)
+            (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
+        begin_save(behind, 3)
+        begin = time.monotonic()
+        with pytest.raises(LostRank, match="rank 1 has not been seen for 2 s"):
+            behind.wait()
+        assert time.monotonic() - begin < 20
+        os.kill(int((tmp_path / "stuck").read_text("utf-8")), signal.SIGKILL)
+
+    assert in_ranks(2, action) == [0, -signal.SIGKILL]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: int) -> None:
+    save(tmp_path, 2)
+
+    def action(world: ranks.World) -> None:
+        behind = open_saver(tmp_path, first_step=2)
+        behind.wait()
+        if world.rank == dying:
+            saver.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
+        begin_save(behind, 3)
+        with pytest.raises(UserError, match="another rank has died"):
+            behind.wait()
+
+    statuses = in_ranks(2, action)
+    assert statuses[dying] == -signal.SIGKILL and statuses[1 - dying] == 0
+    assert checkpoint.find_latest(tmp_path, pytest.fail).name == "step_000002"
+    checkpoint.repair(tmp_path)
+    save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["latest", "step_000003"]
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_see_out_dir_is_named(tmp_path: Path) -> None:
+    """Each machine has a disk of its own under this name."""
+
+    def action(world: ranks.World) -> None:
+        os.chdir(tmp_path)
+        if world.rank == 1:
+            Path("elsewhere").mkdir()
+            os.chdir("elsewhere")
+        with pytest.raises(
+            UserError, match="rank 1 does not see the out_dir of rank 0; put out on a file system"
+        ):
+            open_saver(Path("out"), 2)
+        ranks.close()
+
+    assert in_ranks(2, action) == [0, 0]
+
+
+def test_importing_begins_no_thread() -> None:
+    code = "import threading, groundup.train.saver; assert threading.active_count() == 1"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(ddp.__file__).parent)
