@@ -43,20 +43,19 @@ NUMBER = r"(-?\d[\d_]*(?:\.\d+)?(?:e-?\d+)?)"
 
 
 def configure(namespace: dict, argv: list[str] | None = None) -> dict:
-    """Apply override files and flags to `namespace`, a script's globals(). Return {key: value}.
-
-    Print help and exit on --help. Raise UserError for a mistake.
-    """
+    """Apply override files and flags to `namespace`, a script's globals(). Return {key: value}."""
     end_in_one_line()
     argv = sys.argv[1:] if argv is None else argv
+    # What the script has assigned so far are its defaults.
     keys = {name: value for name, value in namespace.items() if is_key(name, value)}
     path = namespace.get("__file__", "")
     comments = comments_of(path) if os.path.isfile(path) else {}
     if "--help" in argv or "-h" in argv:
         print(help_text(namespace.get("__doc__") or "", keys, comments))
         raise SystemExit(0)
+    # The script reads its settings as plain global names.
     config = resolve(keys, argv, comments)
-    namespace.update(config)  # the script reads its settings as plain global names
+    namespace.update(config)
     return config
 
 
@@ -76,12 +75,14 @@ def resolve(keys: Mapping, argv: list[str], comments: Mapping[str, str] | None =
 
 def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = None) -> dict:
     """Return the checked values that an override file sets. It can use the values of `config`."""
+    # An argument that is no flag is taken for a file.
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         hint = "settings are written --key=value"
         raise UserError(f"config: cannot read {path!r}: {reason}; {hint}") from None
+
     # The file runs in a copy, so that nothing is applied when something is wrong.
     scratch = dict(config) | {"__file__": path, "__name__": "__config__"}
     try:
@@ -94,6 +95,7 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path] or [0]
         raise UserError(f"config: {path}:{lines[-1]}: {type(error).__name__}: {error}") from None
+
     found = {}
     for name, value in scratch.items():
         # What looks like a setting must be one, or a misspelt key would change nothing.
@@ -104,17 +106,19 @@ def read_file(path: str, config: Mapping, comments: Mapping[str, str] | None = N
 
 
 def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
-    """Return (key, value) of '--key=value': text for a str key, a Python literal for others."""
+    """Return (key, value) of '--key=value'."""
     key, equals, text = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals:
         hint = nearest(key.lstrip("-"), keys)
         raise UserError(f"config: cannot read {flag!r}; settings are written --key=value{hint}")
+    # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
+    # `checked` reports.
     if type(keys.get(key)) is str:
         return key, text
     try:
         return key, ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return key, text  # no literal: `checked` reports the type
+        return key, text
 
 
 def nearest(key: str, keys: Mapping) -> str:
@@ -139,21 +143,23 @@ def help_text(doc: str, keys: Mapping, comments: Mapping[str, str]) -> str:
 def checked(
     key: str, value: object, keys: Mapping, comments: Mapping[str, str] | None, where: str
 ) -> object:
-    """Return the value of `key` in `where`: an int as a float where one is wanted, ~/ expanded.
+    """Return the value of `key`: an int as a float where one is wanted, ~/ expanded.
 
-    Raise UserError for an unknown key, another type, or a value that the comment excludes.
+    where: the file or "command line", for the message of an error.
     """
     if key not in keys:
         raise UserError(f"config: unknown key {key!r} in {where}{nearest(key, keys)}")
-    # `type(value) is`, because isinstance(True, int) holds
+
+    # `type(value) is`, because isinstance(True, int) holds. A float may be written as 1.
     want = type(keys[key])
     if want is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not want:
         name = "True or False" if want is bool else want.__name__
         raise UserError(f"config: {key} must be {name}, got {value!r} in {where}")
+
+    # The shell leaves --key=~/x as it is. Also in lists: "~/a=0.7,~/b=0.3", "0: ~/a; 8: ~/b".
     if want is str and key not in TEXTS:
-        # The shell leaves --key=~/x as it is. Also in lists: "~/a=0.7,~/b=0.3", "0: ~/a; 8: ~/b".
         value = re.sub(r"(^|[,;:=]\s*)~(?=/)", lambda m: m[1] + os.path.expanduser("~"), value)
     if words := violated(value, (comments or {}).get(key, "")):
         raise UserError(f"config: {key} must be {words}, got {value!r} in {where}")
@@ -162,6 +168,7 @@ def checked(
 
 def violated(value: object, comment: str) -> str:
     """Return what the comment of a setting demands if `value` differs from it, else ""."""
+    # A text has a list of allowed values, a number has bounds.
     if type(value) is str:
         allowed = choices(comment)
         if not allowed or value in allowed:
@@ -214,13 +221,15 @@ def defaults_of(path: str | Path) -> dict:
 def comments_of(path: str | Path) -> dict[str, str]:
     """Return {name: trailing comment} of the assignments at the left margin of a script."""
     source = Path(path).read_text(encoding="utf-8")
+    # The syntax tree has no comments, so they come from the tokens, by line.
     by_line = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             by_line[token.start[0]] = token.string.lstrip("# ")
+    # A value in brackets has several lines.
     found = {}
     for name, node in assignments(source).items():
-        lines = range(node.lineno, node.end_lineno + 1)  # several if the value is in brackets
+        lines = range(node.lineno, node.end_lineno + 1)
         found[name] = " ".join(by_line[line] for line in lines if line in by_line)
     return found
 
@@ -230,36 +239,37 @@ def comments_of(path: str | Path) -> dict[str, str]:
 
 def load_function(name: str, key: str) -> Callable:
     """Return the function of "file.py:function", the value of setting `key`. Runs the file."""
+    # ":" may be in a path on Windows, so the last one counts.
     wrong = f"config: {key}={name!r}"
     path, function = name.rsplit(":", 1) if ":" in name else (name, "")
     if not path.endswith(".py") or not os.path.isfile(path):
         raise UserError(f"{wrong}: there is no file {path!r}; give file.py:function")
+    # Import the file under a name of its own. dataclasses look for their module in sys.modules.
     spec = importlib.util.spec_from_file_location(f"{key}_" + re.sub(r"\W", "_", path), path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for their module there
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{wrong}: {path} fails: {reason}") from error
     if not callable(getattr(module, function, None)):
-        text = f"{path} has no function {function!r}; give file.py:function"
-        raise UserError(f"{wrong}: {text}")
+        raise UserError(f"{wrong}: {path} has no function {function!r}; give file.py:function")
     return getattr(module, function)
 
 
 def write_config(config: Mapping, path: str, command: str = "") -> None:
     """Write the resolved settings as an override file, whole or not at all."""
-    title = (
-        f"Resolved configuration; re-run with: {command}" if command else "Resolved configuration."
-    )
-    lines = [repr(title)]
+    # A string, because a comment could not hold every command.
+    title = f"; re-run with: {command}" if command else "."
+    lines = [repr("Resolved configuration" + title)]
+    # The repr of infinity and NaN is no Python.
     for key, value in config.items():
-        # repr of infinity and NaN is no Python
         is_literal = type(value) is not float or math.isfinite(value)
         lines.append(f"{key} = {value!r}" if is_literal else f"{key} = float('{value}')")
+    # Renamed when complete. If the temporary name is a link, its target must stay.
     with naming(path):
         temp = Path(path + ".tmp")
-        temp.unlink(missing_ok=True)  # if it is a link, its target must stay
+        temp.unlink(missing_ok=True)
         temp.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(temp, path)

@@ -293,6 +293,7 @@ class DDP:
         bucket_mb: size up to which blocks are merged. 0 = a twelfth of the model, within 1 to 25
             MiB: enough buckets to start early, each large enough to hide a collective's latency.
         """
+        # All ranks must agree before the first collective: a mismatch hangs or aborts
         hook = hook or Average()
         if reason := conflict(getattr(hook, "compress", "this hook"), overlap_step, zero1):
             raise UserError(f"ddp: {reason}")
@@ -308,6 +309,7 @@ class DDP:
         self.model, self.hook, self.overlap_step = model, hook, overlap_step
         self.device, self.world_size = trainable[0].device, ranks.world_size()
 
+        # Flat buffers, and in them the weights of rank 0
         n_bytes = sum(p.nbytes for p in trainable)
         bucket_bytes = bucket_mb * MIB or min(max(n_bytes / 12, MIB), 25 * MIB)
         self.buckets = make_buckets(model, bucket_bytes, self.world_size)
@@ -318,7 +320,7 @@ class DDP:
         for t in [bucket.param for bucket in self.buckets] + frozen + list(model.buffers()):
             ranks.broadcast(t)
         if hasattr(hook, "attach"):
-            hook.attach(self.buckets)
+            hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
 
         self.sync, self.n_steps = True, 0
         self.found_inf = torch.zeros((), device=self.device)
@@ -416,6 +418,7 @@ class DDP:
         with self._on_side_stream() if self._expected else nullcontext():
             self._resume_hook(bucket)
             if self._expected:
+                # Nothing depends on other buckets: no clipping, no loss scale
                 optimizer, lr = self._expected
                 found_inf = 1.0 - bucket.square.isfinite().float()
                 self._end_hook(bucket, found_inf)
@@ -438,12 +441,13 @@ class DDP:
         device. All ranks share it: if it is not finite, all skip the update. Only with overlap_step
         "backward" this waits for the GPU. Raise UserError on all ranks if one lacks a gradient.
         """
-        scaled = scaler is not None and scaler.is_enabled()
+        scaled = scaler is not None and scaler.is_enabled()  # float16
         if reason := conflict("", self.overlap_step, False, clip, scaled):
             raise UserError(f"ddp: {reason}")
         if self._expected not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
         norm = self._finish_reduction()
+        # Everything below stays on the device: `found_inf` skips the update without a host sync
         grad_scale = torch.ones((), device=self.device)
         if scaled:
             grad_scale = scaler.scale(grad_scale)
@@ -486,16 +490,16 @@ class DDP:
             # Incomplete: an error below, but the other ranks wait for this collective
             self._launch_next()
         while self._launch_second_collectives(before=len(self.buckets)):
-            pass
+            pass  # until every hook has launched its last one
         # The agreement travels while the norms are computed, each while later buckets travel
         check = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}")
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:
                 self._finish_bucket(bucket)
-        if self._stream is not None:
+        if self._stream is not None:  # norms were computed there if updates run in backward
             torch.cuda.current_stream().wait_stream(self._stream)
         square = torch.stack([bucket.square for bucket in self.buckets]).sum()
-        if self.buckets[0].sharded:
+        if self.buckets[0].sharded:  # each rank knows the norm of its shards alone
             name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(square, name)
         check()
@@ -596,9 +600,10 @@ class DDP:
         skips buckets that are already in flight.
         """
         if self._expected and self._next == len(self.buckets):
+            # Otherwise forward would use weights of which a part is updated
             text = "after backward call step() before a forward or flush()"
             raise UserError(f"ddp: overlap_step='backward': {text}")
-        first = max(self._next, bucket.index - ahead)
+        first = max(self._next, bucket.index - ahead)  # forward goes from the last index down
         for other in reversed(self.buckets[first:]):
             self._begin_refresh(other)
         if bucket.state is State.STALE and bucket.collective is not None:

@@ -363,8 +363,8 @@ if __name__ == "__main__":
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
-        n_pairs = batches.count_targets(step - 1)  # over all micro-steps and ranks
-        sums = torch.zeros(len(metric_names(config)), device=torch_device)  # of the step's metrics
+        # of the step's losses, row 0, and metrics
+        sums = torch.zeros(len(metric_names(config)), device=torch_device)
         kl = None
         if loss == "kto":
             kl = estimate_kl(model, others, table, torch_device, torch_dtype)
@@ -379,9 +379,9 @@ if __name__ == "__main__":
                 logps, ref_logps, n_tokens, config, batch.margin, kl
             )
             # ddp averages over the ranks
-            micro_loss = losses.sum() * (world_size / n_pairs)
+            micro_loss = losses.sum() * (world_size / pairs_per_step)
             scaler.scale(micro_loss).backward()  # full buckets start their all-reduce in this call
-            sums += metrics.sum(1) / n_pairs
+            sums += metrics.sum(1) / pairs_per_step
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)

@@ -324,6 +324,7 @@ if __name__ == "__main__":
         saver.update_best()
     stop_signal.begin()
     log.begin()
+    stopping = False
     for step in range(first_step + 1, max_steps + 1):
         lr = learning_rate_at(
             step, schedule, learning_rate, min_lr, warmup_steps, max_steps, decay_fraction

@@ -298,12 +298,14 @@ if __name__ == "__main__":
         saver.update_best()
     stop_signal.begin()
     log.begin()
+    stopping = False
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
     for step in range(first_step + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
-        sums = torch.zeros(4, device=torch_device)  # of the step's losses and metrics
+        # of the step's losses, right pairs, margins and scores
+        sums = torch.zeros(4, device=torch_device)
         ddp.expect_step(opt, lr)
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import math
 import os
 import sys
 
@@ -68,7 +67,7 @@ reward = (
 )
 normalise_rewards = False  # by mean and standard deviation of all finished answers so far
 unfinished = "penalty"  # penalty = unfinished_reward | mask = not trained on (answers cut off)
-unfinished_reward = -1.0  # not normalised: with normalise_rewards keep it at -1 or below
+unfinished_reward = -1.0  # not normalised: with normalise_rewards at most -1 (from -1e9 to 1e9)
 # answers
 group_size = 8  # answers to a prompt (at least 1)
 prompts_per_step = 32  # over all ranks (at least 1)
@@ -130,19 +129,17 @@ N_SHOWN = 2  # answers that an evaluation shows
 
 def check_settings(world_size: int) -> None:
     """Raise UserError for settings that do not go together."""
-    is_ppo = algorithm == "ppo"
-    least = f"group_size must be at least 2 for algorithm='grpo', got {group_size}"
-    refuse(not is_ppo and group_size < 2, least)
-    equal = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
-    refuse(is_ppo and filter_groups, equal)
-    no_critic = "critic_from is for algorithm='ppo'; grpo has no critic"
-    refuse(not is_ppo and critic_from, no_critic)
-    infinite = not math.isfinite(unfinished_reward)
-    refuse(infinite, f"unfinished_reward must be a finite number, got {unfinished_reward}")
-    no_room = f"{max_new_tokens=} leaves no room for a prompt in {block_size=}"
-    refuse(max_new_tokens >= block_size, no_room)
-    uneven = f"{prompts_per_step=} must be a multiple of the {world_size} ranks"
-    refuse(prompts_per_step % world_size, uneven)
+    if algorithm == "grpo":
+        text = "must be at least 2 for algorithm='grpo', which compares answers"
+        refuse(group_size < 2, f"group_size {text}, got {group_size}")
+        refuse(critic_from, "critic_from is for algorithm='ppo'; grpo has no critic")
+    else:
+        text = "filter_groups is for algorithm='grpo', which learns nothing from equal rewards"
+        refuse(filter_groups, text)
+    text = f"{max_new_tokens=} leaves no room for a prompt in {block_size=}"
+    refuse(max_new_tokens >= block_size, text)
+    text = f"{prompts_per_step=} must be a multiple of the {world_size} ranks"
+    refuse(prompts_per_step % world_size, text)
     n_answers = prompts_per_step * group_size // world_size
     text = f"{minibatches=} must divide the {n_answers} answers of a rank"
     refuse(n_answers % minibatches, f"{text} (prompts_per_step * group_size / ranks)")
@@ -194,10 +191,7 @@ if __name__ == "__main__":
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
     stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
-    if plan_only and device != "auto":  # a plan may be for a machine that is not here
-        torch_device = torch.device(device)
-    else:
-        torch_device = choose_device(device, world.local_rank)
+    torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     peak = peak_flops(torch_device, torch_dtype)
@@ -227,8 +221,7 @@ if __name__ == "__main__":
         critic_source = reward_model.find_model(critic_from, tokenizer, "critic_from")
 
     # ---- rewards and prompts
-    reward_device = torch.device("cpu") if plan_only else torch_device
-    rewards = Rewards(reward, tokenizer, reward_device, torch_dtype, batch_size)
+    rewards = Rewards(reward, tokenizer, torch_device, torch_dtype, batch_size)
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens  # prompt
     reads = f"reward={reward!r} reads {rewards.block_size} tokens"
     refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
@@ -255,8 +248,8 @@ if __name__ == "__main__":
     # ---- the checkpoint to continue, or the weights to start from
     data_record = {"algorithm": algorithm, "seed": seed, "block_size": block_size}
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
-    data_record |= {"val_fraction": val_fraction} | corpus.record()
-    data_record |= {"reward": rewards.record()}
+    data_record |= {"val_fraction": val_fraction, "trainable": trainable}
+    data_record |= {"reward": rewards.record()} | corpus.record()
     if trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
         data_record["reference_weights"] = huggingface.weights_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
@@ -461,7 +454,7 @@ if __name__ == "__main__":
         last = step == max_steps
         stopping = ranks.any_rank(stop_signal.received)
         if step % log_every == 0 or last or stopping:
-            means = rollouts.mean_figures(since_log, log.seconds())
+            means = rollouts.mean_figures(since_log)
             n_positions = means.pop("positions") * len(since_log)
             shown = {"loss": means.pop("loss"), "lr": lr, "grad_norm": grad_norm.item()}
             shown |= {"skipped": int(ddp.skipped[0])}

@@ -335,6 +335,7 @@ if __name__ == "__main__":
         saver.update_best()
     stop_signal.begin()
     log.begin()
+    stopping = False
     counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
     for step in range(first_step + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)

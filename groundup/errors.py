@@ -6,7 +6,7 @@ as Python's own exceptions. Only a mistake in our code shows a traceback.
 
 import atexit
 import ctypes
-import errno
+import functools
 import io
 import os
 import re
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 # control characters without tab and newline, and marks that reverse the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -43,13 +43,20 @@ def refuse(wrong: object, text: str) -> None:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first `most` names and the number of the others, for a message."""
+    """Return the first names and the number of the others, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return `text` with control characters escaped, except those in `keep`."""
+    """Return `text` with control characters escaped (\\x1b), except those in `keep`."""
     return CONTROL.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
+
+
+@functools.cache
+def say(line: str) -> None:
+    """Print a line once, on rank 0, to standard error: standard output may be data."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def end_in_one_line() -> None:
@@ -58,13 +65,18 @@ def end_in_one_line() -> None:
         return
     sys.excepthook = one_line_excepthook
     atexit.register(flush_output)
+
+    # Under torchrun: no C++ frames of a lost connection; end with torchrun, even if it is killed.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ frames of a lost connection
-        if sys.platform == "linux":  # end with torchrun, even if that is killed
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe may be ASCII, a terminal without emoji
+
+    # A pipe may be ASCII, a terminal without emoji: print ? for what it lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         as_is = sys.stdout.isatty() or "PYTHONIOENCODING" in os.environ
         sys.stdout.reconfigure(encoding=None if as_is else "utf-8", errors="replace")
+
     # No text of a file or a model may command the terminal. A progress bar may use \r.
     for stream, keep in ((sys.stdout, ""), (sys.stderr, "\r")):
         if isinstance(stream, io.TextIOWrapper) and stream.isatty():
@@ -73,21 +85,21 @@ def end_in_one_line() -> None:
 
 
 def one_line_excepthook(kind: type, error: BaseException, tb: TracebackType | None) -> None:
-    """Report an error and end with its exit status."""
     # Python's own exit waits for threads; those of a rank may wait for other ranks, then abort.
     # In a rank torch also redirects sys.stderr while it calls this hook.
     at_once = "RANK" in os.environ or isinstance(error, Stopped)
     status = report(error, sys.__stderr__ if at_once else sys.stderr)
     if at_once:
         flush_output()
-        leave(status)
+        os._exit(status)
     raise SystemExit(status)
 
 
 def report(error: BaseException, stderr: TextIO) -> int:
     """Print one line, or a traceback for a mistake in our code. Return the exit status."""
-    if isinstance(error, BrokenPipeError):  # | head
-        return 141  # 128 + SIGPIPE, as a shell says; Windows has no SIGPIPE
+    # As a shell says: 128 + number of the signal. | head is SIGPIPE (13), which Windows lacks.
+    if isinstance(error, BrokenPipeError):
+        return 141
     if line := line_of(error):
         print(printable(" ".join(line.splitlines())), file=stderr, flush=True)
     else:
@@ -104,9 +116,9 @@ def line_of(error: BaseException) -> str:
         return text
     if isinstance(error, KeyboardInterrupt):
         return f"{script}: interrupted; run the same command again"
+    # Of the system: "pretrain: out/log.jsonl: Permission denied".
     if isinstance(error, OSError) and error.strerror:
-        line = ": ".join(str(word) for word in (script, error.filename, error.strerror) if word)
-        return f"{line}; make room and try again" if error.errno == errno.ENOSPC else line
+        return ": ".join(str(word) for word in (script, error.filename, error.strerror) if word)
     # numpy raises MemoryError, torch an OutOfMemoryError on a GPU and a RuntimeError on a CPU
     is_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
     if is_torch or isinstance(error, MemoryError):
@@ -117,7 +129,8 @@ def line_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a write failed, in the system's words: torch hides them behind its own."""
+    """Return why a write failed, in the system's words."""
+    # torch hides them behind its own.
     cause = error
     while cause is not None and not getattr(cause, "strerror", None):
         cause = cause.__context__
@@ -126,27 +139,24 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add the file name that the error of a failed write lacks. safetensors has its own error."""
+    """Add the file name that the error of a failed write lacks."""
     try:
         yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     except Exception as error:
+        # safetensors has an error of its own around the system's.
         if found := re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error)):
             raise OSError(int(found[2]), found[1], str(path)) from error
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(path)
         raise
 
 
 def flush_output() -> None:
-    """Flush standard output; when Python does it after this hook, a failure is a traceback."""
+    # At the exit, before Python does it, where a failure would be a traceback.
     try:
         if sys.stdout and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError as error:
         error.filename = "standard output"
-        leave(report(error, sys.stderr))
-
-
-def leave(status: int) -> NoReturn:
-    """Exit at once, without waiting for other threads."""
-    os._exit(status)
+        os._exit(report(error, sys.stderr))

@@ -15,6 +15,7 @@ from pathlib import Path
 import forks
 import torch
 
+import ddp
 from groundup.train.log import RunLog
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,7 @@ def run_jobs(script: str, jobs: Jobs) -> None:
         advance(log)
 
     RunLog.advance = count
+    ddp.MIB = 10_000  # bytes: each block of a tiny model is a bucket of its own
     for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
         n_steps = 0
         sys.argv = [script, *flags]

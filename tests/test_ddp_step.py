@@ -253,7 +253,8 @@ def check_updates_on_arrival(world: ranks.World) -> None:
         )
 
         def until_arrived(grad: Tensor, bucket: ddp.Bucket = parallel.buckets[0]) -> None:
-            while dist.is_initialized() and not bucket.has_arrived():
+            travels = dist.is_initialized() and bucket.state is ddp.State.IN_FLIGHT
+            while travels and not bucket.has_arrived():
                 time.sleep(0.001)
 
         parallel.model.embed_tokens.weight.register_hook(until_arrived)  # the last gradient

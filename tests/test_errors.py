@@ -31,7 +31,7 @@ def ended(code: str, **options) -> subprocess.CompletedProcess:
     "error, line",
     [
         (errors.UserError("config: a\nb\x1b[31m"), r"config: a b\x1b[31m"),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (
             PermissionError(errno.EACCES, "Permission denied", "out\x1b]0;x"),
             r"out\x1b]0;x: Permission denied",

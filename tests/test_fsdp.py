@@ -1,4 +1,4 @@
-"""parallel='fsdp': steps and files against torch; a rank that dies or hangs, or whose disk is full; sft.py and dpo.py.
+"""parallel='fsdp': steps, weights and state against torch; a rank that dies or hangs, or whose disk is full; sft, dpo.
 
 Losses beside ddp's, other numbers of ranks and moves between the two are in test_pretrain_ranks.py. This file, run as a
 script on each rank, trains a model with fsdp.py, or executes a trainer with an accident.
@@ -21,7 +21,7 @@ import torch
 
 from configurator import defaults_of
 from groundup.demo import debug_data
-from groundup.train import checkpoint, fsdp, ranks
+from groundup.train import checkpoint, fsdp, ranks, saver
 from model import ModelConfig, Transformer
 
 data_dir = tp.data_dir
@@ -62,7 +62,7 @@ def expected() -> tuple[Transformer, torch.optim.Optimizer, list[float]]:
 
 
 def train_sharded(folder: Path) -> None:
-    """On each rank: the steps of `expected`, one more with a gradient that is not finite, and the files."""
+    """On each rank: the steps of `expected`, one more with a gradient that is not finite, and a save."""
     world = ranks.init("cpu", 60)
     torch.manual_seed(1)
     model = fsdp.build(Transformer, TINY, torch.device("cpu"), torch.float32, new=True)
@@ -80,33 +80,29 @@ def train_sharded(folder: Path) -> None:
         logits = [model(idx) for idx in fsdp.same_forwards(model, mine)]
     assert len(logits) == 1 + world.rank
 
-    fsdp.write(folder, parallel, fsdp.shards(parallel, opt), ranks.new_group(60))
+    weights, state = parallel.whole_weights(), opt.state_dict(keep=world.is_main)
+    assert bool(weights) == bool(state) == world.is_main
     again = fsdp.AdamW(parallel.params)
-    again.load_state_dict(opt.state_dict())
-    fsdp.load_optimizer(again, folder)
+    again.load_state_dict(ranks.gather_objects(state)[0])  # as all ranks read it from a file
     for name in opt.state:
         assert again.steps[name] == 4
         assert all(torch.equal(again.state[name][key], t) for key, t in opt.state[name].items())
     if world.is_main:
-        torch.save({"norms": norms, "state": fsdp.read_optimizer(folder, opt.steps["norm.weight"])}, folder / "ours.pt")
+        torch.save({"norms": norms, "weights": weights, "state": state}, folder / "ours.pt")
     ranks.close()
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_steps_and_files_are_torchs_adamw_on_the_whole_model(tmp_path):
-    from safetensors.torch import load_file
-
+def test_steps_weights_and_state_are_torchs_adamw_on_the_whole_model(tmp_path):
     end([launch(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], "train", str(tmp_path))])
     model, optimizer, norms = expected()
     ours = torch.load(tmp_path / "ours.pt", weights_only=True)
     assert ours["norms"][:4] == pytest.approx(norms, rel=1e-5) and not ours["norms"][4] < float("inf")
-    files = sorted(tmp_path.glob("model-*.safetensors"))
-    weights = {name: t for file in files for name, t in load_file(file).items()}
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    assert len(files) > 5 and index["weight_map"].keys() == weights.keys()
+    weights = ours["weights"]
+    assert weights.keys() == ours["state"].keys() == dict(model.named_parameters()).keys()
     for name, p in model.named_parameters():
-        assert torch.allclose(weights[fsdp.hf_name(name)], p, atol=1e-5), name
+        assert torch.allclose(weights[name], p, atol=1e-5), name
         theirs = optimizer.state[p]
         for key in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.allclose(ours["state"][name][key], theirs[key], rtol=1e-3, atol=1e-7), (name, key)
@@ -129,7 +125,7 @@ def test_settings_that_fsdp_cannot_combine_are_named(monkeypatch):
 def hurt(accident: str, jobs: str) -> None:
     """Run trainers on this rank, one after the other; rank 1 has the accident, after the save of step 3."""
     number = {"stalled": signal.SIGSTOP, "killed while saving": signal.SIGKILL}.get(accident)
-    reduce, save_weights, calls = fsdp.ReduceScatter.__call__, fsdp.save_weights, []
+    reduce, write_state, calls = fsdp.ReduceScatter.__call__, saver.write_state, []
 
     def reduce_until(*args, **kwargs):
         calls.append(args)
@@ -137,17 +133,17 @@ def hurt(accident: str, jobs: str) -> None:
             os.kill(os.getpid(), number)
         return reduce(*args, **kwargs)
 
-    def save_until(path: Path, tensors: dict) -> None:
+    def write_until(path: Path, state: dict) -> None:
         if path.parent.name == ".step_000006.tmp" and number:
             os.kill(os.getpid(), number)
         elif path.parent.name == ".step_000006.tmp":
             raise OSError(28, "No space left on device")
-        save_weights(path, tensors)
+        write_state(path, state)
 
     if os.environ["RANK"] == "1" and accident == "stalled":
         fsdp.ReduceScatter.__call__ = reduce_until
     elif os.environ["RANK"] == "1" and accident:
-        fsdp.save_weights = save_until
+        saver.write_state = write_until
     for sys.argv in json.loads(jobs):
         try:
             runpy.run_path(str(tp.ROOT / sys.argv[0]), run_name="__main__")

@@ -12,7 +12,6 @@ from groundup.kernels.attention import positions_of, starts_of
 from groundup.tokens import IGNORE
 from model import ModelConfig, Transformer
 
-
 LLAMA31_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -46,7 +45,7 @@ def tiny_config(**changes: object) -> ModelConfig:
 
 
 def random_model(cfg: ModelConfig, seed: int = 0) -> Transformer:
-    """Weights large enough for attention and softmax to be far from uniform; norm weights other than 1."""
+    """Weights so large that attention and softmax are not uniform; norm weights other than 1."""
     net = Transformer(cfg)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -185,7 +184,7 @@ LENGTHS = [5, 1, 17, 2, 7]  # of the documents of a row, delimiter included
 
 
 def rows_of_documents(cfg: ModelConfig, delimiter: int = 96) -> tuple[Tensor, Tensor]:
-    """Two rows of 32: the documents one after the other, and, as a window has them, begun in the midst of one."""
+    """Two rows of 32: documents one after the other, and a window that begins inside one."""
     documents = random_ids(cfg, 1, 32)[0] % delimiter
     starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
     documents[starts] = delimiter
@@ -246,7 +245,7 @@ def test_documents_in_bfloat16():
             assert relative_error(net(torch.stack(rows)), want) < 0.02
 
 
-# Two rows of conversations with padding behind, as packing makes them. Numbers may come again after another one.
+# Two packed rows of conversations, one with padding behind. A number may come again in a row.
 NUMBERS = [[(0, 9), (1, 1), (2, 14), (-1, 8)], [(0, 20), (1, 3), (0, 9)]]
 
 
@@ -345,7 +344,7 @@ def test_initial_standard_deviations(n_layer):
             continue
         residual = name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
         want = 0.02 / (2 * n_layer) ** 0.5 if residual else 0.02
-        # The estimate of a deviation from n numbers has standard error want / sqrt(2 n), here 0.6 % at most.
+        # The standard error of the deviation of n numbers is want / sqrt(2 n), at most 0.6 %.
         assert p.std().item() == pytest.approx(want, rel=0.03), name
         assert abs(p.mean().item()) < 5 * want / p.numel() ** 0.5, name
 
@@ -449,6 +448,27 @@ def test_blocks_compile_to_one_graph_and_the_last_norm_to_another():
     assert len(graphs) == 2
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [False, True])
+def test_compiled_blocks_serve_rows_of_all_lengths(documents):
+    """A block has two graphs (with and without gradients) for the first length, two for others."""
+    net, graphs = random_model(tiny_config()), []
+    net.document_id = 96 if documents else None
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for part in net.layers:
+        part.forward = torch.compile(part.forward, backend=backend)
+    for T in (20, 4, 32, 8, 17):
+        for with_gradients in (True, False):
+            with torch.set_grad_enabled(with_gradients):
+                net(random_ids(net.cfg, 3, T))
+    assert len(graphs) == 4
 
 
 # ---- configuration ------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import forks
@@ -28,6 +27,7 @@ from saved import load_train_state
 from tokenizers import Tokenizer as HFTokenizer
 
 import ddp
+import pretrain
 from groundup.demo import debug_data
 from groundup.errors import UserError
 from groundup.tokens import IGNORE
@@ -36,13 +36,11 @@ from groundup.tokens.packing import pack
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import ShardWriter, write_manifest
 from groundup.tokens.training import extended as extend_tokenizer
-from groundup.train import checkpoint, compiled, computation, huggingface, saver
-from groundup.train.device import autocast
+from groundup.train import checkpoint, huggingface
 from groundup.train.log import RunLog, read_events
 from groundup.train.plan import flops_per_token, parameter_table
-from model import ModelConfig, Transformer
-from pretrain import sample_texts
 from groundup.train.ranks import World
+from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -135,12 +133,17 @@ def assert_same_run(a: Path, b: Path) -> None:
 # ---- it trains ------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_text_does_not_depend_on_the_prompts_beside_it(data_dir):
+def test_a_sample_is_the_prompt_and_the_same_words_each_time(data_dir, monkeypatch):
+    """Also beyond the context, and without a prompt."""
+    monkeypatch.setattr(pretrain, "block_size", 32)
+    monkeypatch.setattr(pretrain, "compile", False)
     torch.manual_seed(0)
     tokenizer = Tokenizer.load(data_dir)
-    net = Transformer(ModelConfig(tokenizer.vocab_size, 128, n_layer=1, n_head=2, n_embd=32))
-    both = sample_texts(net, tokenizer, "The |def ", seed=1)
-    assert both == [sample_texts(net, tokenizer, prompt, seed=1)[0] for prompt in ("The ", "def ")]
+    net = Transformer(ModelConfig(tokenizer.vocab_size, 32, n_layer=1, n_head=2, n_embd=32))
+    for prompt in ("def ", ""):
+        text = pretrain.sample(net, tokenizer, prompt)
+        assert text.startswith(prompt) and len(text) > len(prompt)
+        assert text == pretrain.sample(net, tokenizer, prompt) and net.training
 
 
 @pytest.mark.slow
@@ -241,6 +244,7 @@ def test_a_save_comes_before_its_evaluation_and_best_goes_by_it(run, tmp_path, m
     monkeypatch.setattr(RunLog, "write", out_of_memory)
     with pytest.raises(MemoryError):
         run(*flags)
+    until((tmp_path / "out" / "latest").exists)  # the thread that saves goes on
     assert checkpoint.find_latest(tmp_path / "out").name == "step_000004"
     assert run(*flags, "--resume=must") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "out")
@@ -248,36 +252,6 @@ def test_a_save_comes_before_its_evaluation_and_best_goes_by_it(run, tmp_path, m
         loss_of = {event["step"]: event["val_loss"] for event in events(out, "eval") if event["step"]}
         best = min(loss_of, key=loss_of.get)
         assert (out / "best").resolve().name == f"step_{best:06d}"
-
-
-def block_graphs(lengths: Iterable[int], lengths_vary: bool, dtype: torch.dtype = torch.float32) -> int:
-    """Return how many graphs of a block compile_blocks makes for these lengths, with gradients and without."""
-    graphs = []
-    torch._dynamo.reset()
-    net = Transformer(ModelConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=16, block_size=32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward))
-        compiled.compile_blocks(net, lengths_vary)
-    for length in lengths:
-        for with_gradients in (True, False):
-            with torch.set_grad_enabled(with_gradients), autocast(torch.device("cpu"), dtype):
-                net(torch.zeros(3, length, dtype=torch.int64), torch.zeros(3, length, dtype=torch.int64))
-    return sum(any("linear" in str(node.target) for node in graph.graph.nodes) for graph in graphs)
-
-
-@pytest.mark.slow
-def test_one_graph_serves_rows_of_all_lengths(monkeypatch, capfd):
-    """Of a block, with gradients and without, whatever comes first. Where torch gives up it is said once."""
-    assert block_graphs((20, 4, 32, 8, 2, 16), True) == block_graphs((3, 7), True) == 2
-    assert block_graphs((20, 4, 32, 8), True, torch.bfloat16) == 2
-    assert block_graphs((20, 4, 32, 4), False) == 6
-    assert "gave up" not in capfd.readouterr().err
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 3)
-    computation.say.cache_clear()
-    assert block_graphs((20, 4, 32, 8), False) == 3
-    said = capfd.readouterr().err
-    assert said == "warning     torch compiled a block 3 times and gave up: other shapes run uncompiled, slower\n"
-    assert block_graphs((20, 4, 32, 8), True) == 2
 
 
 # ---- several sources ------------------------------------------------------------------------------------------------
@@ -336,7 +310,7 @@ def test_a_staged_mixture_takes_and_logs_exact_shares(run, tmp_path, mixed, take
     """Counted from the batches, through two resumptions; the annealing stage shows in the log."""
     flags = [f"--data_dir={STAGED.format(mixed)}", "--total_batch_tokens=1024", "--batch_size=8", "--eval_every=5"]
     for steps in (3, 10, 14):
-        assert run(*flags, f"--max_steps={steps}", "--decay_steps=14") == 0
+        assert run(*flags, f"--max_steps={steps}", "--schedule=constant") == 0
     counts = np.cumsum(np.array(taken).reshape(14, 4, 2).sum(axis=1), axis=0)
     out = tmp_path / "out"
     train = events(out, "train")
@@ -350,8 +324,8 @@ def test_a_staged_mixture_takes_and_logs_exact_shares(run, tmp_path, mixed, take
     assert last["val_loss"] == pytest.approx((last["val_loss/even"] + 4 * last["val_loss/odd"]) / 5)
     assert last["val_loss/even"] < last["val_loss/odd"]
     text = capsys.readouterr().out
-    assert "step     10/10 | samples from here on: 20.0 % even, 80.0 % odd" in text
-    assert re.search(r"tokens +14,336 .* epochs of [\d,]+ \(even\), [\d.]+ epochs of [\d,]+ \(odd\)", text)
+    assert "step 10: the sources' shares are now" in text
+    assert re.search(r"batch .* epochs of [\d,]+ \(even\), [\d.]+ epochs of [\d,]+ \(odd\)", text)
     assert re.search(r"step +14/14 \| val loss .* \| even [\d.]+, [\d.]+ \| odd [\d.]+, [\d.]+\n", text)
 
 
@@ -403,7 +377,7 @@ def test_sources_that_changed_are_refused(run, tmp_path, mixed, capsys):
 @pytest.mark.slow
 def test_a_stage_can_be_added_before_it_begins(run, tmp_path, mixed, capsys):
     one, two = f"0: {mixed}/even", f"0: {mixed}/even; 3: {mixed}/even=1,{mixed}/odd=1"
-    flags = ["--eval_every=5", "--decay_steps=5"]
+    flags = ["--eval_every=5", "--schedule=constant"]
     assert run(f"--data_dir={two}", "--max_steps=5", f"--out_dir={tmp_path / 'straight'}", *flags) == 0
     assert run(f"--data_dir={one}", "--max_steps=3", f"--out_dir={tmp_path / 'added'}", *flags) == 0
     assert run(f"--data_dir={two}", "--max_steps=5", f"--out_dir={tmp_path / 'added'}", *flags) == 0
@@ -487,6 +461,13 @@ def kill(process: subprocess.Popen) -> None:
     """SIGKILL to the launcher and all ranks at once."""
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
@@ -592,7 +573,7 @@ def refused(run, capsys, *flags: str) -> str:
         ("--total_batch_tokens=-512", "total_batch_tokens must be at least 0"),
         ("--eval_steps=-1", "eval_steps must be at least 0"),
         ("--decay_fraction=1.5", "decay_fraction must be from 0 to 1"),
-        ("--overwrite=True", "add resume='never'"),
+        ("--overwrite=True", "needs resume='never'"),
         ("--data_dir=a=1,b", "'b' in data_dir='a=1,b' has no weight"),
         ("--data_dir=0: a; 5: b=0", "'b=0' in data_dir="),
         ("--max_epochs=many", "max_epochs has 'many'; write '4'"),
@@ -672,10 +653,11 @@ def test_an_out_dir_that_is_removed_ends_the_run_and_is_not_made_anew(run, tmp_p
     def advance(log: RunLog) -> None:
         log.step += 1
         if log.step == 3:
+            until((tmp_path / "out" / "latest").exists)  # step 2 is not under way any more
             (tmp_path / "out").rename(tmp_path / "elsewhere") if moved else shutil.rmtree(tmp_path / "out")
 
     monkeypatch.setattr(RunLog, "advance", advance)
-    flags = ["--max_steps=6", "--save_every=2"]  # else step 2 may be under way
+    flags = ["--max_steps=6", "--save_every=2"]
     assert "was removed or moved while the run was in it" in refused(run, capsys, *flags)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "elsewhere" / "step_000002" / "checksums.json").exists() == moved
@@ -705,15 +687,13 @@ def test_a_kill_before_latest_is_moved_is_made_good(run, tmp_path):
     assert os.readlink(latest) == "step_000004"
 
 
-def test_a_damaged_log_is_reported_and_left(run, tmp_path, capsys):
+def test_a_damaged_log_is_left_as_it_is(run, tmp_path):
     assert run("--max_steps=3", "--save_every=1") == 0
     path = tmp_path / "out" / "log.jsonl"
     lines = path.read_bytes().splitlines()
     lines[2] = lines[2].replace(b'"event"', b'"e\xf6ent"')
     path.write_bytes(b"\n".join(lines) + b'\n{"event": "tr')
-    capsys.readouterr()
     assert run("--max_steps=5", "--save_every=1") == 0
-    assert "log.jsonl:3: 1 lines cannot be read; they are left as they are" in capsys.readouterr().out
     after = path.read_bytes().splitlines()
     assert after[: len(lines)] == lines and len(after) > len(lines)
     assert max(event["step"] for event in read_events(path)) == 5
@@ -819,27 +799,10 @@ def test_no_finite_gradient_for_too_long_stops_with_step_rank_and_samples(run, t
 
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
-    flags = [f"--init_from={bad}", f"--out_dir={tmp_path / 'nan'}", "--max_skipped=5", "--max_steps=50"]
+    flags = [f"--init_from={bad}", f"--out_dir={tmp_path / 'nan'}", "--max_steps=50", "--eval_every=99"]
     message = refused(run, capsys, *flags)
-    assert "step 5: 5 steps in a row" in message and "rank 0" in message and "samples 8 to 9" in message
-    assert losses(tmp_path / "nan") == [None] * 5
-
-
-def test_a_full_disk_costs_the_save_and_not_the_run(run, tmp_path, monkeypatch, capsys):
-    """The save of step 4 fails; the run goes on, keeps step 2 and the save of step 6 succeeds."""
-    original = saver.write_state
-
-    def write_state(path: Path, state: dict) -> None:
-        if state.get("step") == 4:
-            raise OSError(28, "No space left on device")
-        original(path, state)
-
-    monkeypatch.setattr(saver, "write_state", write_state)
-    assert run("--max_steps=6", "--save_every=2", "--keep_last=9") == 0
-    assert "No space left on device" in capsys.readouterr().out
-    names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert {"step_000002", "step_000006"} <= names and not names & {"step_000004", ".step_000004.tmp"}
-    assert run("--max_steps=4", "--save_every=4", f"--out_dir={tmp_path / 'b'}") == 1  # the last save failed
+    assert "step 20: 20 steps in a row" in message and "rank 0" in message and "samples 38 to 39" in message
+    assert losses(tmp_path / "nan") == [None] * 20
 
 
 # ---- start from other weights, plan ---------------------------------------------------------------------------------
@@ -943,6 +906,7 @@ def test_shipped_configs_train(tmp_path, monkeypatch, data_dir, config):
     argv = ["pretrain.py", *filter(None, [config]), *SHRUNK, f"--data_dir={data_dir}", f"--out_dir={tmp_path / 'out'}"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(debug_data, "make_debug_data", lambda path: None)  # of config/debug.py
     with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(ROOT / "pretrain.py"), run_name="__main__")
     assert not caught.value.code
@@ -1004,7 +968,7 @@ def test_new_tokens_begin_as_the_mean_of_their_parts_and_only_the_named_parts_le
 
 
 def test_a_stopped_run_with_adapters_continues_to_the_bit(run, tmp_path, extended):
-    flags = [f"--init_from={extended / 'base'}", f"--data_dir={extended / 'data'}", *PARTS, "--lora_dropout=0.1"]
+    flags = [f"--init_from={extended / 'base'}", f"--data_dir={extended / 'data'}", *PARTS, "--dropout=0.1"]
     flags += ["--save_every=3", "--max_steps=6"]
     assert run(*flags, f"--out_dir={tmp_path / 'a'}") == 0
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)

@@ -360,6 +360,8 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
         assert run(*common, f"--out_dir={stopped}") == 128 + signal.SIGTERM
     assert run(*common, f"--out_dir={stopped}") == 0
     assert_same_run(straight, stopped)
+    assert run(*common, f"--out_dir={stopped}") == 0  # once more: nothing is left to do
+    assert_same_run(straight, stopped)
 
 
 DIES = """

@@ -176,7 +176,7 @@ def reward_of(one: Rollout) -> float:
 
 def n_drawn(event: dict) -> float:
     """Tokens that were drawn in a step, from the figures of its log line."""
-    return event["draw_tokens_per_s"] * event["draw_share"] * event["step_ms"] / 1000
+    return event["draw_tokens_per_s"] * event["draw_ms"] / 1000
 
 
 def n_positions(drawn: list[Rollout]) -> int:
@@ -679,7 +679,7 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         (["--temperature=0"], "temperature must be from 0.01 to 100"),
         (["--minibatches=3"], "minibatches=3 must divide"),
         (["--clip_low=2"], "clip_low must be from 0 to 1"),
-        (["--unfinished_reward=1e999"], "unfinished_reward must be a finite number"),
+        (["--unfinished_reward=1e999"], "unfinished_reward must be from -1e9 to 1e9"),
         (["--algorithm=ppo", "--filter_groups=1"], "filter_groups"),
         (["--critic_from=out/reward"], "critic_from"),
         (["--max_new_tokens=96"], "leaves no room"),
@@ -730,8 +730,8 @@ def test_means_leave_out_steps_without_a_value():
         {"reward": value, "none": math.nan, "ratio_max": 1, "draw_s": 1, "drawn": 1}
         for value in (1, math.nan, 3)
     ]
-    means = rollouts.mean_figures(steps, 6.0)
-    assert means["reward"] == 2 and math.isnan(means["none"]) and means["draw_share"] == 0.5
+    means = rollouts.mean_figures(steps)
+    assert means["reward"] == 2 and math.isnan(means["none"]) and means["draw_ms"] == 1000
 
 
 @pytest.mark.parametrize("rule, says", [("fails", "ZeroDivisionError"), ("nan", "nan")])

@@ -89,7 +89,7 @@ def flags_of(base: Path, out: Path, *flags: str) -> list[str]:
 
 @pytest.fixture
 def run(base, tmp_path, monkeypatch):
-    """run(*flags) -> exit status of sft.py in this process; out_dir is tmp_path/out unless a flag says other."""
+    """run(*flags) -> exit status of sft.py in this process. out_dir is tmp_path/out by default."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -118,7 +118,7 @@ def all_batches(corpus: ChatCorpus, batch_size: int) -> list[Batch]:
 
 
 def gradients(model: Transformer, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss of all labels and its gradients, summed up over micro-batches as the loop does it."""
+    """Mean loss of all labels and its gradients, summed over micro-batches as in the loop."""
     model.zero_grad()
     n, total = sum(len(batch.targets) for batch in batches), 0.0
     for batch in batches:
@@ -129,11 +129,11 @@ def gradients(model: Transformer, batches: list[Batch]) -> tuple[float, dict[str
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-# ---- the loss -------------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 def test_packed_padded_and_any_split_have_the_loss_and_gradients_of_transformers(base):
-    """All rows in one batch, in parts, packed, padded, against LlamaForCausalLM on one conversation at a time."""
+    """Rows in one batch or several, packed or padded; LlamaForCausalLM reads one conversation."""
     from transformers import LlamaForCausalLM
 
     hf = LlamaForCausalLM.from_pretrained(base / "model")
@@ -217,7 +217,7 @@ def test_evaluation_equals_a_count_by_hand(base, monkeypatch):
     assert scores["val_bpb"] == pytest.approx(nats / 0.6931471805599453 / n_bytes, rel=1e-5)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def answers(
@@ -241,8 +241,9 @@ def test_conversations_are_memorized_and_answers_stop_on_their_own(run, tmp_path
     talks = [talk(i) for i in range(10)]
     path = tmp_path / "few.jsonl"
     path.write_text("\n".join(json.dumps(t, ensure_ascii=False) for t in talks), encoding="utf-8")
-    assert run(f"--data={path}", f"--val_data={path}", "--max_steps=300", "--log_every=50", "--eval_answers=10",
-               "--eval_new_tokens=24", "--schedule=linear", "--eval_every=300", *flags) == 0  # fmt: skip
+    common = [f"--data={path}", f"--val_data={path}", "--max_steps=300", "--eval_every=300"]
+    common += ["--schedule=linear", "--log_every=50", "--eval_answers=10", "--eval_new_tokens=24"]
+    assert run(*common, *flags) == 0
     said = answers(tmp_path / "out" / "latest", talks)
     assert said == [(t["messages"][-1]["content"], "stop") for t in talks]
     last = tp.events(tmp_path / "out", "eval")[-1]
@@ -265,6 +266,9 @@ def test_a_run_is_complete_and_opens_in_transformers(run, tmp_path, base):
     out = tmp_path / "out"
     evals = tp.events(out, "eval")
     assert [e["step"] for e in evals] == [0, 3, 6] and evals[-1]["val_loss"] < evals[0]["val_loss"]
+    # the same command again has nothing to do
+    assert run("--max_steps=6", "--eval_every=3", "--save_every=3") == 0
+    assert [e["step"] for e in tp.events(out, "train")] == [1, 2, 3, 4, 5, 6]
     tokenizer = AutoTokenizer.from_pretrained(out / "latest")
     messages = talk(3)["messages"]
     ids = Tokenizer.load(out / "latest").render(messages)[0]
@@ -285,7 +289,7 @@ def test_the_base_of_adapters_may_move(run, tmp_path, base):
     assert run(*lora, "--max_steps=1") == 0
     want = huggingface.load_model(adapted / "latest").state_dict()
     first.rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match="if the base was moved, write there where it is now"):
+    with pytest.raises(ValueError, match="is no model directory; write there where it is"):
         huggingface.load_model(adapted / "latest")
     path = adapted / "step_000001" / "adapter_config.json"
     path.write_text(
@@ -433,7 +437,7 @@ def test_a_file_of_rows_and_prepared_tokens_give_the_same_run(base, tmp_path, ru
 def test_the_loss_and_the_step_are_means_over_labels_however_the_batch_is_cut(
     run, base, tmp_path, flags
 ):
-    """A mean of the micro-batches' means would weigh the labels of a micro-batch with few of them more."""
+    """A mean of the micro-batches' means would give more weight to labels in small ones."""
     uneven = [talk(i) for i in range(60)]
     for i, row in enumerate(uneven):
         row["messages"][-1]["content"] += " Yes." * (i * 7 % 23)
@@ -455,7 +459,7 @@ def test_the_loss_and_the_step_are_means_over_labels_however_the_batch_is_cut(
         assert [e[key] for e in one] == pytest.approx([e[key] for e in eight], rel=2e-5), key
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 ONE_STEP = [
     "--total_batch_tokens=512",
@@ -528,7 +532,7 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
     assert len(losses) == 4 and all(0 < loss < 7 for loss in losses)
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

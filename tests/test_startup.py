@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import model
+from groundup.kernels import attention
 
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("groundup/**/*.py")]
@@ -21,7 +22,7 @@ NAMES = sorted(
     if file.name != "__init__.py"
 )
 WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
-WITHOUT_TORCH |= {"largest", "plot", "reading", "self_instruct"}
+WITHOUT_TORCH |= {"largest", "reading", "self_instruct"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
@@ -107,7 +108,7 @@ def linked(folder: Path) -> Path:
 def test_documents_one_by_one_are_in_no_graph(monkeypatch):
     """What keeps them out is torch's own decorator that imports torch._dynamo late. Other numbers of documents: no
     graph is made anew; without the decorator each number has its own."""
-    monkeypatch.setattr(model, "MASKED_LENGTH", 0)
+    monkeypatch.setattr(attention, "MASKED_LENGTH", 0)
     graphs = []
 
     def graphs_of(lengths: tuple[int, ...]) -> int:
@@ -116,11 +117,13 @@ def test_documents_one_by_one_are_in_no_graph(monkeypatch):
         cfg = model.ModelConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=16, block_size=32)
         net = model.Transformer(cfg)
         backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
-        net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
+        for part in (*net.layers, net.norm):
+            part.forward = torch.compile(part.forward, backend=backend, dynamic=False)
         for length in lengths:
             net(torch.zeros(2, 32, dtype=torch.int64), documents=(torch.arange(32) // length).expand(2, -1))
         return len(graphs)
 
     assert graphs_of((32,)) == graphs_of((32, 16, 7, 5)) > 0
-    monkeypatch.setattr(model, "attention_by_document", model.attention_by_document.__wrapped__)
+    plain = attention.attention_by_document.__wrapped__
+    monkeypatch.setattr(attention, "attention_by_document", plain)
     assert graphs_of((32,)) < graphs_of((32, 16, 7, 5))

@@ -28,8 +28,7 @@ from groundup.kernels.cross_entropy import cross_entropy
 from groundup.tokens.conversations import ChatCorpus
 from groundup.tokens.pairs import PairCorpus, load_pairs
 from groundup.tokens.training import train as train_tokenizer
-from groundup.train import huggingface, ranks
-from groundup.train.compiled import compile_blocks
+from groundup.train import huggingface
 from groundup.train.device import autocast
 from groundup.train.optim import Optimizer
 from model import Transformer
@@ -127,8 +126,9 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
     device, dtype, batch_size = options.device, options.dtype, options.batch_size
     model = huggingface.load_model(base, device)
     if way == "blocks":
-        compile_blocks(model, lengths_vary=True)
-    table = compute_reference(model, corpus, batch_size, ranks.init(device.type), device, dtype)
+        for part in (*model.layers, model.norm):
+            part.forward = torch.compile(part.forward)
+    table = compute_reference(model, corpus, batch_size, device, dtype)
     on_device = table.to(device)
     parallel = ddp.DDP(model)
     opt = Optimizer(parallel.buckets, "adamw", (0.9, 0.999), weight_decay=0.0)
@@ -137,7 +137,8 @@ def our_side(base: Path, corpus: PairCorpus, options: Options, way: str) -> Side
     def step(numbers: np.ndarray) -> None:
         batch = load_pairs(corpus.train, np.zeros_like(numbers), numbers).to(device)
         parallel.expect_step(opt, LEARNING_RATE)
-        logps, n_tokens = pair_logps(model, batch, device, dtype)
+        with autocast(device, dtype):
+            logps, n_tokens = pair_logps(model, batch)
         losses, _ = losses_and_metrics(logps, on_device[batch.number].T, n_tokens, LOSS)
         losses.mean().backward()
         parallel.step(opt, lr=LEARNING_RATE, clip=1.0)

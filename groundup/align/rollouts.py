@@ -335,10 +335,10 @@ def describe_updates(
     }
 
 
-def mean_figures(steps: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
-    """Return the means of the figures of these steps, which took `seconds`.
+def mean_figures(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means of the figures of these steps; of ratio_max the largest.
 
-    Of ratio_max the largest. Values that are not finite are left out."""
+    Values that are not finite are left out."""
     means = {}
     for key in steps[-1]:
         finite = [step[key] for step in steps if math.isfinite(step[key])]
@@ -346,7 +346,7 @@ def mean_figures(steps: Sequence[Mapping[str, float]], seconds: float) -> dict[s
     means["ratio_max"] = max(step["ratio_max"] for step in steps)
     draw_s = means.pop("draw_s")
     means["draw_tokens_per_s"] = means.pop("drawn") / draw_s
-    means["draw_share"] = len(steps) * draw_s / seconds  # share of the time
+    means["draw_ms"] = 1000 * draw_s  # per step
     return means
 
 

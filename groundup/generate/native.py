@@ -11,9 +11,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from groundup.errors import say
 from groundup.generate.kv_cache import Part
 from groundup.kernels.compile_c import SOURCES, compile_c
-from groundup.train.config_json import is_plain, say
+from groundup.train.config_json import is_plain
 from model import ModelConfig, RMSNorm, Transformer
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T / sqrt(D)) v, over the keys that a query may see.
 
     layout = choose_layout(idx, starts, ...)    # once per forward, outside what is compiled
-    y = attention(q, k, v, layout, dropout)     # in each layer: q (B, H, T, D), k and v (B, K, T, D)
+    y = attention(q, k, v, layout, dropout)     # in each layer; q (B, H, T, D), k, v (B, K, T, D)
 
 The definition is `reference_attention`; the other functions compute the same, each on its hardware:
 

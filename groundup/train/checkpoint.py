@@ -1,7 +1,7 @@
 """Run directories: find the checkpoint to continue, and restore it. saver.py writes them.
 
     out/demo/
-      config.py  log.jsonl  README.md  .lock        settings, events, card; which process trains here
+      config.py  log.jsonl  README.md  .lock        settings, events, card; the process at work
       step_000200/                                  a checkpoint:
         config.json  model.safetensors  ...           what transformers reads, see huggingface.py
         train_state.pt                                step, optimizer, scaler, settings, data
@@ -15,8 +15,7 @@ then renamed. A kill at any moment loses at most the save under way, because not
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
 
-Opening a checkpoint never runs code: weights are safetensors, state is plain data. Models with LoRA
-are saved as peft saves them. A trainer calls, in this order,
+Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
     resumed = find(config, model_config, data)             # None: a new run
     state = restore(resumed, model, ddp, opt, scaler, seed)
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -67,6 +66,11 @@ OWN_FILES = re.compile(
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 
 
+def fail(text: str) -> NoReturn:
+    """Raise UserError about a checkpoint."""
+    raise UserError(f"checkpoint: {text}") from None
+
+
 def step_dirs(out_dir: Path) -> list[Path]:
     """Return the finished steps of a run, oldest first."""
     found = [path for path in out_dir.glob("step_*") if STEP_NAME.fullmatch(path.name)]
@@ -84,57 +88,55 @@ def rank_file(rank: int) -> str:
 
 
 def find_latest(out_dir: str | Path, report: Callable[[str], None] = print) -> Path | None:
-    """Return the newest undamaged checkpoint of a run, None if it has none yet.
-
-    A damaged one is reported, and the one before it is tried. Raise UserError if none is left.
-    """
+    """Return the newest undamaged checkpoint of a run, None if it has none yet."""
     paths = step_dirs(Path(out_dir))
     for path in reversed(paths):
         try:
             check_bytes(path)
+            return path
         except UserError as error:
             report(f"{error}; trying the checkpoint before it")
-        else:
-            return path
+    # Not None: a new run would overwrite what may still be rescued.
     if paths:
-        text = f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir"
-        raise UserError(f"checkpoint: {text}")
+        fail(f"all {len(paths)} checkpoints in {out_dir} are damaged; use another out_dir")
     return None
 
 
 def check_bytes(step_dir: Path) -> None:
-    """Raise UserError unless every file of a checkpoint is as it was written."""
+    """Raise UserError unless every file of a checkpoint is as it was written (CRC-32)."""
     sums = step_dir / "checksums.json"
     for name, expected in read_json(sums).items():
+        # A file from elsewhere must not name files outside its directory.
         if not all(is_name(part) for part in name.split("/")):
-            raise UserError(f"checkpoint: {sums} is damaged: it names {name!r:.80}")
+            fail(f"{sums} is damaged: it names {name!r:.80}")
         path = step_dir / name
         try:
             found = huggingface.checksum(path)
         except OSError as error:
-            raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
+            fail(f"cannot read {path}: {error.strerror}")
         if found != expected:
-            text = f"{path} is damaged, its checksum is not the one in checksums.json"
-            raise UserError(f"checkpoint: {text}")
+            fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
 def resolve(init_from: str | Path) -> Path:
-    """Return the model directory that is meant: the newest undamaged checkpoint of a run, a given
-    checkpoint, or a Hugging Face directory. Raise UserError if there is none or it is damaged."""
+    """Return the model directory that is meant: init_from itself, or a run's newest checkpoint."""
     path = Path(init_from)
     if not path.is_dir():
-        raise UserError(f"checkpoint: init_from={str(init_from)!r}: {why_no_model(path)}")
+        fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
     if (path / "checksums.json").exists():
         check_bytes(path)
+
+    # A model. An adapter without its base should show now.
     if huggingface.is_adapter(path):
-        resolve(huggingface.base_of(path))  # an adapter without its base should show now
+        resolve(huggingface.base_of(path))
         return path
     if (path / "config.json").exists():
         return path
+
+    # A run.
     latest = find_latest(path)
     if latest is None:
-        text = f"{path} holds no checkpoint: no config.json, no step_* directory"
-        raise UserError(f"checkpoint: {text}")
+        fail(f"{path} holds no checkpoint: no config.json, no step_*")
     return resolve(latest)
 
 
@@ -144,40 +146,38 @@ def why_no_model(path: Path) -> str:
         return f"first: python tools/from_gguf.py {path} DIR"
     if path.exists():
         return "is a file, give its directory"
-    run = path.parent
-    if path.name in BEST and find_latest(run):
+    # The links best and best2 come with the first evaluation.
+    if path.name in BEST and step_dirs(path.parent):
         text = "no checkpoint of this run has been evaluated yet"
-        return f"{text}; --init_from={run} is its newest"
+        return f"{text}; --init_from={path.parent} is its newest"
     return "no such directory (hub models: download first)"
 
 
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
-    """Return the run below `root` that saved last: of models that write text, or of reward models
-    (`rewards`). Raise UserError if there is none."""
+    """Return the run below `root` that saved last: of models of text, or of reward models."""
     saved = {}
+    # A reward model's config.json names its kind.
     for sums in Path(root).glob("*/step_*/checksums.json"):
         config = sums.with_name("config.json")
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
             saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
     if not saved:
-        text = f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR"
-        raise UserError(f"checkpoint: {text}")
+        fail(f"no run in {str(root)!r} has a checkpoint; train, or give --init_from=DIR")
     return max(saved, key=saved.get)
 
 
 def read_state(path: Path) -> dict:
     """Return the plain data in a .pt file. Its tensors are mapped: the ranks share the memory."""
+    # torch raises errors of many kinds, and its text recommends weights_only=False: that runs code.
     try:
         check_zip(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
-        raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from None
-    except Exception:  # of many kinds; torch's text recommends weights_only=False: that runs code
-        text = f"refused to load {path}: damaged, or more than plain data"
-        raise UserError(f"checkpoint: {text}") from None
+        fail(f"cannot read {path}: {error.strerror}")
+    except Exception:
+        fail(f"refused to load {path}: damaged, or more than plain data")
     if not isinstance(state, dict):
-        text = f"refused to load {path}: it holds a {type(state).__name__}, not a dict"
-        raise UserError(f"checkpoint: {text}")
+        fail(f"refused to load {path}: it holds a {type(state).__name__}, not a dict")
     return state
 
 
@@ -185,8 +185,7 @@ def read_state(path: Path) -> dict:
 
 
 def on_rank_0(function: Callable) -> Callable:
-    """Decorate a function that all ranks call: rank 0 runs it, and all return its result or raise
-    its UserError."""
+    """Decorate a function: rank 0 runs it, and all return its result or raise its UserError."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -207,8 +206,8 @@ def on_rank_0(function: Callable) -> Callable:
 
 
 def resume_mode(config: dict) -> str:
-    """Return the setting `resume`. When torchrun restarts a run after an error it is "auto": the
-    command must not delete what it has saved before."""
+    """Return the setting `resume`, "auto" when torchrun restarts a run after an error."""
+    # The same command must not delete what it saved before the error.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     return "auto" if restarted else config["resume"]
 
@@ -217,23 +216,25 @@ def resume_mode(config: dict) -> str:
 def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
     """Return the checkpoint of out_dir to continue, None for a new run. All ranks call it.
 
-    Raise UserError where `resume` forbids it, where out_dir belongs to something else, or where the
-    run would not continue exactly. data: all that decides which samples a step sees.
-    max_steps: 0 = config["max_steps"].
+    data: all that decides which samples a step sees. max_steps: 0 = config["max_steps"].
     """
+    # Settings that contradict each other.
     out, resume = Path(config["out_dir"]), resume_mode(config)
     deletes = config["overwrite"] and config["resume"] != "never"
     refuse(deletes, "overwrite=True deletes the run to continue; it needs resume='never'")
     is_file = out.exists() and not out.is_dir()
     refuse(not config["out_dir"] or is_file, f"out_dir={config['out_dir']!r} is not a directory")
 
+    # Another run could delete the checkpoint while we read it.
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
-        lock(out)  # another run could delete the checkpoint while we read it
+        lock(out)
     used = out.exists() and any(out.iterdir())
     if resume == "never":
         if used:
             check_overwrite(config, out)
         return None
+
+    # Another stage's run, or files of the user, are not ours to continue.
     path = None
     if used:
         check_stage(out, Path(sys.argv[0]).name)
@@ -245,18 +246,24 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
             check_own(out)
         return None
 
+    # The run must continue exactly: the same model, the same samples, ...
     huggingface.check_same_computation(path)
     check_architecture(path, model_config)
     saved = read_state(path / "train_state.pt")
     check_data(path, saved["data"], data, saved["step"])
-    check_trained_parts(path, saved["config"], config)
-    text = describe_resume(path, saved["config"], config, max_steps or config["max_steps"])
-    print(text, flush=True)
+    # ... the same parameters, and adapters of the same size.
+    before = saved["config"]
+    keys = ("trainable", "lora_rank", "lora_alpha") if "lora" in config["trainable"] else ()
+    for key in keys or ("trainable",):
+        text = f"{path} was trained with {key}={before[key]!r}, not {config[key]!r}"
+        refuse(before[key] != config[key], text)
+    print(describe_resume(path, before, config, max_steps or config["max_steps"]), flush=True)
     return path
 
 
 def check_stage(out: Path, script: str) -> None:
-    """Raise UserError if another script's run is in `out`: its config.py says so in line 1."""
+    """Raise UserError if another script's run is in `out`."""
+    # Line 1 of its config.py says how to run it again.
     path = out / "config.py"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     other = re.match(r".*re-run with: python (\w+\.py) ", text)
@@ -265,7 +272,8 @@ def check_stage(out: Path, script: str) -> None:
 
 
 def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless everything in `out` may be deleted: overwrite=True, and only a run."""
+    """Raise UserError unless everything in `out` may be deleted."""
+    # The user says so, it is only a run, and this run does not start from it.
     text = f"resume='never' but {out} is not empty; use another out_dir or overwrite=True"
     refuse(not config["overwrite"], text)
     check_own(out)
@@ -280,21 +288,23 @@ def check_own(out: Path) -> None:
     maybe_foreign = () if (out / "log.jsonl").exists() else ("README.md", "config.py")
     names = sorted(path.name for path in out.iterdir())
     foreign = [name for name in names if name in maybe_foreign or not OWN_FILES.fullmatch(name)]
-    if foreign == ["config.py"]:  # of a run that was killed before its first line of log
+    # A run that was killed before its first line of log left its config.py.
+    if foreign == ["config.py"]:
         if (out / "config.py").read_bytes().startswith(b"'Resolved configuration"):
             return
-    if foreign:
-        text = f"{out} holds {foreign[0]!r}, which no run made; use another out_dir"
-        raise UserError(f"config: {text}")
+    for name in foreign:
+        raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
 
 def repair(out: Path) -> None:
-    """Remove what a killed save has left, and put back a step that it was about to replace."""
+    """Remove what a killed save has left."""
+    # Put back a step that it was about to replace.
     for old in out.glob(".step_*.old"):
         step = old.with_name(old.name[1:].removesuffix(".old"))
         if not step.exists():
             old.rename(step)
         shutil.rmtree(old, ignore_errors=True)
+    # Steps half written or half removed.
     for temp in out.glob(".step_*.tmp"):
         shutil.rmtree(temp, ignore_errors=True)
 
@@ -304,45 +314,32 @@ def check_architecture(path: Path, wanted: ModelConfig) -> None:
     saved, differ = huggingface.load_config(path), []
     for field in dataclasses.fields(wanted):
         was, asked = getattr(saved, field.name), getattr(wanted, field.name)
+        # Dropout holds no weights, so it may change.
         if field.compare and field.name != "dropout" and was != asked:
-            whose = " by the data's tokenizer" if field.name == "vocab_size" else ""
-            differ.append(f"{field.name}={was} (asked {asked}{whose})")
-    if differ:
-        text = f"{path} has another architecture: {', '.join(differ)}"
-        raise UserError(f"config: {text}; use another out_dir, or {START_OVER}")
+            differ.append(f"{field.name}={was} (asked {asked})")
+    text = f"{path} has another architecture: {', '.join(differ)}"
+    refuse(differ, f"{text}; use another out_dir, or {START_OVER}")
 
 
 def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
-    """Raise UserError if the order of the samples has changed: the run could not continue with
-    the next sample. Stages that start after `step` may change."""
+    """Raise UserError if the order of the samples has changed, so that there is no next sample."""
+    # Stages of a mixture that start after `step` may change.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if differ and set(differ) <= {"data", "stages"}:
         key = same_order(saved, now, step)
         differ = [key] if key else []
-    if not differ:
-        return
     details = []
     for key in differ:
         text = f"{key}={saved.get(key)} (asked {now.get(key)})"
         details.append("another corpus" if key == "data" else text)
-    text = ", ".join(details)
-    if any(key.startswith("total_batch") for key in differ):
-        text += " (by default it follows batch_size)"
     ways = f"continue with the same, use another out_dir, or {START_OVER}"
-    raise UserError(f"config: {path} was trained with {text}; {ways}")
-
-
-def check_trained_parts(path: Path, saved: dict, config: dict) -> None:
-    """Raise UserError if the settings would train other parameters than before."""
-    with_lora = "lora" in config["trainable"]
-    for key in ("trainable", "lora_rank", "lora_alpha") if with_lora else ("trainable",):
-        changed = saved[key] != config[key]
-        refuse(changed, f"{path} was trained with {key}={saved[key]!r}, not {config[key]!r}")
+    refuse(differ, f"{path} was trained with {', '.join(details)}; {ways}")
 
 
 def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> str:
     """Return what a resumed run prints: the checkpoint, changed settings, whether it is done."""
     keys = sorted(key for key in saved.keys() & config if saved[key] != config[key])
+    # init_from is said apart, because it has no effect.
     changed = [f"{key} {saved[key]!r} -> {config[key]!r}" for key in keys if key != "init_from"]
     source = config["init_from"]
     text = f"continuing {path} after step {step_of(path)}"
@@ -350,6 +347,7 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
         text += f"; changed: {', '.join(changed)}"
     if "init_from" in keys:
         text += f"; init_from={source!r} has no effect: a run that continues has its own weights"
+    # A run that is complete needs a larger limit.
     if step_of(path) >= max_steps:
         limit = "epochs or max_steps" if "epochs" in config else "it"
         text += f"; max_steps={max_steps} is reached: raise {limit} to train these weights on, or "
@@ -362,43 +360,43 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
 
 @on_rank_0
 def start(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
-    """Make out_dir, emptied for overwrite=True, and write config.py, with which `script` can run
-    again. All ranks call it. Return the settings as recorded: a resumed run keeps its init_from.
+    """Make out_dir, emptied for overwrite=True, and write config.py. All ranks call it.
 
-    max_steps: 0 = config["max_steps"].
+    Return the settings as recorded. max_steps: 0 = config["max_steps"].
     """
+    # The directory may have come into being since `find`, by a run that began at the same time.
     out = Path(config["out_dir"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
+        # Of overwrite=True; check_overwrite has looked at what is there.
         if resume_mode(config) == "never":
-            empty(out)
+            for path in out.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != ".lock":
+                    path.unlink()
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
+    # A resumed run keeps its init_from, unless that was moved, perhaps to config["init_from"].
     recorded = dict(config)
     if resumed:
         saved = read_state(resumed / "train_state.pt")["config"]
         source = saved["init_from"]
-        if not source or Path(source).exists():  # else it was moved, perhaps to config["init_from"]
+        if not source or Path(source).exists():
             recorded["init_from"] = source
+
+    # config.py repeats the run, but must not delete it. A run that is complete keeps its own,
+    # because no step would have the new settings.
     is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
-    if not (is_done and (out / "config.py").exists()):  # else no step would have these settings
-        again = recorded | {"resume": "auto", "overwrite": False}  # must not delete this run
+    if not (is_done and (out / "config.py").exists()):
+        again = recorded | {"resume": "auto", "overwrite": False}
         command = f"python {Path(script).name} {out}/config.py"
         write_config(again, f"{out}/config.py", command)
     return recorded
-
-
-def empty(out: Path) -> None:
-    """Delete the run in `out`, which check_overwrite has looked at."""
-    for path in out.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
 
 
 # Run directories that this process has locked: {path: (open .lock, identity of the directory)}.
@@ -407,10 +405,11 @@ LOCKS: dict[Path, tuple[IO, os.stat_result]] = {}
 
 
 def lock(out: Path) -> None:
-    """Keep `out` for this process as long as it lives. Raise UserError if another trains there."""
+    """Keep `out` for this process as long as it lives."""
     if is_ours(out):
         return
-    file = open(out / ".lock", "a+", encoding="utf-8")  # stays open
+    # The lock is the system's: it ends with the process, however that ends. The file stays open.
+    file = open(out / ".lock", "a+", encoding="utf-8")
     with housekeeping("lock the run directory"):
         try:
             if fcntl:
@@ -426,7 +425,8 @@ def lock(out: Path) -> None:
 
 
 def is_ours(out: Path) -> bool:
-    """Return whether `out` is the directory that `lock` has locked, not a new one in its place."""
+    """Return whether `out` is the directory that this process has locked."""
+    # Not a new one in its place: a user may have moved the run.
     if out.resolve() not in LOCKS or not out.exists():
         return False
     _, directory = LOCKS[out.resolve()]
@@ -459,11 +459,10 @@ def restore(
     seed: int,
     load: Callable[[Transformer, Path], None] = huggingface.load_weights,
 ) -> dict:
-    """Restore the checkpoint `path` into its arguments and the random generators; None: seed the
-    generators. All ranks call it, after DDP or FSDP. Return the rest of the training state.
+    """Restore a checkpoint into the arguments and the random generators.
 
-    ddp, opt: DDP and Optimizer, or FSDP and its AdamW. load: reads the weights.
-    The tensors in the result are mapped from a file: drop them once they are loaded.
+    All ranks call it, after DDP or FSDP. path None: only seed the generators. Return the rest of
+    the training state. Its tensors are mapped from a file: drop them once they are loaded.
     """
     state = {"step": 0}
     if path:
@@ -471,34 +470,29 @@ def restore(
         state = read_state(path / "train_state.pt")
     # Dropout differs by rank. A rank that the saved run did not have keeps these seeds.
     seed_everything(seed + 1_000_003 * state["step"], ranks.rank())
+
+    # What all ranks share. The scaler's state is empty unless the run was in float16.
     if path:
-        restore_state(path, model, ddp, opt, scaler, state)
+        opt.load_state_dict(state.pop("optimizer"))
+        if state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        ddp.n_steps = state["n_steps"]
+        ddp.skipped.copy_(torch.tensor(state["skipped"]))
+        restore_rank(path, model, getattr(ddp, "hook", None))
+
+    # What set-up made stays until the end: the collector need not look at it again.
     gc.collect()
-    gc.freeze()  # what set-up made stays until the end: the collector need not look at it again
+    gc.freeze()
     return state
 
 
-def restore_state(
-    path: Path,
-    model: Transformer,
-    ddp: Any,
-    opt: Any,
-    scaler: torch.amp.GradScaler,
-    state: dict,
-) -> None:
-    """Restore all but the weights. Takes the optimizer's part out of `state`."""
-    opt.load_state_dict(state.pop("optimizer"))
-    if state["scaler"]:  # empty unless that run was in float16
-        scaler.load_state_dict(state["scaler"])
-    ddp.n_steps = state["n_steps"]
-    ddp.skipped.copy_(torch.tensor(state["skipped"]))
-
+def restore_rank(path: Path, model: Transformer, hook: Any) -> None:
+    """Restore what differs between ranks: random generators, and the errors of PowerSGD."""
     own, saved_ranks = path / rank_file(ranks.rank()), sorted(path.glob("rank_*.pt"))
     if own.exists():
         set_rng_state(read_state(own)["rng"], next(model.parameters()).device)
-    hook = getattr(ddp, "hook", None)
+    # With another number of ranks each takes the mean of all errors, see powersgd.py.
     if isinstance(hook, PowerSGD):
-        # With another number of ranks each takes the mean of all errors, see powersgd.py.
         same = len(saved_ranks) == ranks.world_size()
         states = [read_state(file) for file in ([own] if same else saved_ranks)]
         hook.load_state_dict([of_rank.get("powersgd", {}) for of_rank in states])

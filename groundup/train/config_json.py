@@ -6,27 +6,17 @@ setting that model.py does not compute is refused in one line.
 
 import functools
 import json
-import os
 import random
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from groundup.errors import UserError, listed
+from groundup.errors import UserError, listed, say
 from groundup.files.untrusted import read_json
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # Other settings, with the only value that model.py computes. Absent means it too.
 FIXED = {
     "hidden_act": "silu",
@@ -51,7 +41,7 @@ SIZES = {
 }
 # If these are absent, model.py derives them as transformers does.
 OPTIONAL = ("num_key_value_heads", "head_dim", "initializer_range")
-FRACTIONS = ("rms_norm_eps", "initializer_range")
+FRACTIONS = ("rms_norm_eps", "initializer_range")  # the others are whole numbers
 # Keys of rotary positions that a rope_type needs, and those that yarn may have
 ROPE_NEEDS = {
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings".split(),
@@ -61,62 +51,48 @@ YARN_MAY_HAVE = "attention_factor beta_fast beta_slow mscale mscale_all_dim trun
 MAX_ANGLES = 2**27  # positions x head_dim of the rotary tables: a million positions of 128
 
 
-@functools.cache
-def say(line: str) -> None:
-    """Print a line once, on rank 0, to standard error: standard output may be data."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
-
-
 def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids that begin, end and pad a text; None where the tokenizer has none."""
-    ids = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eot_id,
-        "pad_token_id": tokenizer.pad_id,
-    }
-    return {key: i if i >= 0 else None for key, i in ids.items()}
 
 
 def to_hf_config(
     cfg: ModelConfig, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32
 ) -> dict:
     """Return the content of config.json, with the names of transformers 5 and of transformers 4."""
+    # The tokenizer has -1 for a special token that it lacks.
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eot_id, "pad": tokenizer.pad_id}
+    config = {f"{key}_token_id": i if i >= 0 else None for key, i in ids.items()}
     kind, dtype_name = cfg.model_type, str(dtype).removeprefix("torch.")
-    config = special_ids(tokenizer)
+
+    # transformers would open the weights of an edited model.py and compute something else.
     if is_plain(kind):
         config["model_type"] = kind
     else:
         what = f"this model.py computes something else than transformers' {kind}"
         say(f"checkpoint: {what}; only it opens what is saved")
         config |= {"model_type": CHANGED + kind, LOGITS: list(fixed_logits(kind))}
-    config["architectures"] = [ARCHITECTURES[kind]]
+    config["architectures"] = [f"{kind.capitalize()}ForCausalLM"]  # the class in transformers
     if kind == "mistral":
         config["sliding_window"] = None  # absent means 4096 to transformers
     config |= {key: getattr(cfg, field) for key, field in SIZES.items()}
     rope = {"rope_type": "default"} | (cfg.rope_scaling or {}) | {"rope_theta": cfg.rope_theta}
     return config | {
-        "rope_parameters": rope,
-        "rope_theta": cfg.rope_theta,
+        "rope_parameters": rope,  # transformers 5
+        "rope_theta": cfg.rope_theta,  # transformers 4, as the next line
         "rope_scaling": cfg.rope_scaling,
         "tie_word_embeddings": cfg.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "dtype": dtype_name,
-        "torch_dtype": dtype_name,
+        "dtype": dtype_name,  # transformers 5
+        "torch_dtype": dtype_name,  # transformers 4
     }
 
 
 def from_hf_config(path: Path) -> ModelConfig:
-    """Return the architecture in a config.json of transformers 4 or 5.
-
-    Raise UserError for a model whose weights would load but mean something else."""
+    """Return the architecture in a config.json of transformers 4 or 5."""
+    # Refuse a model whose weights would load but mean something else.
     hf = read_json(path)
     kind = str(hf.get("model_type")).removeprefix(CHANGED)
     check_settings(hf, kind, path)
@@ -130,6 +106,7 @@ def from_hf_config(path: Path) -> ModelConfig:
         model_type=kind,
         tie_embeddings=bool(hf.get("tie_word_embeddings")),
     )
+    # Building the model fills a table of angles, which a damaged file could make any size.
     if cfg.block_size * cfg.head_dim > MAX_ANGLES:
         what = f"max_position_embeddings={cfg.block_size} is too many for a table"
         raise wrong(path, f"{what}; write there as many positions as you need")
@@ -145,8 +122,9 @@ def wrong(path: Path, text: str) -> UserError:
 
 def check_settings(hf: dict, kind: str, path: Path) -> None:
     """Raise UserError for a setting that model.py does not compute."""
-    if kind not in ARCHITECTURES:
-        raise wrong(path, f"model_type={kind!r}; supported are {', '.join(ARCHITECTURES)}")
+    if kind not in PLAIN:
+        raise wrong(path, f"model_type={kind!r}; supported are {', '.join(PLAIN)}")
+    # transformers 5 has partial_rotary_factor among the settings of rotary positions.
     rope = hf.get("rope_parameters")
     settings = hf | (rope if isinstance(rope, dict) else {})
     for key, only in FIXED.items():
@@ -155,8 +133,10 @@ def check_settings(hf: dict, kind: str, path: Path) -> None:
             raise wrong(path, f"{key}={value!r:.80}; supported is {only!r}")
     for key in SIZES:
         if key not in hf and key not in OPTIONAL:
-            raise UserError(f"checkpoint: {path} has no {key!r}")
+            raise wrong(path, f"there is no {key!r}")
         check_number(hf, key, path, whole=key not in FRACTIONS)
+
+    # A window as long as the context hides nothing.
     longest = hf["max_position_embeddings"]
     window = hf.get("sliding_window", 4096) if kind == "mistral" else None
     if window is not None and not (isinstance(window, int) and window >= longest):
@@ -168,6 +148,7 @@ def check_number(values: dict, key: str, path: Path, whole: bool = False) -> Non
     """Raise UserError unless `key` is a number of at least 0, or absent."""
     value = values.get(key)
     kinds = int if whole else (int, float)
+    # bool is an int to Python; an int of 400 digits is no float.
     fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < 2**63
     if value is not None and not fits:
         what = "a positive whole number" if whole else "a positive number"
@@ -183,11 +164,14 @@ def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
     for values in (hf, rope):
         check_number(values, "rope_theta", path)
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+
     kind = rope.get("rope_type", rope.get("type"))  # "type" before transformers 4.43
     if kind == "default":
         return theta, None
     if kind not in list(ROPE_NEEDS):  # a list: the file may hold a value that has no hash
         raise wrong(path, f"rope_type={kind!r:.80}; supported are default, {', '.join(ROPE_NEEDS)}")
+
+    # Keep only the keys that model.py computes with.
     keys = ROPE_NEEDS[kind] + (YARN_MAY_HAVE if kind == "yarn" else [])
     scaling = {key: rope[key] for key in keys if rope.get(key) is not None}
     if missing := [key for key in ROPE_NEEDS[kind] if key not in scaling]:
@@ -215,13 +199,13 @@ PLAIN = {  # computed by transformers (tests/train/test_computation.py)
 }
 
 
-def fixed_values(name: str, shape: torch.Size) -> Tensor:
+def fixed_values(name: str, shape: torch.Size) -> torch.Tensor:
     """Return the values of a parameter, scaled so that a matrix keeps the size of its input."""
     draw = random.Random(name).random  # the same in every version of Python
     values = torch.tensor([draw() for _ in range(shape.numel())]).view(shape) - 0.5
     if len(shape) == 2:
-        return values * (12 / shape[1]) ** 0.5
-    return values if name.endswith(".bias") else values + 1
+        return values * (12 / shape[1]) ** 0.5  # the variance of a uniform draw is 1/12
+    return values if name.endswith(".bias") else values + 1  # weights of norms lie around 1
 
 
 @functools.cache
@@ -229,29 +213,30 @@ def fixed_logits(kind: str) -> tuple[float, ...]:
     """Return eight logits that model.py computes. Random generators are left as they were."""
     sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "head_dim": 16, "ffn_dim": 64}
     biases = {"qk_norm": kind == "qwen3", "qkv_bias": kind == "qwen2", "tie_embeddings": False}
+    # A large norm_eps, so that an edit of RMSNorm shows.
     cfg = ModelConfig(32, 16, rope_theta=10000.0, norm_eps=0.1, **sizes, **biases)
     no_autocast = torch.autocast("cpu", enabled=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), no_autocast, torch.no_grad():
         model = Transformer(cfg).eval()
         for name, p in model.named_parameters():
             p.copy_(fixed_values(name, p.shape))
+        # Of 12 tokens, the last position sees all: logits (1, 12, 32) -> every fourth of 32.
         logits = model(torch.arange(12).view(1, 12))[0, -1, ::4]
     return tuple(round(x, 4) for x in logits.tolist())
 
 
-def is_close(stored: Any, computed: tuple[float, ...]) -> bool:
-    if not isinstance(stored, list | tuple) or len(stored) != len(computed):
-        return False
-    pairs = zip(stored, computed, strict=True)
-    return all(isinstance(a, float) and abs(a - b) < TOLERANCE for a, b in pairs)
-
-
 def is_plain(kind: str) -> bool:
     """Return whether model.py computes what transformers does for this model_type."""
-    return is_close(PLAIN[kind], fixed_logits(kind))
+    return is_as_saved({"model_type": kind})
 
 
 def is_as_saved(hf: Mapping) -> bool:
     """Return whether model.py computes what it did when this config.json was written."""
     kind = str(hf.get("model_type")).removeprefix(CHANGED)
-    return kind not in PLAIN or is_close(hf.get(LOGITS, PLAIN[kind]), fixed_logits(kind))
+    if kind not in PLAIN:
+        return True  # no model of ours, which from_hf_config refuses
+    stored, computed = hf.get(LOGITS, PLAIN[kind]), fixed_logits(kind)
+    if not isinstance(stored, list | tuple) or len(stored) != len(computed):
+        return False
+    pairs = zip(stored, computed, strict=True)
+    return all(isinstance(a, float) and abs(a - b) < TOLERANCE for a, b in pairs)

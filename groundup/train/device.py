@@ -12,30 +12,18 @@ from pathlib import Path
 
 import torch
 
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 # TFLOP/s of dense matrix products, from the vendors' data sheets: in bfloat16, or in float16 where
 # the GPU has no bfloat16. The first name found in the GPU's name counts.
-GPU_PEAK_TFLOPS = {
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "4090": 165,
-    "3090": 71,
-    "T4": 65,
-}
-PACKAGES = (
-    "torch",
-    "numpy",
-    "tiktoken",
-    "sentencepiece",
-    "safetensors",
-    "sacrebleu",
-    "rouge-score",
-)
+GPU_PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
+GPU_PEAK_TFLOPS |= {"4090": 165, "3090": 71, "T4": 65}
+
+# What the card of a run and the results of evaluate.py name with their versions.
+PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu")
+PACKAGES += ("rouge-score",)
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -46,10 +34,12 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind = name.partition(":")[0]
-    if kind not in ("cuda", "mps", "cpu"):
-        raise UserError(f"config: device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
+    known = kind in ("cuda", "mps", "cpu")
+    refuse(not known, f"device must be 'auto', 'cuda', 'mps' or 'cpu', got {name!r}")
     if kind != "cuda":
         return torch.device(name)
+
+    # One GPU per rank: NCCL refuses two ranks on one.
     n_gpus = torch.cuda.device_count()
     if local_rank >= n_gpus:
         raise UserError(
@@ -63,15 +53,11 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products.
-
-    'auto' is bfloat16 where the hardware multiplies it natively, else float32: emulated bfloat16 is
-    slower than float32.
-    """
+    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware has it."""
     if name in DTYPES:
         return DTYPES[name]
-    if name != "auto":
-        raise UserError(f"config: dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
+    refuse(name != "auto", f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
+    # Only native bfloat16 counts: emulated, it is slower than float32.
     native = False
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -83,10 +69,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_compiler(device: torch.device) -> None:
     """Raise UserError if torch.compile cannot work: on a CPU it needs a C++ compiler."""
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise UserError(
-            "config: compile=True needs a C++ compiler on a CPU; install g++ or use compile=False"
-        )
+    missing = device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++")))
+    text = "compile=True needs a C++ compiler on a CPU; install g++ or use compile=False"
+    refuse(missing, text)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -103,7 +88,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         for part, tflops in GPU_PEAK_TFLOPS.items():
             if part in torch.cuda.get_device_name(device):
                 return tflops * 1e12
-    # The best of 8 large matrix products; the first ones warm up.
+    # The best of 8 large matrix products, each of 2 n^3 operations; the first ones warm up.
     n = 4096 if device.type == "cuda" else 1024
     a = torch.ones(n, n, device=device, dtype=dtype)
     best_s = math.inf
@@ -154,11 +139,14 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: on the GPU, else in RAM (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+
+    # Linux. Resident memory minus the pages of mapped files, which the system can reclaim.
+    # (getrusage would count the parent's peak from before the fork.)
     status = Path("/proc/self/status")
-    if status.exists():  # Linux. Its getrusage would count the parent's peak from before the fork
+    if status.exists():
         in_kb = dict(re.findall(r"(\w+):\s+(\d+) kB", status.read_text(encoding="utf-8")))
-        # Peak of resident memory minus the pages of mapped files, which the system can reclaim.
         return (float(in_kb["VmHWM"]) - float(in_kb.get("RssFile", 0))) / 2**20
+
     with contextlib.suppress(ImportError):  # Windows has no such module
         import resource
 
@@ -167,19 +155,17 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
-    """Return the bytes that this process may use, infinity where the system does not tell.
-
-    That is the machine's memory, or less if a control group (of a container or a job) allows less.
-    """
+    """Return the bytes that this process may use, infinity where the system does not tell."""
     limits = [math.inf]
-    with contextlib.suppress(OSError):
-        meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")
-        if in_kb := re.search(r"MemTotal:\s+(\d+) kB", meminfo):
-            limits.append(1024 * int(in_kb[1]))
     lines = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # no Linux
+        meminfo = Path(proc, "meminfo").read_text(encoding="utf-8")
+        limits.append(1024 * int(re.search(r"MemTotal:\s+(\d+) kB", meminfo)[1]))
         lines = Path(proc, "self/cgroup").read_text(encoding="utf-8").splitlines()
-    for line in lines:  # number:controllers:path, where number 0 means version 2 of the interface
+
+    # A control group (of a container or a job) may allow less. In a line
+    # number:controllers:path, number 0 means version 2 of the interface.
+    for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
             group, file = Path(cgroups, path.lstrip("/")), "memory.max"
@@ -187,7 +173,8 @@ def memory_limit(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
             group, file = Path(cgroups, "memory", path.lstrip("/")), "memory.limit_in_bytes"
         else:
             continue
-        for folder in (group, *group.parents):  # each group limits those below it
+        # Each group limits those below it.
+        for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no such file; "max"
                 limits.append(int((folder / file).read_text(encoding="utf-8")))
     return min(limits)

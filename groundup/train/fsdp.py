@@ -51,6 +51,7 @@ NEEDED_SETTINGS = {
 def conflict(config: Mapping, dtype: torch.dtype) -> str:
     """Return why these settings cannot be combined with parallel='fsdp', or ""."""
     wrong = []
+    # A stage may lack a key.
     for key, needed in NEEDED_SETTINGS.items():
         if config.get(key, needed) != needed:
             wrong.append(f"{key}={needed!r} (not {config[key]!r})")
@@ -71,21 +72,25 @@ def build(
 ) -> Transformer:
     """Return kind(cfg) with every parameter divided by rows among the ranks. All ranks call it.
 
-    Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over ranks,
-    are float32. new: draw the weights that kind(cfg) would have, else leave them to be loaded.
+    new: draw the weights that kind(cfg) would have, else leave them to be loaded.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if device.type == "cpu":
         return_memory_at_once()
     with torch.device("meta"):  # names and shapes, no memory
         model = kind(cfg)
-    mesh = mesh_of(device.type)
+
+    # Gathered weights and gradients are in `dtype`; the rows that a rank keeps, and sums over
+    # ranks, are float32.
+    mesh = init_device_mesh(device.type, (ranks.world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+
     # What is gathered together. The model itself takes the parameters that are left: the final norm
     # and the head, whose weight the loss reads outside the head's forward.
     groups: dict[str, nn.Module] = {f"layers.{i}": block for i, block in enumerate(model.layers)}
@@ -96,6 +101,8 @@ def build(
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_custom_all_gather(AllGather(name))
         module.set_custom_reduce_scatter(ReduceScatter(name))
+
+    # Now memory for the rows, and what is no parameter.
     model.to_empty(device=device)
     cos, sin = rope_tables(cfg)
     model.cos, model.sin = cos.to(device), sin.to(device)
@@ -104,31 +111,23 @@ def build(
     return model
 
 
-def mesh_of(device_type: str) -> Any:
-    """Return all ranks as the mesh of devices that torch shards over."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (ranks.world_size(),))
-
-
 def return_memory_at_once() -> None:
-    """Make glibc map large tensors one by one, so that freeing a gathered block returns its memory.
-
-    glibc's heap fragments around long-lived small tensors. Measured for 77M parameters on two
-    ranks: 1.6 GiB per rank in the heap, as much as ddp, 0.7 GiB mapped.
-    """
+    """Make glibc map large tensors one by one, so that freeing a block returns its memory."""
+    # Its heap fragments around long-lived small tensors. Measured for 77M parameters on two ranks:
+    # 1.6 GiB per rank in the heap, as much as ddp, 0.7 GiB mapped.
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, 2**18)  # M_MMAP_THRESHOLD, bytes
 
 
 def draw(model: Transformer) -> None:
     """Set the weights that the constructor of a whole model draws from the same generator state."""
-    # The constructors of layers draw first; reset_parameters then draws again.
+    # The constructors of layers draw first, so these draws are repeated and dropped.
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(module.in_features, module.out_features, module.bias is not None)
         elif isinstance(module, nn.Embedding):
             nn.Embedding(module.num_embeddings, module.embedding_dim)
+    # Then the weights. Every rank draws whole ones and keeps its rows, one parameter at a time.
     for name, p in model.named_parameters():
         whole = torch.ones(p.shape)
         model.init_parameter(name, whole)
@@ -156,6 +155,7 @@ class AllGather:
         group: ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        # FSDP passes these by keyword, so their names are torch's.
         tensors = output_tensor, input_tensor
         return ranks.issue(self.operation, ALL_GATHER, *tensors, group=group, async_op=async_op)
 
@@ -187,10 +187,9 @@ class ReduceScatter(AllGather):
 
 
 def same_forwards(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield this rank's batches; run one forward without gradients for each.
+    """Yield this rank's batches, for one forward without gradients each.
 
-    A sharded model needs all ranks in every forward. So a rank whose batches are exhausted runs
-    forwards of one token until all ranks are done.
+    A sharded model needs all ranks in every forward, but ranks may have unlike numbers of batches.
     """
     if not hasattr(model, "unshard"):  # not of `build`
         yield from batches
@@ -198,9 +197,10 @@ def same_forwards(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
     for batch in batches:
         ranks.any_rank(True)  # one more forward
         yield batch
+    # Out of batches: join the forwards of the others with a single token.
     one_token = torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device)
     while ranks.any_rank(False):
-        with torch.compiler.set_stance("force_eager"):  # do not compile for this shape
+        with torch.compiler.set_stance("force_eager"):  # a new shape would recompile
             model(one_token, index=one_token[0])
 
 
@@ -208,21 +208,17 @@ def same_forwards(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class FSDP:
-    """What a trainer calls on ddp.DDP, for a model of `build`.
-
-    `sync` changes nothing: gradients are reduced in every micro-step, since a rank has no room for
-    all of them. `found_inf` is 1.0 (0-d float32) if the last step was skipped, else 0.0. `skipped`
-    is (2,) float32: skipped steps in all, and in a row.
-    """
+    """What a trainer calls on ddp.DDP, for a model of `build`."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self.params = dict(model.named_parameters())
         self.device = model.cos.device
+        # Changes nothing: a rank has no room for all gradients, so every micro-step reduces them.
         self.sync = True
         self.n_steps = 0
-        self.found_inf = torch.zeros((), device=self.device)
-        self.skipped = torch.zeros(2, device=self.device)
+        self.found_inf = torch.zeros((), device=self.device)  # 1.0: the last step was skipped
+        self.skipped = torch.zeros(2, device=self.device)  # steps in all, and in a row
 
     def expect_step(self, optimizer: "AdamW", lr: float) -> None:
         """Do nothing: only ddp.DDP can update during backward."""
@@ -233,21 +229,27 @@ class FSDP:
     ) -> Tensor:
         """Clip, update, drop the gradients; return the norm before clipping, 0-d float32.
 
-        clip: largest global norm, 0 = off. All ranks skip the update if the norm is not finite.
-        Raise UserError on all ranks if a gradient is missing on any.
+        clip: largest global norm, 0 = off. Raise UserError on all ranks if one lacks a gradient.
         """
+        # A missing gradient is told to all ranks while the norm is computed.
         step = f"step {self.n_steps + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
         problem = f"no gradient for {listed(absent)}" if absent else ""
-        check = ranks.start_agreement(problem, step)  # travels while the norm is computed
+        check = ranks.start_agreement(problem, step)
+
+        # The norm of the whole gradient: every rank adds up the squares of its rows.
         grads = [local(p.grad) for p in self.params.values() if p.grad is not None]
         square = torch.stack([sum_of_squares(grad.reshape(-1)) for grad in grads]).sum()
         ranks.all_reduce_sum(square, f"{step}: all_reduce of the squared norm")
         check()
         norm = square.sqrt()
+
+        # Skip the step if the norm is not finite. On the device, so nothing waits for it.
         self.found_inf = 1.0 - norm.isfinite().float()
         total, in_a_row = self.skipped
         self.skipped = torch.stack((total + self.found_inf, (in_a_row + 1) * self.found_inf))
+
+        # Clip and update.
         scale = torch.ones_like(norm)  # gradients are divided by it
         if clip > 0:
             scale = scale / (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch
@@ -283,17 +285,12 @@ def gather_rows(rows: Tensor, p: Tensor, name: str) -> Tensor:
 
 
 class AdamW:
-    """AdamW (torch's fused kernel) on this rank's rows; matrices decay, vectors do not."""
+    """AdamW (torch's fused kernel) on this rank's rows."""
 
     def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.1,
-        eps: float = 1e-8,
+        self, params: Mapping[str, Tensor], betas: tuple = (0.9, 0.95), weight_decay: float = 0.1
     ) -> None:
-        self.params = params
-        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+        self.params, self.betas, self.weight_decay = params, betas, weight_decay
         self.state: dict[str, dict[str, Tensor]] = {}
         self.steps: dict[str, Tensor] = {}  # number of updates, 0-d float32
         for name, p in params.items():
@@ -302,6 +299,7 @@ class AdamW:
 
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Update with gradients / grad_scale (0-d); change nothing where found_inf (0-d) is 1."""
+        # A small parameter has no row on the last ranks. Matrices decay, vectors do not.
         filled = [name for name, p in self.params.items() if local(p).numel()]
         matrices = [name for name in filled if self.params[name].ndim >= 2]
         vectors = [name for name in filled if self.params[name].ndim < 2]
@@ -323,18 +321,17 @@ class AdamW:
                 beta2=self.betas[1],
                 lr=lr,
                 weight_decay=weight_decay,
-                eps=self.eps,
+                eps=1e-8,
                 maximize=False,
             )
 
     def state_dict(self, gather: None = None, keep: bool = True) -> dict[str, dict[str, Tensor]]:
-        """Return the whole state as optim.Optimizer does, in host memory; {} where not `keep`.
-
-        All ranks call it. gather is there for the sake of Optimizer's."""
+        """Return the whole state in host memory, as optim.Optimizer does; {} where not `keep`."""
+        # All ranks take part in every gather. Rank 0 has rows, and so steps, of every parameter.
         saved: dict[str, dict[str, Tensor]] = {}
         for name, p in self.params.items():
             if keep:
-                saved[name] = {"step": self.steps[name].cpu()}  # rank 0 has rows of every parameter
+                saved[name] = {"step": self.steps[name].cpu()}
             for key in MOMENTS:
                 whole = gather_rows(self.state[name][key], p, f"{name}.{key}")
                 if keep:
@@ -348,6 +345,7 @@ class AdamW:
                 why = f"the saved state of {name!r} is not AdamW's"
                 raise UserError(f"optim: {why}; resume with the optimizer it was saved with")
             self.steps[name].copy_(saved[name]["step"])
+            # Each rank reads its rows only: the file is mapped.
             first, end = own_rows(p)
             for key in MOMENTS:
                 self.state[name][key].copy_(saved[name][key][first:end])

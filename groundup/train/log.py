@@ -1,18 +1,16 @@
 """What a run writes about itself: lines for people, log.jsonl for programs, README.md at the end.
 
-`RunLog` writes the first two and keeps the clock behind their times. `write_card` makes README.md
-from the settings and the log: trained on what, how well, where, and how to repeat it.
+`RunLog` writes all three and keeps the clock behind their times.
 """
 
 import importlib.util
 import json
 import math
 import os
-import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -31,16 +29,14 @@ from groundup.train.device import hardware, peak_memory_gib, versions
 # ---- the log -------------------------------------------------------------------------------------
 
 ALONE, CPU = ranks.World(rank=0, local_rank=0, world_size=1), torch.device("cpu")
-# Every line begins with these; "tokens" is for log.jsonl only.
+# Every line begins with the first three; "tokens" is for log.jsonl only.
 ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 
 
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    Every rank makes one, for the clock; only rank 0 prints and writes. A resumed
-    run drops the events after its checkpoint, because it repeats those steps.
-    peak_flops: of one device. tensorboard: also write event files.
+    peak_flops: FLOP/s of one device. tensorboard: also write event files.
     """
 
     def __init__(
@@ -54,21 +50,25 @@ class RunLog:
         peak_flops: float = 0.0,
         device: torch.device = CPU,
     ) -> None:
-        self.enabled, self.first_step, self.max_steps = world.is_main, first_step, max_steps
-        self.step = first_step
+        # Every rank has a clock; only rank 0 prints and writes.
+        self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
+        self.first_step, self.max_steps, self.step = first_step, max_steps, first_step
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops * world.world_size or math.inf
-        self.world_size, self.device = world.world_size, device
+        self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
         self.board = None
         self.begin()
+
+        # All ranks check, so that all of them end.
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             package = "tensorboard==2.21.0"
             raise UserError(f"config: tensorboard=True needs a package; pip install {package}")
         if not self.enabled:
             return
+
+        # A resumed run repeats the steps after its checkpoint, so their events go.
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -79,13 +79,14 @@ class RunLog:
                 events = read_events(self.path)
                 self.evaluations = [event for event in events if event["event"] == "eval"]
             self.file = open(self.path, "a", encoding="utf-8")
+
+        # No progress bar where the output goes to a file.
         hidden = not sys.stdout.isatty()
         self.bar = tqdm(total=max_steps, initial=first_step, disable=hidden, leave=False)
 
     # ---- the clock: time since the last training line, without pauses
 
     def begin(self) -> None:
-        """Start the clock, after everything that is not training."""
         self.marked_step, self.marked_time = self.step, time.perf_counter()
 
     @contextmanager
@@ -112,47 +113,37 @@ class RunLog:
     # ---- events
 
     def train(self, step: int, values: Mapping[str, float], n_tokens: float) -> None:
-        """Log a training line. Call it after an .item(), which waits for the device.
+        """Log a training line. values: loss, lr and grad_norm, then what the stage adds.
 
-        values: loss, lr and grad_norm, then what the stage adds. A key with a slash goes to the
-        file only: there may be many. n_tokens: since the last line, over all ranks.
+        n_tokens: since the last line, over all ranks.
         """
+        # The clock is true because an .item() of the caller has waited for the device.
+        # mfu: model FLOPs utilisation, the share of the peak that training uses.
         seconds = self.seconds()
         tokens_per_s = n_tokens / seconds
         step_s = seconds / self.n_steps()
-        measured = {
-            "tokens_per_s": tokens_per_s,
-            "mfu": tokens_per_s * self.flops_per_token / self.peak_flops,
-            "memory_gib": peak_memory_gib(self.device),
-        }
-        event: dict[str, float] = {}
-        for key, value in values.items():
-            event[key] = value
-            if key == "grad_norm":
-                event |= measured
-        self.write("train", step, event | {"step_ms": 1000 * step_s})
-        parts = [
-            f"loss {event['loss']:.4f}",
-            f"lr {event['lr']:.2e}",
-            f"norm {event['grad_norm']:.2f}",
-            f"{1000 * step_s:.0f} ms",
-            f"{tokens_per_s:,.0f} tok/s",
-            f"mfu {100 * event['mfu']:.1f}%",
-            f"{event['memory_gib']:.1f} GiB",
-            f"eta {clock(step_s * (self.max_steps - step))}",
-        ]
+        event = dict(values)
+        event["tokens_per_s"] = tokens_per_s
+        event["mfu"] = tokens_per_s * self.flops_per_token / self.peak_flops
+        event["memory_gib"] = peak_memory_gib(self.device)
+        event["step_ms"] = 1000 * step_s
+        self.write("train", step, event)
+
+        line = (
+            f"loss {event['loss']:.4f} | lr {event['lr']:.2e} | norm {event['grad_norm']:.2f} | "
+            f"{1000 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | mfu {100 * event['mfu']:.1f}% | "
+            f"{event['memory_gib']:.1f} GiB | eta {clock(step_s * (self.max_steps - step))}"
+        )
+        # The stage's own values, unless they are 0: most often no step was skipped. Of keys with a
+        # slash there may be many, so they go to the file only.
         for key, value in values.items():
             if key not in ALREADY_SHOWN and "/" not in key and value:
-                parts.append(f"{key} {value:.4g}")
-        self.print_line(step, parts)
+                line += f" | {key} {value:.4g}"
+        self.print_line(step, [line])
         self.begin()
 
     def report(
-        self,
-        step: int,
-        scores: Mapping[str, object],
-        parts: Iterable[str],
-        lines: Iterable[str] = (),
+        self, step: int, scores: Mapping, parts: Iterable[str], lines: Iterable[str] = ()
     ) -> None:
         """Log an evaluation: `scores` to the file; `parts` on a line for people, then `lines`."""
         self.write("eval", step, scores)
@@ -161,27 +152,25 @@ class RunLog:
             self.print(line)
 
     def write(self, event: str, step: int, values: Mapping[str, object]) -> None:
-        """Append {"event", "step", **values} to log.jsonl. Any thread may call it.
-
-        JSON has no NaN and no infinity: they become null.
-        """
+        """Append {"event", "step", **values} to log.jsonl. Any thread may call it."""
         if not self.enabled:
             return
+
+        # JSON has no NaN and no infinity: they become null.
         whole: dict[str, object] = {"event": event, "step": step}
         for key, value in values.items():
             lost = isinstance(value, float) and not math.isfinite(value)
             whole[key] = None if lost else value
-        with self.lock:
+
+        # Flushed at once, so that a kill loses no line.
+        with self.lock, warn_if_unwritable(self.path):
             if event == "eval":
                 self.evaluations.append(whole)
-            try:
-                self.file.write(json.dumps(whole) + "\n")
-                self.file.flush()
-                for key, value in values.items() if self.board else ():
-                    if isinstance(value, int | float):
-                        self.board.add_scalar(f"{event}/{key}", value, step)
-            except OSError as error:  # a full disk must not end the run
-                self.print(f"log: cannot write {self.path}: {error.strerror}")
+            self.file.write(json.dumps(whole) + "\n")
+            self.file.flush()
+            for key, value in values.items() if self.board else ():
+                if isinstance(value, int | float):
+                    self.board.add_scalar(f"{event}/{key}", value, step)
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -196,17 +185,16 @@ class RunLog:
     # ---- evaluations
 
     def lacks_evaluation(self, eval_every: int) -> bool:
-        """Return whether this step's evaluation is missing. False on ranks that do not write.
-
-        It is missing in a new run, and after a kill between a save and its evaluation.
-        """
+        """Return whether this step's evaluation is missing. False on ranks that do not write."""
+        # As in a new run, and after a kill between a save and its evaluation.
         due = self.step % eval_every == 0 or self.step == self.max_steps
         evaluated = [event["step"] for event in self.evaluations]
         return self.enabled and due and self.step not in evaluated
 
     def val_losses(self) -> dict[int, float]:
-        """Return {step: val_loss} of this run's evaluations. Any thread may call it."""
-        return val_losses(self.evaluations)
+        """Return {step: val_loss} of the evaluations with a finite loss. Any thread may call it."""
+        losses = {event["step"]: event.get("val_loss") for event in self.evaluations}
+        return {step: loss for step, loss in losses.items() if loss is not None}
 
     # ---- the end
 
@@ -214,57 +202,84 @@ class RunLog:
         self,
         script: str,
         config: dict,
-        data_lines: Iterable[str],
+        data: list[str],
         next_command: str,
-        stopped: bool = False,
-        saved: bool = True,
+        stopped: bool,
+        saved: bool,
     ) -> None:
-        """Say how the run ended and what to do next, close the log, and write the card.
-
-        stopped: by a signal. saved: the last save succeeded.
-        """
-        if not stopped and saved:
-            self.print(f"saved in {self.path.parent}; next: {next_command}")
-        if stopped:
-            again = "the same command continues"
-            if config["resume"] == "never":
-                again += ", without --resume=never --overwrite=True"
-            how = again if saved else "the last save failed"
-            self.print(f"stopped by a signal after step {self.step}; {how}")
-        self.close()
+        """Say how the run ended and what to do next, close the log, and write the card."""
+        # data: lines on the data. stopped: by a signal. saved: the last save succeeded.
         out = self.path.parent
+        if stopped:
+            how = "the same command continues" if saved else "the last save failed"
+            if saved and config["resume"] == "never":
+                how += ", without --resume=never --overwrite=True"
+            self.print(f"stopped by a signal after step {self.step}; {how}")
+        elif saved:
+            self.print(f"saved in {out}; next: {next_command}")
+        self.close()
+        # A run that had nothing left to do keeps the card it has.
         if self.enabled and (self.step > self.first_step or not (out / "README.md").exists()):
-            why = "stopped by a signal" if stopped else ""
-            write_card(out, script, config, data_lines, self.device, self.world_size, why)
+            self.write_card(script, config, data)
+
+    def write_card(self, script: str, config: dict, data: list[str]) -> None:
+        """Write README.md: how well, on what data, where, and how to repeat it."""
+        out, name, n = self.path.parent, Path(script).name, self.world_size
+        events = read_events(self.path)
+        # The defaults are read from the script: a reader wants to know what differs.
+        usual = defaults_of(script)
+        changed = [key for key in config if key in usual and config[key] != usual[key]]
+        launcher = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+        text = CARD.format(
+            run=out.name,
+            script=name,
+            summary=summary(events, self.max_steps),
+            result=result_table(events),
+            # In another out_dir, because in its own a run that is complete does nothing.
+            command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
+            machine=(f"{n} x " if n > 1 else "") + hardware(self.device),
+            versions=", ".join(f"{package} {number}" for package, number in versions().items()),
+            settings="\n".join(f"{key} = {config[key]!r}" for key in changed),
+            data="\n".join(data),
+        )
+        path, tmp = out / "README.md", out / "README.md.tmp"
+        with warn_if_unwritable(path):
+            tmp.write_text(text, encoding="utf-8")
+            os.replace(tmp, path)
 
     def close(self) -> None:
-        """Close the files and the progress bar."""
         if not self.enabled:
             return
         self.bar.close()
-        try:
+        with warn_if_unwritable(self.path):
             self.file.close()
-        except OSError as error:
-            self.print(f"log: cannot write {self.path}: {error.strerror}")
         if self.board:
             self.board.close()
 
 
-def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batches) -> NoReturn:
-    """Raise UserError on every rank, naming the ranks whose loss is not finite, and their samples.
+@contextmanager
+def warn_if_unwritable(path: Path) -> Iterator[None]:
+    """Report an error of the disk and go on: a full one must not end the run."""
+    try:
+        yield
+    except OSError as error:
+        tqdm.write(f"log: cannot write {path}: {error.strerror}")
 
-    skipped: of DDP. loss_sum: this rank's loss of the step, 0-d."""
+
+def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batches) -> NoReturn:
+    """Raise UserError on every rank, naming the ranks whose loss is not finite, and samples."""
+    # skipped: of DDP. loss_sum: this rank's loss of the step, 0-d.
     finite = ranks.gather_objects(bool(loss_sum.isfinite()))
     bad = [rank for rank, ok in enumerate(finite) if not ok]
-    what = "loss finite, gradient not"
-    if bad:
-        what = f"loss not finite on rank {', '.join(map(str, bad))}"
+    ranks_named = ", ".join(map(str, bad))
+    what = f"loss not finite on rank {ranks_named}" if bad else "loss finite, gradient not"
+    # Each rank reads a contiguous part of a step's samples; name that of the first bad rank.
     per_rank = batches.samples_per_step // ranks.world_size()
     first = batches.position(step - 1) + (bad[0] if bad else 0) * per_rank
-    samples = f"samples {first} to {first + per_rank - 1}"
     raise UserError(
         f"train: step {step}: {int(skipped[1])} steps in a row without a finite gradient; {what}; "
-        f"{samples}; lower learning_rate or continue from an earlier checkpoint"
+        f"samples {first} to {first + per_rank - 1}; "
+        f"lower learning_rate or continue from an earlier checkpoint"
     )
 
 
@@ -283,42 +298,24 @@ def read_events(path: Path) -> list[dict]:
 
 
 def event_of(line: bytes) -> dict | None:
-    """Return the event of a line, None if it is damaged: by a kill, a full disk, a faulty one."""
+    """Return the event of a line, None if it is damaged, as a kill or a full disk may leave it."""
     try:
         event = loads(line)
-    except ValueError:
+        valid = isinstance(event["event"], str) and type(event["step"]) is int
+    except (ValueError, TypeError, KeyError, IndexError):
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    return event if type(event.get("step")) is int else None
-
-
-def val_losses(events: Iterable[dict]) -> dict[int, float]:
-    """Return {step: val_loss} of the evaluations among `events` whose loss is finite."""
-    evaluations = [event for event in events if event["event"] == "eval"]
-    losses = {event["step"]: event.get("val_loss") for event in evaluations}
-    return {step: loss for step, loss in losses.items() if loss is not None}
+    return event if valid else None
 
 
 def keep_events_until(path: Path, step: int) -> None:
-    """Drop the events of `path` after `step`, and a last line cut short by a kill.
-
-    Other damaged lines are reported and stay: a damaged log must not end a run.
-    """
+    """Drop the events of `path` after `step`. Lines that cannot be read stay as they are."""
     check_regular(path)
-    lines = path.read_bytes().splitlines()
-    if lines and event_of(lines[-1]) is None:
-        lines.pop()
-    kept, damaged = [], []
-    for number, line in enumerate(lines, 1):
+    kept = []
+    for line in path.read_bytes().splitlines():
         event = event_of(line)
-        if event is None:
-            damaged.append(str(number))
         if event is None or event["step"] <= step:
             kept.append(line + b"\n")
-    if damaged:
-        where = f"{path}:{', '.join(damaged[:5])}"
-        print(f"log: {where}: {len(damaged)} lines cannot be read; they are left as they are")
+    # Renamed when complete, so that a kill leaves the old log or the new one.
     tmp = path.with_suffix(".jsonl.tmp")
     tmp.write_bytes(b"".join(kept))
     os.replace(tmp, path)
@@ -331,106 +328,47 @@ CARD = """\
 
 {summary}
 
-## Result
-
 {result}
 
-## To repeat it
+Made on {machine}, with {versions}. To repeat it:
 
 ```text
 {command}
 ```
 
-## Settings other than the defaults
-
-```python
-{settings}
-```
-
-All settings are in `config.py`; `{script}` explains them.
-
-## Data
+Settings other than the defaults, and the data:
 
 ```text
+{settings}
+
 {data}
 ```
-
-## Machine
-
-{machine}, {cores} cores, {system}
-
-{versions}
 """
 
 
-def write_card(
-    out_dir: str | Path,
-    script: str,
-    config: dict,
-    data_lines: Iterable[str],
-    device: torch.device,
-    world_size: int,
-    why: str = "",
-) -> Path:
-    """Write out_dir/README.md and return its path. why: what ended the run early, if known."""
-    out, name = Path(out_dir), Path(script).name
-    events = read_events(out / "log.jsonl")
-    usual = defaults_of(Path(script))
-    changed = [key for key in config if key in usual and config[key] != usual[key]]
-    several = world_size > 1
-    launcher = f"torchrun --standalone --nproc_per_node={world_size}" if several else "python"
-    text = CARD.format(
-        run=out.name,
-        script=name,
-        summary=summary(events, config["max_steps"], why),
-        result=result_table(events),
-        # With another out_dir the run starts from the beginning.
-        command=f"{launcher} {name} {out}/config.py --out_dir={out}_again",
-        settings="\n".join(f"{key} = {config[key]!r}" for key in changed),
-        data="\n".join(data_lines),
-        machine=(f"{world_size} x " if several else "") + hardware(device),
-        cores=os.cpu_count(),
-        system=platform.system(),
-        versions=", ".join(f"{package} {version}" for package, version in versions().items()),
-    )
-    path, tmp = out / "README.md", out / "README.md.tmp"
-    try:
-        tmp.write_text(text, encoding="utf-8")
-        os.replace(tmp, path)
-    except OSError as error:  # a full disk must not spoil a run that is complete
-        print(f"card: cannot write {path}: {error.strerror}")
-    return path
-
-
-def summary(events: Sequence[dict], max_steps: int, why: str = "") -> str:
+def summary(events: list[dict], max_steps: int) -> str:
     """Return a sentence: how far the run came, and when."""
     last = max((event["step"] for event in events), default=0)
     ended = "Complete" if last == max_steps else "Ended before its last step"
-    if why and last != max_steps:
-        ended += f", {why}"
+    # Not every stage counts tokens.
     counts = [event["tokens"] for event in events if "tokens" in event]
     tokens = f", {counts[-1]:,} tokens" if counts else ""
     written = time.strftime("%Y-%m-%d %H:%M")
     return f"{ended}: step {last:,} of {max_steps:,}{tokens}. Written {written}."
 
 
-def result_table(events: Sequence[dict]) -> str:
+def result_table(events: list[dict]) -> str:
     """Return the first, the best and the last evaluation as a Markdown table."""
     evaluations = [e for e in events if e["event"] == "eval" and e.get("val_loss") is not None]
     if not evaluations:
         return "No evaluation was logged."
     best = min(evaluations, key=lambda event: event["val_loss"])
     shown = (evaluations[0], best, evaluations[-1])
+    # A row per number: counts with commas, four digits of others. Texts stay in log.jsonl.
     rows = ["| | first | best | last |", "|---|---|---|---|"]
-    for key, value in evaluations[-1].items():
-        if isinstance(value, int | float):
-            figures = " | ".join(figure(event.get(key)) for event in shown)
-            rows.append(f"| {key} | {figures} |")
+    for key in evaluations[-1]:
+        values = [event.get(key) for event in shown]
+        if all(isinstance(value, int | float) for value in values):
+            figures = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values]
+            rows.append(f"| {key} | {' | '.join(figures)} |")
     return "\n".join(rows)
-
-
-def figure(value: float | None) -> str:
-    """Return a count with commas, or four digits of another number."""
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -57,11 +57,11 @@ class AdamWSegment:
     def update(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Step with gradients / grad_scale. If found_inf is 1 the kernel changes nothing."""
         adamw(
-            [self.param],
+            [self.param],  # lists of tensors, here of one each
             [self.grad],
             [self.state["exp_avg"]],
             [self.state["exp_avg_sq"]],
-            [],
+            [],  # for amsgrad
             [self.scalars["step"]],
             fused=True,
             grad_scale=grad_scale,
@@ -97,6 +97,7 @@ class MuonStack:
         self.items = items
         self.begin, end = own_span(bucket, items)
         n, m = bucket.params[items[0]].shape
+        # With ZeRO-1 this rank may have a part of the stack, but no part of a matrix
         if (self.begin - bucket.offsets[items[0]]) % (n * m) or (end - self.begin) % (n * m):
             raise UserError(
                 "optim: Muon needs whole matrices, but a shard ends inside one; pass "
@@ -105,12 +106,12 @@ class MuonStack:
         k = (end - self.begin) // (n * m)
         self.param = bucket.param[self.begin : end].view(k, n, m)
         self.grad = bucket.grad[self.begin : end].view(k, n, m)
-        rows = (k, n, 1) if n >= m else (k, 1, m)
+        rows = (k, n, 1) if n >= m else (k, 1, m)  # one number per row, or column if it is wide
         self.state = {
             "momentum": torch.zeros_like(self.param),
             "mean_square": self.param.new_zeros(rows),
         }
-        self.scalars: dict[str, Tensor] = {}
+        self.scalars: dict[str, Tensor] = {}  # none: Muon does not count steps
         self.momentum, self.decay, self.dtype = momentum, decay, dtype
         self.lr_scale = STEP_SIZE * math.sqrt(max(n, m))
 
@@ -136,12 +137,13 @@ def orthogonalize(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
-    y = (x.mT if tall else x).to(dtype)
+    y = (x.mT if tall else x).to(dtype)  # so that y y^T is the smaller product
+    # Divided by the Frobenius norm no singular value is above 1
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7)
     for _ in range(NS_STEPS):
         gram = y @ y.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.baddbmm(y, polynomial, y, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G G
+        y = torch.baddbmm(y, polynomial, y, beta=a)  # a y + polynomial y
     return y.mT if tall else y
 
 
@@ -157,6 +159,7 @@ def row_scales(x: Tensor, mean_square: Tensor, apply: Tensor | float = 1.0) -> T
     squares = norms.square()
     mean_square.lerp_(squares / x.shape[along], (1 - ROW_DECAY) * apply)
     scales = 1 / mean_square.sqrt().add(1e-7)  # a row without a gradient stays zero
+    # Squared Frobenius norms before and after the rows are divided
     before = squares.sum((1, 2), keepdim=True)
     after = (squares * scales.square()).sum((1, 2), keepdim=True)
     return scales * (before / after.clamp(min=1e-7)).sqrt()
@@ -221,12 +224,13 @@ class Optimizer:
         tensor laid out as bucket.param. Then the result is a copy on the CPU, empty on ranks that
         do not `keep` it.
         """
-        whole = []
+        whole = []  # by bucket: the state of all ranks
         if gather:
             for bucket, groups in zip(self.buckets, self.groups, strict=True):
                 whole.append(gather_states(bucket, groups, gather, keep))
         saved: States = {}
         for bucket, group, i in self.members() if keep else ():
+            # `size` is the parameter's shape, or (n, 1) or (1, m) for mean_square
             state = saved[bucket.names[i]] = dict(group.scalars)
             shape = bucket.params[i].shape
             for key, mine in group.state.items():
@@ -254,6 +258,7 @@ class Optimizer:
                     f"{sorted(ours)}; resume with the optimizer it was saved with, or start anew "
                     "with init_from"
                 )
+        # Of each parameter, copy the span that this rank updates
         for bucket, group, i in self.members():
             state, offset = saved[bucket.names[i]], bucket.offsets[i]
             begin, end = own_span(bucket, [i])
@@ -298,7 +303,7 @@ def segments(bucket: Bucket, kind: str) -> list[tuple[str, list[int]]]:
             rule = ("muon", p.shape)
         else:
             rule = ("decay" if p.ndim >= 2 else "no_decay",)
-        if found and found[-1][0] == rule:
+        if found and found[-1][0] == rule:  # the last segment goes on
             found[-1][1].append(i)
         else:
             found.append((rule, [i]))

@@ -23,12 +23,10 @@ GIB, MIB = 2**30, 2**20
 
 
 def parameter_table(model: nn.Module, trained: bool = False) -> dict[str, int]:
-    """Return {part: number of parameters} and their "total". Tied embeddings count once.
-
-    trained: count only parameters that get a gradient.
-    """
+    """Return {part: number of parameters}, and "total". trained: only those with a gradient."""
     parts = ("embedding", "attention", "mlp", "norms", "biases", "head", "adapters", "total")
     table = dict.fromkeys(parts, 0)
+    # named_parameters yields a tied embedding once.
     for name, p in model.named_parameters():
         if p.requires_grad or not trained:
             table[part_of(name, p.ndim)] += p.numel()
@@ -37,7 +35,8 @@ def parameter_table(model: nn.Module, trained: bool = False) -> dict[str, int]:
 
 
 def part_of(name: str, n_dims: int) -> str:
-    """Return the part of a parameter; a matrix that an edit adds to a block counts as mlp."""
+    """Return the part that a parameter belongs to, by its name."""
+    # A matrix that an edit adds to a block counts as mlp.
     if ".lora_" in name:
         return "adapters"
     if n_dims < 2:
@@ -57,17 +56,15 @@ def head_of(model: nn.Module) -> torch.Tensor:
 
 
 def flops_per_token(model: nn.Module, T: int) -> float:
-    """Return the FLOPs per token of forward and backward, in rows of T tokens.
-
-    A matrix takes 2 per parameter in the forward pass, 2 for the gradient of its input and 2 for
-    its own, which a frozen one does not need. Attention takes 12 L H D T. As in PaLM
-    (arXiv:2204.02311, appendix B) the causal half is not subtracted, so figures compare with
-    published ones. The embedding lookup multiplies nothing.
-    """
+    """Return the FLOPs per token of forward and backward, in rows of T tokens."""
+    # A matrix takes 2 per parameter in the forward pass, 2 for the gradient of its input and 2 for
+    # its own, which a frozen one does not need. The embedding lookup multiplies nothing.
     cfg, head = model.cfg, head_of(model)
     matrices = matrices_in_blocks(parameter_table(model)) + head.numel()
     trained = matrices_in_blocks(parameter_table(model, trained=True))
     trained += head.numel() if head.requires_grad else 0
+    # Attention: 12 L H D T. As in PaLM (arXiv:2204.02311, appendix B) the causal half is not
+    # subtracted, so figures compare with published ones.
     return 4 * matrices + 2 * trained + 12 * cfg.n_layer * cfg.n_head * cfg.head_dim * T
 
 
@@ -81,12 +78,13 @@ def memory(
 ) -> dict[str, float]:
     """Return {part: bytes} that one of world_size ranks holds during a step, at most.
 
-    A plain sum: each part counts at its largest, though not all are there at the same time.
     other: parts that the stage adds, such as a reference model.
     """
+    # A plain sum: each part counts at its largest, though not all are there at the same time.
     trained = parameter_table(model, trained=True)
     matrices, head = matrices_in_blocks(parameter_table(model)), head_of(model).numel()
     N = config["batch_size"] * config["block_size"]  # tokens of a micro-step
+
     # Gradients and optimizer state are float32. AdamW has two moments, Muon one.
     moments = 2 * trained["total"]
     if config["optimizer"] == "muon":
@@ -100,6 +98,8 @@ def memory(
         parts["compression error"] = 4 * min(matrices, trained["total"])
     if device.type == "cpu":  # a GPU's copy is in the memory of the machine
         parts["copy to save"] = 4 * (trained["total"] + moments)
+
+    # FSDP divides all of these among the ranks; ZeRO-1 divides the optimizer's state.
     if config.get("parallel") == "fsdp":
         parts = {part: size / world_size for part, size in parts.items()}
         # Whole, with gradients: the head and three blocks (at work, next, arriving).
@@ -109,6 +109,8 @@ def memory(
         parts["casts"] = dtype.itemsize * (matrices + head)
     if config["zero1"]:
         parts["optimizer"] /= world_size
+
+    # What grows with the batch.
     parts["activations"] = activations(model.cfg, N, config["activation_checkpointing"], dtype)
     # Three chunks of logits in float32 (scores, exponentials, gradient), the head's gradient.
     V = model.cfg.vocab_size if head else 0
@@ -122,15 +124,14 @@ def memory(
 
 
 def activations(cfg: ModelConfig, N: int, recompute: bool, dtype: torch.dtype) -> float:
-    """Return the bytes of what autograd keeps of N tokens; recompute: of one block and all inputs.
-
-    Of a block it keeps four streams of C in float32 (residual and norm, twice); in `dtype` the
-    inputs of the linear layers, q, k, v, the output of attention, and SwiGLU's four tensors.
-    """
+    """Return the bytes that autograd keeps of N tokens; recompute: of one block and all inputs."""
+    # Of a block: four streams of C in float32 (residual and norm, twice); in `dtype` the inputs of
+    # the linear layers, q, k, v, the output of attention, and SwiGLU's four tensors.
     query, key = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
     block = 4 * 4 * cfg.n_embd
     block += dtype.itemsize * (2 * cfg.n_embd + 4 * query + 2 * key + 4 * cfg.ffn_dim)
-    if cfg.qk_norm:  # q and k before their norms, in float32
+    # q and k before their norms, in float32.
+    if cfg.qk_norm:
         block += 8 * (query + key)
     n_whole = 1 if recompute else cfg.n_layer
     inputs = 4 * cfg.n_embd * (cfg.n_layer + 4)  # of the blocks, the last norm and its gradient
@@ -151,8 +152,7 @@ def describe(
 ) -> str:
     """Return the plan as text.
 
-    batch: its line on the batch. tokens: of all steps. peak: FLOP/s of one rank. other: as in
-    `memory`. note: before the time.
+    batch: a line on the batch. tokens: of all steps. peak: FLOP/s of one rank. note: on the time.
     """
     table, trained = parameter_table(model), parameter_table(model, trained=True)
     counts = ", ".join(f"{part} {n:,}" for part, n in table.items() if n and part != "total")
@@ -161,6 +161,7 @@ def describe(
     sizes = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items())
     need = sum(parts.values())
     n_steps, per_parameter = config["max_steps"], tokens / table["total"]
+    # tokens per parameter: Chinchilla (arXiv:2203.15556) finds about 20 best for a given compute.
     lines = [
         f"parameters  {table['total']:,}: {counts}",
         f"trained     {trained['total']:,} ({config['trainable']})",
@@ -169,6 +170,7 @@ def describe(
         f"compute     {flops:.3e} FLOPs per token, {tokens * flops:.3e} in all",
         f"memory      {need / GIB:.2f} GiB per rank: {sizes}",
     ]
+    # The same run with the other ways to use several ranks.
     if world_size > 1:
         ways = {"ddp": {"parallel": "ddp", "zero1": False}, "zero1": {"zero1": True}}
         if "parallel" in config:
@@ -178,11 +180,12 @@ def describe(
             parts = memory(model, config | ways["ddp"] | changed, world_size, device, dtype, other)
             needs.append(f"{way} {sum(parts.values()) / GIB:.2f}")
         lines.append(f"ways        {', '.join(needs)} GiB per rank")
-    # torchrun says how many ranks share this machine.
+    # A CPU's ranks share the memory of their machine; torchrun says how many there are.
     local = need * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cpu" and local > memory_limit():
         has = f"this machine or its container has {memory_limit() / GIB:.2f} GiB"
         lines.append(f"warning     needs {local / GIB:.2f} GiB, {has}")
+    # 40 % of the peak is what a well used GPU reaches.
     seconds = tokens * flops / (0.4 * peak * world_size)
     speed = f"at 40 % of {world_size} x {peak / 1e12:,.2f} TFLOP/s"
     lines.append(f"time        {note}{clock(seconds)} {speed}")

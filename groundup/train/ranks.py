@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# This module keeps the process group as a default argument from its first import on. torch._dynamo
-# imports it at some point; after init() that would keep the group and its threads alive until the
-# interpreter exits, and a thread that then frees a tensor aborts the process.
+# torch._dynamo imports this module at some point. It keeps the process group as a default argument:
+# after init() that would keep the group's threads alive at exit, and they would abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
@@ -33,11 +32,11 @@ from groundup.train.device import choose_device
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is: `rank` of `world_size` processes, `local_rank` on its machine."""
+    """Who this process is."""
 
-    rank: int
-    local_rank: int  # also the index of its GPU
-    world_size: int
+    rank: int  # among all processes, from 0
+    local_rank: int  # among those of its machine; also the index of its GPU
+    world_size: int  # number of processes
 
     @property
     def is_main(self) -> bool:
@@ -46,23 +45,20 @@ class World:
 
 
 def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
-    """Join the process group that torchrun describes in the environment.
+    """Join the process group that torchrun describes. Without torchrun return a world of one.
 
-    Without torchrun return a world of one. A collective fails if it waits longer than `timeout_s`
-    for another rank. `device` is read by `choose_device`: with "cuda" each rank takes its own GPU.
+    A collective fails if it waits longer than `timeout_s` for another rank.
     """
     if "RANK" not in os.environ:
         return World(rank=0, local_rank=0, world_size=1)
-    needed = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     absent = ", ".join(key for key in needed if key not in os.environ)
     if absent:
         text = f"RANK is set in the environment but {absent} is not; start with torchrun"
         raise UserError(f"ddp: {text}")
-    world = World(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    world = World(*(int(os.environ[key]) for key in needed[:3]))
+
+    # Each rank takes its own GPU.
     device = choose_device(str(device), world.local_rank)
     on_gpu = device.type == "cuda"
     with named_errors("init_process_group"):
@@ -79,13 +75,9 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
 
 
 def meeting_place(world: World, timeout_s: float) -> dist.Store:
-    """Return a key-value store at MASTER_ADDR whose keys belong to this start of the ranks alone.
-
-    torchrun (2.13) keeps one store over all restarts, so a new rank would find the addresses of
-    dead ranks and wait for them. Its restart count may differ between machines and cannot tell
-    them apart. Instead rank 0 hands out a fresh prefix: each other rank posts a random word, finds
-    the prefix under that word, and confirms. Dead ranks never confirm.
-    """
+    """Return a key-value store at MASTER_ADDR whose keys belong to this start of the ranks."""
+    # torchrun (2.13) keeps one store over all restarts, so a new rank would find the addresses of
+    # dead ranks and wait for them. Its restart count may differ between machines.
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -94,6 +86,9 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
         is_master=world.is_main and not hosted_by_torchrun,
         timeout=timedelta(seconds=timeout_s),
     )
+
+    # Rank 0 hands out a fresh prefix: each other rank posts a random word, finds the prefix under
+    # that word, and confirms. Dead ranks never confirm.
     word = uuid.uuid4().hex
     if not world.is_main:
         store.set(f"ddp/word/{world.rank}", word)
@@ -101,11 +96,12 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
         store.set(f"ddp/confirmed/{prefix}/{world.rank}", "")
         return dist.PrefixStore(prefix, store)
 
+    # A word may be a dead rank's until the new one posts its own, so answer again and again.
     deadline = time.monotonic() + timeout_s
     missing = list(range(1, world.world_size))
     while missing:
         for other in missing:
-            if store.check([f"ddp/word/{other}"]):  # a dead rank's, until the new one posts its own
+            if store.check([f"ddp/word/{other}"]):
                 their_word = store.get(f"ddp/word/{other}").decode()
                 store.set(f"ddp/prefix/{their_word}", word)
         time.sleep(0.01)
@@ -116,14 +112,15 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
 
 
 def close() -> None:
-    """Leave the process group once all ranks have called this. Do not call it after an error."""
+    """Leave the process group. Do not call it after an error: it waits for all ranks."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """Make a gloo group for a second thread; None without a process group. All ranks call it."""
+    """Make a gloo group for a second thread. All ranks call it."""
+    # Collectives of two threads in one group could meet in another order on another rank.
     if not dist.is_initialized():
         return None
     with named_errors("new_group"):
@@ -157,12 +154,13 @@ def barrier() -> None:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return True on all ranks if `flag` is true on at least one. Over gloo, so no GPU waits."""
+    """Return True on all ranks if `flag` is true on at least one."""
+    # A CPU tensor travels over gloo, so no GPU waits.
     return all_reduce_sum(torch.tensor(int(flag)), "any_rank").item() > 0
 
 
 def all_reduce_sum(t: Tensor, operation: str = "all_reduce_sum") -> Tensor:
-    """Add `t` up over the ranks, in place, and return it. Errors call it `operation`."""
+    """Add `t` up over the ranks, in place, and return it."""
     if dist.is_initialized():
         issue(operation, dist.all_reduce, t)
     return t
@@ -186,32 +184,28 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def merged(mine: dict) -> dict:
     """Return the entries of all ranks' dicts in one dict."""
-    result = {}
-    for theirs in gather_objects(mine):
-        result.update(theirs)
-    return result
+    return {key: value for theirs in gather_objects(mine) for key, value in theirs.items()}
 
 
 def check_equal(mine: dict) -> None:
     """Raise UserError on all ranks, naming a key whose value differs from rank 0's."""
+    # Every rank sees all values, so all find the same difference.
     everyone = gather_objects(mine)
     first = everyone[0]
     for other, theirs in enumerate(everyone):
         for key in first | theirs:
             if theirs.get(key) != first.get(key):
-                raise UserError(
-                    f"train: rank {other} has {key}={theirs.get(key)}, "
-                    f"rank 0 has {first.get(key)}; "
-                    f"all ranks need the same command, data and out_dir"
-                )
+                found = f"rank {other} has {key}={theirs.get(key)}, rank 0 has {first.get(key)}"
+                need = "all ranks need the same command, data and out_dir"
+                raise UserError(f"train: {found}; {need}")
 
 
 def start_agreement(problem: str, where: str) -> Callable[[], None]:
-    """Start to tell all ranks whether `problem` is empty here: 8 bytes over gloo.
+    """Start to tell all ranks whether `problem` is empty here.
 
-    Call the returned function to wait for the answers. It raises UserError on all ranks if any of
-    them has a problem. Work between the two calls hides the latency.
+    Return a function that waits for their answers; if one has a problem it raises on all ranks.
     """
+    # 8 bytes over gloo. Work between the two calls hides the latency.
     flag = torch.tensor(int(problem != ""))
     operation = f"{where}: agreement that all is well"
     work = None
@@ -233,9 +227,10 @@ def start_agreement(problem: str, where: str) -> Callable[[], None]:
 def wait_together(future: futures.Future, timeout_s: float) -> None:
     """Wait for work in a thread, such as a save, that every rank waits for.
 
-    It may take any time while all ranks wait. Raise LostRank if another rank has not been seen
-    waiting for `timeout_s`.
+    It may take any time. Raise LostRank if another rank was not seen waiting for `timeout_s`.
     """
+    # Every rank posts its clock in the store. Clocks of machines differ, so what counts is how long
+    # a rank's entry has not changed, by our clock.
     last_seen: dict[int, tuple[bytes, float]] = {}  # {rank: (what it posted last, our clock)}
     pause_s = min(1, timeout_s / 4)
     while dist.is_initialized() and not futures.wait([future], timeout=pause_s).done:
@@ -257,19 +252,20 @@ def wait_together(future: futures.Future, timeout_s: float) -> None:
 
 
 def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist.Work | None:
-    """Call a collective of torch.distributed. Error messages call it `operation`."""
+    """Call a collective of torch.distributed under a name for error messages."""
     with named_errors(operation):
         return function(*args, **kwargs)
 
 
 @contextmanager
 def named_errors(operation: str) -> Iterator[None]:
-    """Turn the backend's error about a lost rank into one line: who was doing what, and why."""
+    """Turn the backend's error about a lost rank into one line."""
     try:
         yield
     except RuntimeError as error:
+        # The first sentence says why; gloo adds advice.
         text = str(error).strip() or type(error).__name__
-        reason = text.splitlines()[0].split(". ")[0]  # gloo adds advice
+        reason = text.splitlines()[0].split(". ")[0]
         raise LostRank(
             f"ddp: rank {os.environ.get('RANK', 0)}: {operation} failed; "
             f"another rank has died or is stuck, look for its error ({reason})"
@@ -277,13 +273,10 @@ def named_errors(operation: str) -> Iterator[None]:
 
 
 class StopSignal:
-    """Turn SIGTERM and Ctrl-C into a flag that the loop reads after each step.
+    """Turn SIGTERM and Ctrl-C into a flag. The loop reads it after each step, saves and ends."""
 
-    The loop then saves and ends. Before `begin` a signal ends the process at once, and so does a
-    second Ctrl-C (a save that is being written is completed). A terminal sends Ctrl-C to every
-    process and torchrun sends it again, so a second one counts only after two seconds.
-    """
-
+    # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
+    # being written is completed.)
     def __init__(self) -> None:
         self.received = 0  # number of the signal
         self.begun = False
@@ -292,12 +285,14 @@ class StopSignal:
         signal.signal(signal.SIGINT, self._handle)
 
     def begin(self) -> None:
-        """Call before the first step: from here on a signal waits for a step to end."""
+        """Let signals wait for a step to end, from now on."""
         self.begun = True
 
     def _handle(self, number: int, frame: object) -> None:
         if not self.begun:
             raise Stopped(number)
+        # A terminal sends Ctrl-C to every process and torchrun sends it again, so a second one
+        # counts only after two seconds.
         if not self.received:
             self.received = number
             self._received_at = time.monotonic()

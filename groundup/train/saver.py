@@ -53,17 +53,12 @@ class SaveError(Exception):
 class Saver:
     """Write checkpoints in a thread while training goes on.
 
-    `save` copies weights and state to host memory and returns; the thread writes the copy. The
-    memory is used again, so the next save waits for the one before. If any rank cannot write, the
-    save fails on all of them with one line, `saved` is False until a later save succeeds, and the
-    next save tries again.
+    All ranks make a Saver together and call the same methods. If any rank cannot write, the save
+    fails on all of them with one line, and `saved` is False until a later save succeeds.
 
-    All ranks make a Saver together and call the same methods. The thread has a process group of its
-    own: in a shared one its messages would mix with those of training.
-
-    config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the frozen
-    weights that LoRA adapters need. files: the module with `stored_weights` and `write_model` for
-    this kind of model, huggingface or reward_model.
+    config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
+    frozen weights that LoRA adapters need. files: the module with `stored_weights` and
+    `write_model` for this kind of model, huggingface or reward_model.
     """
 
     def __init__(
@@ -86,6 +81,7 @@ class Saver:
         self._check_visible()
         self.newest_step = log.first_step
         self.memory = HostMemory()
+        # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
         self.pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first)
@@ -104,16 +100,17 @@ class Saver:
         """Copy everything that a resume needs, and start to write it. Call ddp.flush() before.
 
         ddp, opt: as for `restore`. other: added to the training state, plain data and tensors.
-        Raise UserError if out_dir has gone.
         """
+        # The copy before this one must be written: its memory is used again.
         self.wait()
         is_main = ranks.rank() == 0
+        # Training on would write into a directory that nobody looks at.
         if ranks.any_rank(is_main and not is_ours(self.out_dir)):
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
         # Rank 0 writes the model and the training state. With FSDP and ZeRO-1 the others send it
-        # their parts.
+        # their parts, so all ranks make these calls.
         content: dict[str, dict] = {}
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.files.stored_weights(model)
@@ -130,16 +127,19 @@ class Saver:
                 "scaler": scaler.state_dict(),
                 **(other or {}),
             }
+        # Each rank writes its own generators and compression errors.
         content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
+
+        # From here on training may change everything: the thread has the copy.
         copied = self.memory.copy(content)
         self.pending.append(self.pool.submit(self._write, step, model, copied))
 
     def update_best(self) -> None:
-        """Point latest, best and best2 at their steps by the evaluations in the log, and remove the
-        steps that are not kept; in the thread, after the save under way."""
+        """Update links and remove steps by the evaluations in the log. Call after an evaluation."""
+        # In the thread, after the save under way.
         self.pending.append(self.pool.submit(self._tidy))
 
     def wait(self) -> None:
@@ -153,11 +153,14 @@ class Saver:
         """Wait for the last save and end the thread. Call before ranks.close()."""
         self.wait()
         self.pool.shutdown()
-        self.group = None  # a process group that is still referred to at exit could abort it
-        gc.collect()  # the error of a failed save and its frames, which have the group, are a cycle
+        # A process group that is still referred to at exit could abort it. The error of a failed
+        # save and its frames, which have the group, are a cycle.
+        self.group = None
+        gc.collect()
 
     def _check_visible(self) -> None:
-        """Raise UserError if a rank does not see out_dir: each writes a file into a checkpoint."""
+        """Raise UserError if a rank does not see out_dir."""
+        # Each rank writes a file into a checkpoint, so they must share a file system.
         deadline = time.monotonic() + min(NEW_DIRECTORY_S, self.timeout_s / 2)
         while not self.out_dir.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -170,7 +173,8 @@ class Saver:
     # ---- in the thread
 
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
-        """Write a checkpoint and do what follows from it."""
+        """Write a checkpoint, then note it in the log and update links."""
+        # Nothing has the final name before it is whole.
         final = self.out_dir / f"step_{step:06d}"
         temp = final.with_name(f".{final.name}.tmp")
         self.memory.wait()
@@ -190,16 +194,19 @@ class Saver:
     ) -> None:
         """Write a checkpoint, all ranks together. Raise SaveError on all if one of them fails."""
         is_main = ranks.rank() == 0
+        # What a killed save has left goes.
         with self._together(temp):
             if is_main:
-                shutil.rmtree(temp, ignore_errors=True)  # of a killed save
+                shutil.rmtree(temp, ignore_errors=True)
                 temp.mkdir()
+        # All ranks write at the same time.
         with self._together(temp):
             write_state(temp / rank_file(ranks.rank()), copied["rank_state"])
             if is_main:
                 write_state(temp / "train_state.pt", copied["state"])
                 weights = copied["weights"]
                 self.files.write_model(temp, model, self.tokenizer, self.base, weights=weights)
+        # Complete on all ranks: give it its name.
         with self._together(temp):
             if is_main:
                 commit(temp, final)
@@ -207,18 +214,20 @@ class Saver:
     @contextmanager
     def _together(self, temp: Path) -> Iterator[None]:
         """Let all ranks finish a part of the save. If one has failed, remove `temp` and raise."""
+        # Whatever the error is: the others must hear of it, or they would wait.
         error = None
         try:
             yield
-        except Exception as e:  # whatever it is: the others must hear of it, or they would wait
+        except Exception as e:
             error = e
         mine = "" if error is None else f"rank {ranks.rank()}: {reason_of(error)}"
         reasons = [reason for reason in ranks.gather_objects(mine, self.group) if reason]
         if reasons and ranks.rank() == 0:
             shutil.rmtree(temp, ignore_errors=True)
-        expected = (OSError, RuntimeError, SafetensorError, UserError)  # of Python, torch, Rust, us
+        # Of Python, torch, Rust and us; any other is a mistake in our code.
+        expected = (OSError, RuntimeError, SafetensorError, UserError)
         if error is not None and not isinstance(error, expected):
-            raise error  # a mistake in our code
+            raise error
         if reasons:
             raise SaveError("; ".join(reasons))
 
@@ -231,17 +240,15 @@ class Saver:
 
 def let_training_go_first() -> None:
     """Lower the priority of this thread, where threads have one of their own."""
-    with suppress(OSError):  # a container may forbid it
-        if sys.platform == "linux":
+    if sys.platform == "linux":
+        with suppress(OSError):  # a container may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class HostMemory:
-    """Copies of tensors in host memory. The memory is used again for the next copy.
+    """Copies of tensors in host memory. The memory is used again for the next copy."""
 
-    Copies from a GPU are page-locked, so that they run while the CPU goes on.
-    """
-
+    # Copies from a GPU are page-locked, so that they run while the CPU goes on.
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self.n_used = 0
@@ -250,8 +257,8 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, value: Any) -> Any:
-        """Return `value` with a copy of every tensor in its dicts and lists. Call `wait` before
-        reading them. The copies before this one are overwritten."""
+        """Return `value` with a copy of every tensor in its dicts and lists."""
+        # The copies before this one are overwritten. Call `wait` before reading these.
         self.n_used = 0
         copied = self._copy(value)
         if torch.cuda.is_initialized():
@@ -272,28 +279,28 @@ class HostMemory:
             return type(value)([self._copy(item) for item in value])
         if not isinstance(value, Tensor):
             return value
+        # Gathered from the other ranks for this save, so nobody changes it.
         if torch.cuda.is_initialized() and not value.is_cuda:
-            return value  # gathered from the other ranks for this save, so nobody changes it
+            return value
+        # The buffer that held this tensor last time, or a new one.
         i = self.n_used
         self.n_used += 1
-        if i == len(self.buffers) or not fits(self.buffers[i], value):
+        sizes = [(buffer.shape, buffer.dtype) for buffer in self.buffers[i : i + 1]]
+        if sizes != [(value.shape, value.dtype)]:
             new = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self.buffers[i : i + 1] = [new]
         return self.buffers[i].copy_(value, non_blocking=value.is_cuda)
-
-
-def fits(buffer: Tensor, value: Tensor) -> bool:
-    """Return whether `buffer` can hold a copy of `value`."""
-    return buffer.shape == value.shape and buffer.dtype == value.dtype
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
 def write_state(path: Path, state: dict) -> None:
-    """Write a .pt file. Refuse now, not at the resume, what only running code could read back."""
-    with open(path, "wb") as file:  # torch hides the system's error if it opens the file itself
+    """Write a .pt file. Raise UserError if only running code could read it back."""
+    # torch hides the system's error if it opens the file itself.
+    with open(path, "wb") as file:
         torch.save(state, file)
+    # Refused now, not at the resume.
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe:
         text = f"{path.name} holds {', '.join(unsafe)}; what is not plain data cannot be resumed"
@@ -305,10 +312,12 @@ def commit(temp: Path, final: Path) -> None:
     files = [path for path in sorted(temp.rglob("*")) if path.is_file()]
     sums = {path.relative_to(temp).as_posix(): huggingface.checksum(path) for path in files}
     huggingface.write_json(temp / "checksums.json", sums)
+    # On the disk before it has the name, or a power cut could leave empty files with it.
     for path in (*temp.rglob("*"), temp):
         sync(path)
+    # A step of this number is damaged: the run resumed behind it. `repair` knows both names.
     old = final.with_name(f".{final.name}.old")
-    if final.exists():  # damaged, so that the run resumed behind it; `repair` knows both names
+    if final.exists():
         final.rename(old)
     temp.rename(final)
     sync(final.parent)
@@ -332,33 +341,34 @@ def sync(path: Path) -> None:
 def tidy(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
     """Point latest, best and best2 at their steps, and remove the steps that are not kept.
 
-    Kept are the `keep_last` newest (0 = all) and the two with the lowest val_loss; of equal losses
-    the earlier is better. Steps after `newest_step` are damaged ones that a resume has skipped.
+    Kept are the `keep_last` newest (0 = all) and the two with the lowest val_loss.
     """
+    # Steps after `newest_step` are damaged ones that a resume has skipped.
     steps = [path for path in step_dirs(out) if step_of(path) <= newest_step]
     if not steps:
         return
     evaluated = [path for path in steps if step_of(path) in val_losses]
+    # Sorting is stable: of equal losses the earlier is better.
     ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
     best = ranking[: len(BEST)]
     with housekeeping("update the links latest, best and best2"):
         point(out / "latest", steps[-1])
         for i, name in enumerate(BEST):
             point(out / name, best[i] if i < len(best) else None)
+    # Renamed first: a half removed step must not look finished.
     for path in steps[:-keep_last] if keep_last else []:
         if path not in best:
             with housekeeping("remove old checkpoints"):
-                # Renamed first: a half removed step must not look finished.
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
 
 
 def point(link: Path, target: Path | None) -> None:
-    """Replace a symbolic link in one operation; None removes it. It is relative, so that a run
-    directory can be moved."""
+    """Replace a symbolic link in one operation; None removes it."""
     if target is None:
         link.unlink(missing_ok=True)
         return
     temp = link.with_name(f".{link.name}.tmp")
     temp.unlink(missing_ok=True)
+    # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
     temp.replace(link)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_model import as_transformers, random_ids, random_model, tiny_config
+from test_model import as_transformers, compile_blocks, random_ids, random_model, tiny_config
 
 from groundup.errors import UserError
 from groundup.generate import engine, kv_cache, native
@@ -315,7 +315,7 @@ def test_blocks_compiled_for_training_run_as_written():
         graphs.append(graph)
         return graph.forward
 
-    net.compile_blocks(lambda f: torch.compile(f, backend=backend, dynamic=False))
+    compile_blocks(net, backend=backend)
     x = random_ids(net.cfg, 2, 8)
     net(x, x).backward()
     trained = len(graphs)
@@ -659,7 +659,7 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     prompts = [ids for ids, _ in traffic(net, 20)]
     params, calls = SamplingParams(70, temperature=0.0, logprobs=0), []
     want = generate(net, None, prompts, params, batch_size=7)
-    monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: True)
+    monkeypatch.setattr(kv_cache, "has_varlen_lengths", lambda *args: True)
     kernel = lambda *args, **how: calls.append(len(args[0])) or lengths_kernel(*args, **how)  # noqa: E731
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
     got = generate(net, None, prompts, params, batch_size=7)
@@ -672,7 +672,7 @@ def test_a_step_that_attends_by_length_is_one_graph(monkeypatch):
     """With torch's own varlen_attn, traced and not run. Idle rows are in it."""
     import torch.nn.attention.varlen  # noqa: F401
 
-    monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: True)
+    monkeypatch.setattr(kv_cache, "has_varlen_lengths", lambda *args: True)
     net, graphs = random_model(tiny_config(n_kv_head=2)), []
     cache = KVCache(net.cfg, 3, 64, torch.device("cpu"), torch.float32)
 
@@ -694,10 +694,10 @@ def test_a_gpu_attends_by_length_as_by_mask(monkeypatch):
     """In bfloat16, where the logits of one step after another agree within its rounding."""
     net = random_model(tiny_config(n_kv_head=2, block_size=400)).cuda()
     device, found = torch.device("cuda"), []
-    assert kv_cache.can_read_by_length(device, torch.bfloat16, net.cfg.head_dim)
+    assert kv_cache.has_varlen_lengths(device, torch.bfloat16, net.cfg.head_dim)
     for by_length in (True, False):
         if not by_length:
-            monkeypatch.setattr(kv_cache, "can_read_by_length", lambda *args: False)
+            monkeypatch.setattr(kv_cache, "has_varlen_lengths", lambda *args: False)
         cache, logits = KVCache(net.cfg, 3, 300, device, torch.bfloat16), []
         with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
             net.hidden(torch.arange(250, device=device).remainder(90).expand(3, -1), cache.chunk(0, 250))

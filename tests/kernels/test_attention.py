@@ -1,4 +1,4 @@
-"""Every way of attention against reference_attention, which is tested against a loop over tokens."""
+"""Every way of attention against reference_attention, and that against a loop over tokens."""
 
 import math
 from functools import partial
@@ -111,7 +111,8 @@ def test_the_reference_is_attention_written_out():
                 scores = [float(q[b, h, t] @ k[b, h // 2, s]) / math.sqrt(8) for s in seen]
                 total = sum(math.exp(score) for score in scores)
                 parts = [
-                    math.exp(score) / total * v[b, h // 2, s] for score, s in zip(scores, seen)
+                    math.exp(score) / total * v[b, h // 2, s]
+                    for score, s in zip(scores, seen, strict=True)
                 ]
                 torch.testing.assert_close(y[b, h, t], sum(parts), rtol=1e-12, atol=1e-12)
 

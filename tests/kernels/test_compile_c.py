@@ -1,4 +1,4 @@
-"""compile_c: a library is compiled once for each source, compiler and processor, and never left half written."""
+"""compile_c: one library for each source, compiler and processor, never left half written."""
 
 import shutil
 from pathlib import Path

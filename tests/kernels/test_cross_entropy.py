@@ -55,8 +55,9 @@ def test_loss_and_gradients_equal_cross_entropy(elements, tie_embeddings, monkey
         assert relative_error(grad, want_grads[name]) < 1e-6, name
 
 
-# One rounding to bfloat16 is at most 2**-9 = 0.2 %, to float16 2**-12 = 0.02 %; a gradient passes some tens of them, of
-# either sign. The logits are the same rounded numbers on both sides, so the loss only differs by float32 sums.
+# One rounding to bfloat16 is at most 2**-9 = 0.2 %, to float16 2**-12 = 0.02 %; a gradient passes
+# some tens of them, of either sign. The logits are the same rounded numbers on both sides, so the
+# losses differ only by sums in float32.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1.5e-3)])
 @pytest.mark.parametrize("elements", [5 * 97, 2**22])
 def test_loss_and_gradients_under_autocast(dtype, tolerance, elements, monkeypatch):
@@ -302,7 +303,7 @@ HEAD_MEMORY = """
     from groundup.kernels.cross_entropy import cross_entropy
     from groundup.tokens import IGNORE
 
-    def peak_bytes():  # of this process's own address space: getrusage would remember the parent's before exec
+    def peak_bytes():  # of this process alone: getrusage would remember the parent's before exec
         with open("/proc/self/status", encoding="utf-8") as f:
             return 1024 * int(next(line for line in f if line.startswith("VmHWM")).split()[1])
 
@@ -316,10 +317,12 @@ HEAD_MEMORY = """
     torch.set_num_threads(1)
     N, C, V = 4096, 128, 16000
     loss_of = {"chunked": chunked, "plain": plain}[sys.argv[1]]
-    hidden, weight = torch.randn(N, C, requires_grad=True), (torch.randn(V, C) * 0.05).requires_grad_()
+    hidden = torch.randn(N, C, requires_grad=True)
+    weight = (torch.randn(V, C) * 0.05).requires_grad_()
     targets = torch.randint(V, (N,))
     targets[::7] = IGNORE
-    loss_of(hidden[:8], weight[:64], targets[:8] % 64).backward()  # what libraries set up once is not the head's
+    # What libraries set up once is not the head's.
+    loss_of(hidden[:8], weight[:64], targets[:8] % 64).backward()
     hidden.grad = weight.grad = None
     before = peak_bytes()
     loss = loss_of(hidden, weight, targets)

@@ -90,7 +90,7 @@ def test_preference_is_what_reward_py_measures(judge, tmp_path, monkeypatch):
     monkeypatch.setattr(reward, "batch_size", 16)
     want = reward.evaluate(model, corpus, torch.device("cpu"), torch.float32)
     for name in set(want) - {"val_loss"}:
-        assert found[name] == pytest.approx(want[name], rel=1e-4), name
+        assert found[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
     assert found["n"] == 60 and sum(found["left_out"].values()) == 2 and "pairs.jsonl:61" in found["places"][0]
     right = [1.0] * round(60 * found["accuracy"]) + [0.0] * round(60 * (1 - found["accuracy"]))
     assert found["accuracy_se"] == pytest.approx(statistics.stdev(right) / math.sqrt(60))
