@@ -54,7 +54,7 @@ class State(Enum):
     WAITING = "for its gradients; the weights are current"
     IN_FLIGHT = "for a collective of its hook"
     REDUCED = "for the global norm; its own norm is known"
-    DEFERRED = "for its next use in forward, when it is updated"
+    DEFERRED = "for its update: in step(), or just before its next use in forward"
     STALE = "for the other ranks' shards; this rank's own is updated (ZeRO-1)"
 
 
@@ -80,7 +80,7 @@ class Bucket:
     state: State = State.WAITING
     step: int = 0  # steps finished when its hook was started
     missing: int = 0  # gradients that have not arrived in the synced backward
-    hook: Generator | None = None  # the running communication hook
+    transfer: Generator | None = None  # the communication hook at work on this bucket
     more: bool = False  # in flight: the hook will launch another collective
     square: Tensor | None = None  # squared norm of the mean gradient in this rank's shard
     collective: tuple[str, dist.Work] | None = None  # under way: its name for errors, its handle
@@ -190,10 +190,13 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 
 # ---- 2. the communication hook: how a bucket travels ---------------------------------------------
 # A hook gets a bucket whose `grad` holds this rank's gradient / world_size: the sum over ranks is
-# the mean. Backward must not wait, so it is a generator: it launches a collective, yields what it
-# sent, and is resumed when that has arrived. Then it yields Reduced, receives found_inf, leaves the
-# mean in bucket.grad and ends. If found_inf is 1 the step is skipped: its own state must not
-# change.
+# the mean. It is a generator, so that backward waits as little as possible:
+#
+#     it launches a collective and yields Sent.MORE if a second one follows, else Sent.LAST
+#     DDP resumes it, waiting then: after MORE when the next bucket has left, after LAST in step()
+#     it yields Reduced; DDP sends it found_inf; it ends with the mean in bucket.grad
+#
+# If found_inf is 1 the step is skipped, and the hook must not change its own state.
 
 
 class Sent(Enum):
@@ -332,7 +335,7 @@ class DDP:
             p.register_post_accumulate_grad_hook(self._on_grad)
         on_side = self.device.type == "cuda" and overlap_step != "off"
         self._stream = torch.cuda.Stream() if on_side else None  # for updates beside the model
-        self._watch_forward()
+        self._watch_forward()  # for deferred updates and ZeRO-1; else its hooks find nothing to do
 
     # ---- 3. gradients arrive, buckets leave ------------------------------------------------------
 
@@ -387,11 +390,12 @@ class DDP:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.state, bucket.step = State.IN_FLIGHT, self.n_steps
-        bucket.hook = self.hook(bucket)
+        bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
         self._launch_second_collectives(before=bucket.index)
         if self._expected or bucket.sharded:
-            # Finish what has arrived. It launches nothing, so it may depend on timing.
+            # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
+            # launches nothing, so it may depend on timing.
             for earlier in self.buckets[: bucket.index]:
                 in_flight = earlier.state is State.IN_FLIGHT and not earlier.more
                 if in_flight and earlier.has_arrived():
@@ -408,7 +412,7 @@ class DDP:
         """Run the hook up to its next collective, or after the last one up to the norm."""
         bucket.wait()
         with torch.autocast(self.device.type, enabled=False):
-            reached = next(bucket.hook)
+            reached = next(bucket.transfer)
         bucket.more = reached is Sent.MORE
         if isinstance(reached, Reduced):
             bucket.state, bucket.square = State.REDUCED, reached.square
@@ -461,8 +465,9 @@ class DDP:
                 "'backward' has applied a part of it; continue from the last checkpoint with "
                 "overlap_step='forward'"
             )
-        if clip > 0:  # 1e-6 as in torch's clip_grad_norm_
-            grad_scale = grad_scale / (clip / (norm + 1e-6)).clamp(max=1.0)
+        if clip > 0:
+            shrink = (clip / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
+            grad_scale = grad_scale / shrink
         if not self._expected:
             # Kept until the next step: the side stream may still read its tensors
             self._update = Update(optimizer, lr, grad_scale, self.found_inf)
@@ -473,6 +478,7 @@ class DDP:
             scaler.update()
         self.n_steps += 1
         self._start_step()
+        # Update now, or leave it to the next forward
         if self.overlap_step == "off":
             for bucket in self.buckets:
                 self._apply(self._update, bucket)
@@ -533,7 +539,7 @@ class DDP:
     def _end_hook(self, bucket: Bucket, found_inf: Tensor) -> None:
         """Let the hook write the mean into bucket.grad and end."""
         try:
-            bucket.hook.send(found_inf)
+            bucket.transfer.send(found_inf)
         except StopIteration:
             return
         raise UserError("ddp: a communication hook must end after the norm")

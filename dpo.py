@@ -26,7 +26,7 @@ from configurator import configure
 from ddp import DDP, conflict
 from groundup.align import losses as preference
 from groundup.align.losses import losses_and_metrics, metric_names, named, pair_logps
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus
@@ -49,6 +49,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
+# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
 out_dir = "out/dpo"  # run directory: config.py, log.jsonl, reference.safetensors, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -78,7 +79,7 @@ max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
 batch_size = 4  # pairs per rank and micro-step: twice as many rows (at least 1)
-total_batch_pairs = 0  # pairs per step over all ranks; 0 = one micro-step on each rank
+total_batch_pairs = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 1e-6  # peak; LoRA needs about ten times as much: 1e-5 (at least 0)
@@ -226,7 +227,8 @@ if __name__ == "__main__":
     else:
         torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # a plan may be for other ranks than the one that prints it
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -268,7 +270,8 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # all ranks draw the same new weights
     if parallel == "fsdp" and not plan_only:
-        refuse(reason := fsdp.conflict(config, torch_dtype), reason)
+        if reason := fsdp.conflict(config, torch_dtype):
+            raise UserError(f"config: {reason}")
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -320,7 +323,8 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         fp16 = scaler.is_enabled()
-        refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
+            raise UserError(f"config: {reason}")
         hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
@@ -336,30 +340,31 @@ if __name__ == "__main__":
     if must_compute:
         table = preference.compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
-    first_step = state["step"]  # steps that are done; 0 for a new run
+    steps_done = state["step"]  # 0 for a new run
     config = checkpoint.start(config, __file__, resumed, max_steps)
     if must_compute and world.is_main:
         preference.save_reference(reference_path, table, made_of)
     if table is not None:
         table = table.to(torch_device)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
-    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     if loss == "kto":
         others = Batches(
-            corpus.others(), order, batch_size, accum_steps, world, torch_device, first_step
+            corpus.others(), order, batch_size, accum_steps, world, torch_device, steps_done
         )
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
-        report(log, first_step, scores)
+        report(log, steps_done, scores)
         saver.update_best()
     stop_signal.begin()
+    stopping = False
     log.begin()
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
-    for step in range(first_step + 1, max_steps + 1):
+    for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
@@ -368,7 +373,7 @@ if __name__ == "__main__":
         kl = None
         if loss == "kto":
             kl = estimate_kl(model, others, table, torch_device, torch_dtype)
-        ddp.expect_step(opt, lr)
+        ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
@@ -386,8 +391,8 @@ if __name__ == "__main__":
 
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        log.advance()
         # <<< optimizer step
+        log.advance()
 
         # log
         last = step == max_steps

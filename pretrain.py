@@ -45,6 +45,7 @@ from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
+# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
 out_dir = "out/pretrain"  # run directory: config.py, log.jsonl, step_*/
 data_dir = "data/demo"  # of prepare.py; 'data/a=0.7,data/b=0.3'; stages '0: data/a; 8000: data/b'
 val_data = ""  # directories to validate on, 'data/zh,data/code'; "" = those of data_dir
@@ -75,7 +76,7 @@ lora_rank = 16  # rank of the LoRA matrices (at least 1)
 lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 # batch
 batch_size = 16  # sequences per rank and micro-step (at least 1)
-total_batch_tokens = 0  # tokens per step over all ranks; 0 = one micro-step on each rank
+total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 max_steps = 2000  # at least 1
 # optimizer
 optimizer = "muon"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
@@ -211,7 +212,8 @@ if __name__ == "__main__":
     else:
         torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # a plan may be for other ranks than the one that prints it
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -249,7 +251,8 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # all ranks draw the same new weights
     if parallel == "fsdp" and not plan_only:
-        refuse(reason := fsdp.conflict(config, torch_dtype), reason)
+        if reason := fsdp.conflict(config, torch_dtype):
+            raise UserError(f"config: {reason}")
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not source)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -293,7 +296,8 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         fp16 = scaler.is_enabled()
-        refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
+            raise UserError(f"config: {reason}")
         hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
@@ -305,14 +309,14 @@ if __name__ == "__main__":
             muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
         )
 
-    # ---- restore
+    # ---- restore, and make the run directory
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
-    first_step = state["step"]  # steps that are done; 0 for a new run
+    steps_done = state["step"]  # 0 for a new run
     config = checkpoint.start(config, __file__, resumed)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
-    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
@@ -320,12 +324,12 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
-        report(log, first_step, losses, [sample(model, tokenizer, prompt) for prompt in prompts])
+        report(log, steps_done, losses, [sample(model, tokenizer, prompt) for prompt in prompts])
         saver.update_best()
     stop_signal.begin()
     log.begin()
     stopping = False
-    for step in range(first_step + 1, max_steps + 1):
+    for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(
             step, schedule, learning_rate, min_lr, warmup_steps, max_steps, decay_fraction
         )
@@ -334,9 +338,9 @@ if __name__ == "__main__":
             log.print(f"step {step}: the sources' shares are now {stages[step]}")
 
         # forward and backward
-        n_targets = batches.count_targets(step - 1)  # over all micro-steps and ranks
+        n_targets = batches.count_targets(step - 1)  # of all micro-steps and ranks; counted from 0
         loss_sum = torch.zeros((), device=torch_device)
-        ddp.expect_step(opt, lr)
+        ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             x, y = batches.next()  # (B, T), (B, T)
@@ -348,8 +352,8 @@ if __name__ == "__main__":
 
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        log.advance()
         # <<< optimizer step
+        log.advance()
 
         # log
         last = step == max_steps

@@ -47,6 +47,7 @@ from groundup.train.saver import Saver
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
+# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
 out_dir = "out/reward"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/pairs"  # pairs: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -74,7 +75,7 @@ max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
 batch_size = 8  # pairs per rank and micro-step: twice as many rows (at least 1)
-total_batch_pairs = 0  # pairs per step over all ranks; 0 = one micro-step on each rank
+total_batch_pairs = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 1e-5  # peak; LoRA needs about ten times as much: 1e-4 (at least 0)
@@ -196,7 +197,8 @@ if __name__ == "__main__":
         score_files(torch_device, torch_dtype)
         sys.exit(0)
     stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # a plan may be for other ranks than the one that prints it
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -282,31 +284,31 @@ if __name__ == "__main__":
         muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
     )
 
-    # ---- restore
+    # ---- restore, and make the run directory
     load = reward_model.load_weights
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed, load)
-    first_step = state["step"]  # steps that are done; 0 for a new run
+    steps_done = state["step"]  # 0 for a new run
     config = checkpoint.start(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
-    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
-        report(log, first_step, evaluate(model, corpus, torch_device, torch_dtype))
+        report(log, steps_done, evaluate(model, corpus, torch_device, torch_dtype))
         saver.update_best()
     stop_signal.begin()
     log.begin()
     stopping = False
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
-    for step in range(first_step + 1, max_steps + 1):
+    for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
         # of the step's losses, right pairs, margins and scores
         sums = torch.zeros(4, device=torch_device)
-        ddp.expect_step(opt, lr)
+        ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
@@ -324,8 +326,8 @@ if __name__ == "__main__":
 
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        log.advance()
         # <<< optimizer step
+        log.advance()
 
         # log
         last = step == max_steps

@@ -48,6 +48,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
+# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
 out_dir = "out/rl"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/sft"  # a run, a checkpoint or a Hugging Face directory
 data = "data/chat"  # prompts: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -62,9 +63,7 @@ trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions o
 lora_rank = 16  # rank of the LoRA matrices (at least 1)
 lora_alpha = 32.0  # an adapter's output is multiplied by lora_alpha / lora_rank
 # reward
-reward = (
-    "out/reward"  # a run of reward.py, 'rules.py:function', 'out/reward=1.0,rules.py:length=0.1'
-)
+reward = "out/reward"  # of reward.py; or 'rules.py:function'; 'out/reward=1,rules.py:length=0.1'
 normalise_rewards = False  # by mean and standard deviation of all finished answers so far
 unfinished = "penalty"  # penalty = unfinished_reward | mask = not trained on (answers cut off)
 unfinished_reward = -1.0  # not normalised: with normalise_rewards at most -1 (from -1e9 to 1e9)
@@ -74,22 +73,16 @@ prompts_per_step = 32  # over all ranks (at least 1)
 max_new_tokens = 256  # most tokens of an answer (at least 1)
 temperature = 1.0  # of the distribution that is sampled and trained (from 0.01 to 100)
 filter_groups = 0  # grpo: replace groups with equal rewards at most this many times (at least 0)
-draw_batch_size = (
-    0  # answers drawn at a time on each rank; 0 = all. 32 is faster on CPUs (at least 0)
-)
+draw_batch_size = 0  # answers drawn at a time per rank; 0 = all, 32 suits CPUs (at least 0)
 # algorithm
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
-loss = (
-    "dapo"  # dapo (mean over tokens) | grpo (over answers' means) | dr_grpo (over max_new_tokens)
-)
+loss = "dapo"  # dapo (mean over tokens) | grpo (over answers' means) | dr_grpo (by length)
 scale_rewards = "none"  # none | group (grpo: divide advantages by the group's standard deviation)
 clip_low = 0.2  # clip the ratio of new to old probability below at 1 - clip_low (from 0 to 1)
 clip_high = 0.2  # and above at 1 + clip_high (at least 0)
 epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo (at least 1)
 minibatches = 1  # updates per epoch (at least 1)
-kl_coef = (
-    0.04  # of the KL divergence from the start; 0 if the reward cannot be hacked (from 0 to 100)
-)
+kl_coef = 0.04  # weight of the KL divergence from the start; 0 = off (from 0 to 100)
 # critic, of ppo
 critic_from = ""  # reward model to start from; "" = init_from, with a head of zeros
 value_learning_rate = 1e-5  # peak, of the critic; the schedule is learning_rate's (at least 0)
@@ -193,7 +186,8 @@ if __name__ == "__main__":
     stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
     torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # a plan may be for other ranks than the one that prints it
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
     peak = peak_flops(torch_device, torch_dtype)
 
     # ---- batch: each rank draws the answers to its own prompts
@@ -308,9 +302,9 @@ if __name__ == "__main__":
             critic_ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype
         )
 
-    # ---- restore
+    # ---- restore, and make the run directory
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
-    first_step = state["step"]  # steps that are done; 0 for a new run
+    steps_done = state["step"]  # 0 for a new run
     # number, sum and sum of squares of all rewards so far
     reward_sums = torch.tensor(state.get("reward_sums", [0.0, 0.0, 0.0]), dtype=torch.float64)
     if is_ppo and resumed:
@@ -318,7 +312,7 @@ if __name__ == "__main__":
     del state  # its tensors are mapped from a file
     config = checkpoint.start(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     order = corpus.redrawn_order(prompts_per_step)
     sampler = AnswerSampler(
@@ -328,12 +322,13 @@ if __name__ == "__main__":
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores, lines = evaluate(sampler, rewards, corpus, config)
-        report(log, first_step, scores, lines)
+        report(log, steps_done, scores, lines)
         saver.update_best()
     stop_signal.begin()
+    stopping = False
     log.begin()
     since_log: list[dict[str, float]] = []  # figures of each step since the last log line
-    for step in range(first_step + 1, max_steps + 1):
+    for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, 0.0, warmup_steps, max_steps)
         value_lr = learning_rate_at(
             step, schedule, value_learning_rate, 0.0, warmup_steps, max_steps
@@ -435,7 +430,7 @@ if __name__ == "__main__":
                     totals["positions"] += batch.x.numel()
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
-                # >>> optimizer step: identical in all trainers (tests/test_repo.py)
+                # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
                 grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
                 # <<< optimizer step
                 if is_ppo:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from configurator import configure
 from ddp import DDP, conflict
-from groundup.errors import UserError, refuse
+from groundup.errors import UserError
 from groundup.generate.completion import never_sampled
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
@@ -50,6 +50,7 @@ from model import Transformer
 from tokenizer import Tokenizer, chat_ready
 
 # ---- settings: override with a config file or --key=value; see --help ----------------------------
+# A comment is also the check of a value: `a | b`, `at least n`, `from a to b`.
 out_dir = "out/sft"  # run directory: config.py, log.jsonl, step_*/
 init_from = "out/pretrain"  # a run, a checkpoint or a Hugging Face directory
 data = "data/chat"  # conversations: a file, or a directory of prepare.py; 'a.jsonl=0.7,data/b=0.3'
@@ -72,7 +73,7 @@ max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # batch
 batch_size = 8  # rows per rank and micro-step (at least 1)
-total_batch_tokens = 0  # tokens per step over all ranks; 0 = one micro-step on each rank
+total_batch_tokens = 0  # per step, over all ranks; 0 = one micro-step on each (at least 0)
 # optimizer
 optimizer = "adamw"  # adamw | muon (for the blocks' matrices; AdamW for the rest)
 learning_rate = 2e-5  # peak; LoRA needs about ten times as much: 2e-4 (at least 0)
@@ -220,7 +221,8 @@ if __name__ == "__main__":
     else:
         torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    # a plan may be for other ranks than the one that prints it
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -259,7 +261,8 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # all ranks draw the same new weights
     if parallel == "fsdp" and not plan_only:
-        refuse(reason := fsdp.conflict(config, torch_dtype), reason)
+        if reason := fsdp.conflict(config, torch_dtype):
+            raise UserError(f"config: {reason}")
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
@@ -303,7 +306,8 @@ if __name__ == "__main__":
         opt = fsdp.AdamW(ddp.params, betas=(0.9, 0.95), weight_decay=weight_decay)
     else:
         fp16 = scaler.is_enabled()
-        refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
+        if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
+            raise UserError(f"config: {reason}")
         hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
@@ -315,14 +319,14 @@ if __name__ == "__main__":
             muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
         )
 
-    # ---- restore
+    # ---- restore, and make the run directory
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
-    first_step = state["step"]  # steps that are done; 0 for a new run
+    steps_done = state["step"]  # 0 for a new run
     config = checkpoint.start(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, first_step, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
-    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, first_step)
+    batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
@@ -331,19 +335,19 @@ if __name__ == "__main__":
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
-        report(log, first_step, scores, sample(model, tokenizer, prompts))
+        report(log, steps_done, scores, sample(model, tokenizer, prompts))
         saver.update_best()
     stop_signal.begin()
     log.begin()
     stopping = False
     counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
-    for step in range(first_step + 1, max_steps + 1):
+    for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
-        n_targets = batches.count_targets(step - 1)  # over all micro-steps and ranks
+        n_targets = batches.count_targets(step - 1)  # of all micro-steps and ranks; counted from 0
         loss_sum = torch.zeros((), device=torch_device)
-        ddp.expect_step(opt, lr)
+        ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
             ddp.sync = micro_step == accum_steps - 1  # talk once per step, in the last backward
             batch = batches.next()
@@ -359,8 +363,8 @@ if __name__ == "__main__":
 
         # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
-        log.advance()
         # <<< optimizer step
+        log.advance()
 
         # log
         last = step == max_steps

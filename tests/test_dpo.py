@@ -611,7 +611,7 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--init_from="], "init_from"),
+        (["--init_from="], "holds no checkpoint"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--loss=dpo"], "loss must be one of"),
         (["--beta=0"], "beta must be above 0"),
@@ -622,6 +622,7 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
         (["--reference=copy"], "reference must be one of"),
         (["--epochs=0"], "epochs"),
         (["--total_batch_pairs=6"], "multiple of"),
+        (["--total_batch_pairs=-4"], "at least 0"),
         (["--block_size=8"], "block_size"),
         (["--trainable=lora,nonsense"], "nonsense"),
     ],
@@ -692,7 +693,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(run, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(align_losses, during, interrupted)
-        patch.setattr(errors, "leave", sys.exit)  # not this process
+        patch.setattr(os, "_exit", sys.exit)  # not this process
         with pytest.raises(KeyboardInterrupt) as caught:
             run("--max_steps=1")
         said = io.StringIO()

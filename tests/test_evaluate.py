@@ -57,7 +57,7 @@ def base(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     model = Transformer(cfg)
     model.embed_tokens.weight.data *= 20
-    for name, written, of in (("model", checkpoint, model), ("reward", reward_model, RewardModel(cfg))):
+    for name, written, of in (("model", huggingface, model), ("reward", reward_model, RewardModel(cfg))):
         (folder / name).mkdir()
         written.write_model(folder / name, of, tokenizer)
     for name, text in TEXTS.items():

@@ -206,7 +206,8 @@ class Check:
 
     def resume(self) -> None:
         """Eight steps at once, and four with four more after a restart."""
-        flags = ["pretrain.py", "config/debug.py", "--schedule=constant", f"--device={self.device}", "--eval_every=1000000"]
+        flags = ["pretrain.py", "config/debug.py", "--schedule=constant", f"--device={self.device}"]
+        flags.append("--eval_every=1000000")
         straight = self.train("straight", *flags, "--max_steps=8", "--sample_prompts=")[0]
         self.train("resumed", *flags, "--max_steps=4", "--sample_prompts=")
         resumed = self.train("resumed", *flags, "--max_steps=8", "--sample_prompts=")[0]

@@ -70,7 +70,8 @@ def pair_logps(model: Transformer, batch: PairBatch) -> tuple[Tensor, Tensor]:
 
     (1, B) for a batch of one side."""
     B, T = len(batch.number), batch.x.shape[1]
-    # Pad to a sixteenth of the batch: tensors of ever new sizes fragment the memory.
+    # Pad to a multiple of a sixteenth of the batch: tensors of ever new sizes fragment the
+    # memory.
     n_missing = -len(batch.index) % max(1, batch.x.numel() // 16)
     index = F.pad(batch.index, (0, n_missing))
     targets = F.pad(batch.targets, (0, n_missing), value=IGNORE)

@@ -74,7 +74,7 @@ class Corpus:
         return order
 
     def record(self) -> dict[str, list]:
-        """Return what decides the order of samples besides the settings, for `same_order`."""
+        """Return what decides the order of samples besides the settings, for `changed_entry`."""
         stages = [[step, quotas(np.array(weights)).tolist()] for step, weights in self.stages]
         return {"data": [data.fingerprint for data in self.train], "stages": stages}
 
@@ -144,7 +144,7 @@ def spread(
         yield chosen[first : first + batch_size]
 
 
-def same_order(saved: dict[str, list], now: dict[str, list], step: int) -> str:
+def changed_entry(saved: dict[str, list], now: dict[str, list], step: int) -> str:
     """Compare two `Corpus.record`s: return which entry changes the first `step` steps, or "".
 
     Stages that begin later may change or be added, with new sources behind the others."""

@@ -41,7 +41,7 @@ import torch
 from configurator import write_config
 from groundup.errors import UserError, refuse
 from groundup.files.untrusted import check_zip, is_name, read_json
-from groundup.tokens.corpus import same_order
+from groundup.tokens.corpus import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.device import seed_everything, set_rng_state
 from groundup.train.powersgd import PowerSGD
@@ -121,6 +121,8 @@ def check_bytes(step_dir: Path) -> None:
 def resolve(init_from: str | Path) -> Path:
     """Return the model directory that is meant: init_from itself, or a run's newest checkpoint."""
     path = Path(init_from)
+    if not str(init_from):
+        fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
     if not path.is_dir():
         fail(f"init_from={str(init_from)!r}: {why_no_model(path)}")
     if (path / "checksums.json").exists():
@@ -220,6 +222,7 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
     """
     # Settings that contradict each other.
     out, resume = Path(config["out_dir"]), resume_mode(config)
+    # The setting, not resume_mode: a restarted run still has its overwrite=True.
     deletes = config["overwrite"] and config["resume"] != "never"
     refuse(deletes, "overwrite=True deletes the run to continue; it needs resume='never'")
     is_file = out.exists() and not out.is_dir()
@@ -326,7 +329,7 @@ def check_data(path: Path, saved: dict, now: dict, step: int) -> None:
     # Stages of a mixture that start after `step` may change.
     differ = [key for key in saved | now if saved.get(key) != now.get(key)]
     if differ and set(differ) <= {"data", "stages"}:
-        key = same_order(saved, now, step)
+        key = changed_entry(saved, now, step)
         differ = [key] if key else []
     details = []
     for key in differ:
@@ -371,7 +374,7 @@ def start(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -
         other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
-        # Of overwrite=True; check_overwrite has looked at what is there.
+        # overwrite=True: empty it. check_overwrite has looked at what is there.
         if resume_mode(config) == "never":
             for path in out.iterdir():
                 if path.is_dir() and not path.is_symlink():

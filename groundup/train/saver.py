@@ -1,6 +1,7 @@
 """Save checkpoints while training goes on. checkpoint.py shows what a checkpoint holds.
 
-Training waits only for a copy of weights and state in host memory; a thread writes the copy.
+Training waits for the save before this one, and for a copy of weights and state in host
+memory. A thread writes the copy.
 
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
     saver.save(step, model, ddp, opt, scaler)
@@ -194,7 +195,7 @@ class Saver:
     ) -> None:
         """Write a checkpoint, all ranks together. Raise SaveError on all if one of them fails."""
         is_main = ranks.rank() == 0
-        # What a killed save has left goes.
+        # Remove what a killed save left.
         with self._together(temp):
             if is_main:
                 shutil.rmtree(temp, ignore_errors=True)
@@ -224,7 +225,7 @@ class Saver:
         reasons = [reason for reason in ranks.gather_objects(mine, self.group) if reason]
         if reasons and ranks.rank() == 0:
             shutil.rmtree(temp, ignore_errors=True)
-        # Of Python, torch, Rust and us; any other is a mistake in our code.
+        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
         expected = (OSError, RuntimeError, SafetensorError, UserError)
         if error is not None and not isinstance(error, expected):
             raise error
@@ -279,7 +280,7 @@ class HostMemory:
             return type(value)([self._copy(item) for item in value])
         if not isinstance(value, Tensor):
             return value
-        # Gathered from the other ranks for this save, so nobody changes it.
+        # In host memory already: gathered for this save, or a random state.
         if torch.cuda.is_initialized() and not value.is_cuda:
             return value
         # The buffer that held this tensor last time, or a new one.
@@ -315,7 +316,8 @@ def commit(temp: Path, final: Path) -> None:
     # On the disk before it has the name, or a power cut could leave empty files with it.
     for path in (*temp.rglob("*"), temp):
         sync(path)
-    # A step of this number is damaged: the run resumed behind it. `repair` knows both names.
+    # A step of this number is damaged: the run was resumed from an earlier one and has reached
+    # it again. `repair` undoes a kill between the two renames.
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         final.rename(old)

@@ -16,7 +16,7 @@ from groundup.errors import UserError
 from groundup.tokens.batches import Batches
 from groundup.tokens.chat_files import in_memory, read_chat, tokenize
 from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
-from groundup.tokens.corpus import same_order
+from groundup.tokens.corpus import changed_entry
 from groundup.tokens.training import train
 from groundup.train.ranks import World
 from tokenizer import Tokenizer
@@ -300,10 +300,10 @@ def test_shares_stages_and_epochs(tok, two_files, tmp_path):
     order = staged.order(1, 4, 20)
     assert order.start(np.arange(40))[0].max() == 0 and 0.2 < order.start(np.arange(40, 400))[0].mean() < 0.8
     assert staged.val_shares() == [0.5, 0.5] and list(staged.val) == ["a.jsonl", "b.jsonl"]
-    assert same_order(corpus.record(), corpus.record(), 5) == ""
-    assert same_order(corpus.record(), staged.record(), 5) == "stages"
+    assert changed_entry(corpus.record(), corpus.record(), 5) == ""
+    assert changed_entry(corpus.record(), staged.record(), 5) == "stages"
     write_talks(tmp_path / "b.jsonl", talks(31, 2))
-    assert same_order(corpus.record(), ChatCorpus(f"{a},{b}", tok, 256, True, 7).record(), 5) == "data"
+    assert changed_entry(corpus.record(), ChatCorpus(f"{a},{b}", tok, 256, True, 7).record(), 5) == "data"
     seen = corpus.tokens_seen(corpus.order(1, 4, 10, "1"), sum(n_rows))
     assert seen == {f"tokens/{rows.name}": rows.n_used.sum() for rows in corpus.train}
 
@@ -323,7 +323,8 @@ def test_validation_batches_of_all_ranks_are_the_split_once(tok, tmp_path):
 def test_val_data_and_prompts(tok, two_files):
     a, b = two_files
     corpus = ChatCorpus(a, tok, 512, True, 7, val_data=b)
-    assert len(corpus.train[0].conversations) == 80 and len(corpus.val["b.jsonl"].conversations) == 30 and corpus.val_shares() == [1.0]
+    assert len(corpus.train[0].conversations) == 80 and len(corpus.val["b.jsonl"].conversations) == 30
+    assert corpus.val_shares() == [1.0]
     fitting = [talk for talk in talks(30, 2) if len(tok.render(talk)[0]) <= 512]
     expected = [(tok.render(talk[:-1], add_generation_prompt=True)[0], talk[-1]["content"]) for talk in fitting]
     assert 5 < len(expected) < 30  # the others could not be asked
@@ -411,7 +412,8 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     path = write_talks(tmp_path / "a.jsonl", [*found, [user("cut"), assistant("me"), user("off")]])
     assert make(tmp_path / "rows", path) == make(tmp_path / "tokens", path, tokenizer_dir=tok_dir) == 0
     from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
-    assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap) and from_rows.train[0].conversations.tokens.base is None
+    assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap)
+    assert from_rows.train[0].conversations.tokens.base is None
     raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
     assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].conversations) > 2
     # what numpy reads from the files is what the renderer makes of the lines

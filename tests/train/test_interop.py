@@ -26,8 +26,8 @@ from groundup.generate.completion import begin_prompt
 from groundup.generate.engine import generate
 from groundup.generate.sampling import SamplingParams
 from groundup.scores.likelihood import score_tokens
-from groundup.tokens.foreign import PATTERNS
 from groundup.tokens.conversations import ChatCorpus
+from groundup.tokens.foreign import PATTERNS
 from groundup.train import huggingface
 from model import rope_frequencies, rotate
 from tokenizer import Tokenizer
