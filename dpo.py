@@ -149,6 +149,7 @@ def estimate_kl(
         with autocast(torch_device, torch_dtype):
             logps, _ = pair_logps(model, batch)
         ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
+        # logps has one row here; the last row of the reference is of answers to other prompts
         measured.append((logps[0], ref_logps[-1]))
     return preference.kl_estimate(measured, torch_device)
 
@@ -290,7 +291,7 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- the checkpoint to continue, or the weights to start from
+    # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     made_of = {}  # what the reference depends on
@@ -299,7 +300,9 @@ if __name__ == "__main__":
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    resumed = checkpoint.find(
+        config, model_config, data_record, max_steps
+    )  # None = new; restore() loads it below
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
@@ -341,7 +344,7 @@ if __name__ == "__main__":
         table = preference.compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.start(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     if must_compute and world.is_main:
         preference.save_reference(reference_path, table, made_of)
     if table is not None:
@@ -380,6 +383,7 @@ if __name__ == "__main__":
             with autocast(torch_device, torch_dtype):
                 logps, n_tokens = pair_logps(model, batch)  # (2, B), (2, B)
             ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)  # (2, B)
+            # for kto, margin holds the labels; the other losses ignore it
             losses, metrics = losses_and_metrics(
                 logps, ref_logps, n_tokens, config, batch.margin, kl
             )
@@ -389,7 +393,7 @@ if __name__ == "__main__":
             sums += metrics.sum(1) / pairs_per_step
             n_tokens_seen += batch.x.numel()  # padding too
 
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
+        # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         # <<< optimizer step
         log.advance()

@@ -253,11 +253,13 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- the checkpoint to continue, or the weights to start from
+    # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    resumed = checkpoint.find(
+        config, model_config, data_record, max_steps
+    )  # None = new; restore() loads it below
     if not resumed:
         reward_model.load_start(model, source, n_known, tokenizer)
     base = reward_model.frozen_base(model, source, resumed)  # of adapters
@@ -288,7 +290,7 @@ if __name__ == "__main__":
     load = reward_model.load_weights
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed, load)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.start(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
@@ -324,7 +326,7 @@ if __name__ == "__main__":
                 sums += torch.stack(metrics).sum(1)
             n_tokens_seen += batch.x.numel()  # padding too
 
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
+        # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         # <<< optimizer step
         log.advance()

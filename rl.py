@@ -239,7 +239,7 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- the checkpoint to continue, or the weights to start from
+    # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"algorithm": algorithm, "seed": seed, "block_size": block_size}
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
@@ -249,7 +249,9 @@ if __name__ == "__main__":
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.weights_fingerprint(critic_source)
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    resumed = checkpoint.find(
+        config, model_config, data_record, max_steps
+    )  # None = new; restore() loads it below
     if not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
@@ -310,7 +312,7 @@ if __name__ == "__main__":
     if is_ppo and resumed:
         critics.restore(state["critic"], critic, critic_ddp, critic_opt, critic_scaler)
     del state  # its tensors are mapped from a file
-    config = checkpoint.start(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
@@ -430,7 +432,7 @@ if __name__ == "__main__":
                     totals["positions"] += batch.x.numel()
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
-                # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
+                # >>> optimizer step: identical in all trainers (tests/test_repo.py)
                 grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
                 # <<< optimizer step
                 if is_ppo:

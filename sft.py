@@ -280,12 +280,14 @@ if __name__ == "__main__":
     if plan_only:
         sys.exit(0)
 
-    # ---- the checkpoint to continue, or the weights to start from
+    # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(config, model_config, data_record, max_steps)  # None for a new run
+    resumed = checkpoint.find(
+        config, model_config, data_record, max_steps
+    )  # None = new; restore() loads it below
     if not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
@@ -322,7 +324,7 @@ if __name__ == "__main__":
     # ---- restore, and make the run directory
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
-    config = checkpoint.start(config, __file__, resumed, max_steps)
+    config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
@@ -345,7 +347,7 @@ if __name__ == "__main__":
         lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
 
         # forward and backward
-        n_targets = batches.count_targets(step - 1)  # of all micro-steps and ranks; counted from 0
+        n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
         loss_sum = torch.zeros((), device=torch_device)
         ddp.expect_step(opt, lr)  # for overlap_step="backward" only
         for micro_step in range(accum_steps):
@@ -361,7 +363,7 @@ if __name__ == "__main__":
             scaler.scale(loss).backward()  # full buckets start their all-reduce inside this call
             loss_sum += loss.detach()
 
-        # >>> optimizer step: identical in pretrain, sft, dpo, reward, rl (tests/test_repo.py)
+        # >>> optimizer step: identical in all trainers (tests/test_repo.py)
         grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
         # <<< optimizer step
         log.advance()

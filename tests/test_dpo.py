@@ -611,7 +611,7 @@ def test_two_ranks_resume_to_the_bit(two_ranks):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--init_from="], "holds no checkpoint"),
+        (["--init_from="], "init_from"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--loss=dpo"], "loss must be one of"),
         (["--beta=0"], "beta must be above 0"),

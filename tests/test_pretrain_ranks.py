@@ -49,17 +49,18 @@ OPTIONS = {  # a run is named by the number of its ranks and these words; Muon u
     "long": ["--max_steps=40", "--save_every=5"],
     "fsdp": ["--parallel=fsdp", "--optimizer=adamw"],
     "clipped": ["--grad_clip=0.1", "--activation_checkpointing=True", "--tie_embeddings=False"],
-    "brain": ["--dtype=bfloat16", "--dropout=0"],
+    # At ten times this learning rate step 4 has a peak, which makes much of the rounding.
+    "brain": ["--dtype=bfloat16", "--dropout=0", "--learning_rate=1e-3"],
     "packed": ["--dtype=float32", "--dropout=0", "--pack=True", "--total_batch_tokens=256"],
 }
 CASES = [
     "2 half forward", "2 half zero1", "2 half powersgd", "2 half bf16 adamw", "2 float backward",
     "2 float backward zero1 fp16", "2 float zero1 forward recompute", "2 spread powersgd",
-    "4 float backward adamw", "4 spread", "4 spread zero1", "2 float fsdp", "4 spread clipped fsdp", "2 spread adamw",
+    "2 float backward adamw", "4 spread", "4 spread zero1", "2 float fsdp", "4 spread clipped fsdp", "2 spread adamw",
 ]  # fmt: skip
 STRAIGHT_ONLY = [
     "2 half", "2 half zero1 forward", "2 half powersgd forward", "2 half fp16", "2 float", "2 float zero1",
-    "2 float backward zero1", "4 float adamw", "4 float zero1 adamw", "2 float zero1 forward long", "2 packed",
+    "2 float backward zero1", "2 float zero1 adamw", "2 float zero1 forward long", "2 packed",
     "2 float adamw", "4 spread clipped adamw", "2 brain adamw", "2 brain fsdp",
 ]  # fmt: skip
 MOVES = [  # new run, and the interrupted one that it continues
@@ -75,7 +76,7 @@ SAME = {  # to the bit
     "2 float backward": "2 float",
     "2 float backward zero1": "2 float zero1",
     "2 float zero1 forward recompute": "2 float zero1",
-    "4 float backward adamw": "4 float adamw",
+    "2 float backward adamw": "2 float adamw",
 }
 
 
@@ -148,7 +149,7 @@ def test_the_moment_of_the_update_changes_no_bit(runs, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "plain"), [("2 float zero1", "2 float"), ("4 float zero1 adamw", "4 float adamw")])
+@pytest.mark.parametrize(("name", "plain"), [("2 float zero1", "2 float"), ("2 float zero1 adamw", "2 float adamw")])
 def test_zero1_trains_like_replicated_state(runs, name, plain):
     straight = runs / "straight"
     assert tp.losses(straight / name) == pytest.approx(tp.losses(straight / plain), rel=1e-6)
@@ -160,7 +161,7 @@ def test_zero1_trains_like_replicated_state(runs, name, plain):
     ("2 brain fsdp", "2 brain adamw", 2e-3),
 ])  # fmt: skip
 def test_fsdp_trains_like_ddp(runs, name, plain, rel):
-    """A checkpoint is what transformers reads: files that no rank held together, and an index."""
+    """A checkpoint is what transformers reads."""
     from transformers import AutoModelForCausalLM
 
     straight = runs / "straight"
@@ -171,7 +172,7 @@ def test_fsdp_trains_like_ddp(runs, name, plain, rel):
     for key, weight in theirs.items():
         assert (ours[key] - weight).norm() < 50 * rel * weight.norm(), key
     latest = straight / name / "latest"
-    assert len(list(latest.glob("model-*.safetensors"))) > 5 and not (latest / "model.safetensors").exists()
+    assert [path.name for path in latest.glob("model*")] == ["model.safetensors"]
     hf, idx = AutoModelForCausalLM.from_pretrained(latest), torch.arange(32)[None]
     assert torch.allclose(hf(idx).logits, huggingface.load_model(latest)(idx), atol=1e-5)
 
@@ -323,7 +324,8 @@ def test_short_runs_end_without_a_word(tmp_path, data_dir):
         )  # fmt: skip
         output = done.stdout
         assert done.returncode == 0, output
-        lines = output[output.index("step      0/2") :].splitlines()
+        *lines, last = output[output.index("step      0/2") :].splitlines()
+        assert last.startswith("saved in ")
         assert [line[:11] for line in lines] == [f"step {step:6d}" for step in (0, 1, 2, 2)], output
 
 

@@ -12,6 +12,7 @@ import forks
 import pytest
 
 from configurator import comments_of, defaults_of, is_key, read_file
+from model import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 # Floors, bottom to top: a file imports from floors below, or from its own room.
@@ -146,7 +147,7 @@ OF_THE_STAGE = {
 # And those that mean another thing there.
 OF_ITS_OWN = {
     "loss", "init_from", "val_data", "val_fraction", "data", "batch_size", "block_size", "eval_steps", "pack", "seed",
-    "max_steps", "epochs", "dropout",
+    "max_steps", "epochs", "dropout", "learning_rate", "sample_prompts", "eval_every", "warmup_steps", "out_dir",
 }  # fmt: skip
 
 
@@ -166,9 +167,11 @@ def test_a_trainer_defines_every_setting_that_it_reads(name):
     assert "import *" not in source
     settings = [key for key, value in defaults_of(ROOT / f"{name}.py").items() if is_key(key, value)]
     assert len(settings) <= 55
-    helpers = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("groundup/train/*.py"))
+    rooms = (*ROOT.glob("groundup/train/*.py"), *ROOT.glob("groundup/align/*.py"))
+    helpers = "".join(path.read_text(encoding="utf-8") for path in rooms)
     for key in settings:
         used = len(re.findall(rf"\b{key}\b", source)) > 1 or f'config["{key}"]' in helpers
+        used = used or key in ModelConfig.__dataclass_fields__  # choose_architecture reads these
         assert used, f"{name}: nothing reads {key}"
 
 

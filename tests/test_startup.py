@@ -24,6 +24,7 @@ NAMES = sorted(
 WITHOUT_TORCH = {"configurator", "tokenizer", "prepare"}
 WITHOUT_TORCH |= {"largest", "reading", "self_instruct"}
 WITHOUT_TORCH |= {name for name in NAMES if name.startswith(("groundup.files", "groundup.text", "groundup.demo"))}
+WITHOUT_TORCH -= {"groundup.demo.debug_model"}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
 SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft"}
@@ -48,7 +49,7 @@ IMPORT = "    import importlib\n    for name in sys.argv[1:]:\n        importlib
 RUN = """
     import runpy
     for command in sys.argv[1:]:
-        sys.argv = [*command.split(), "--max_steps=2", "--peak_tflops=1"]
+        sys.argv = [*command.split(), "--max_steps=2"]
         try:
             runpy.run_path(root + "/" + sys.argv[0], run_name="__main__")
         except SystemExit as end:

@@ -330,7 +330,7 @@ def ways_to_save(cfg: ModelConfig, folder: Path) -> tuple[dict[str, Callable], i
     run, plain = folder / "run", folder / "plain.pt"
     run.mkdir()
     checkpoint.lock(run)
-    log = RunLog(str(run), max_steps=1, first_step=0)
+    log = RunLog(str(run), max_steps=1, steps_done=0)
     names = train(["Three letters, and a few more: abc."], 384)
     saver = Saver(run, 1, names, log, config={"zero1": False, "timeout_s": 300.0}, data={})
     scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -337,6 +337,7 @@ def two_answers(prompt: str, row: dict) -> Pair:
     key = prompt.split(",")[0]
     if isinstance(row[key], str) and row[key].startswith("<|im_start|>"):
         raise BadRow("the prompt is in ChatML; give its turns as messages")
+    # "nothing?" is a key that no row has: one_turn then makes an empty answer, which [:-1] removes
     turns = turns_at(key, row) if isinstance(row[key], list) else one_turn(prompt, "nothing?", row)[:-1]
     return Pair(turns, answer_at(row, "chosen"), answer_at(row, "rejected"))
 

@@ -192,7 +192,7 @@ class TextCorpus(Corpus):
         """Return the micro-batch of the windows that start at starts[i] of source sources[i]."""
         return load_windows([self.train[k] for k in sources], starts, self.block_size)
 
-    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return (n,) int64: how many targets of each window are trained on."""
         found = np.empty(len(starts), dtype=np.int64)
         for k in np.unique(sources):
@@ -262,7 +262,7 @@ class Batches:
     """This rank's micro-batches from first_step on, without end, loaded ahead by a thread.
 
     corpus.load(sources, starts) makes a micro-batch, a NamedTuple of tensors, and
-    corpus.valid(sources, starts) counts the targets of each sample.
+    corpus.count_targets(sources, starts) counts the targets of each sample.
 
     A step takes the next samples_per_step samples of the order. Each rank has a consecutive part
     of them, cut into micro-batches: the samples of a step depend neither on the number of ranks
@@ -304,7 +304,8 @@ class Batches:
     def count_targets(self, step: int) -> int:
         """Return the targets of a step (from 0) over all ranks, computed without communication."""
         samples = np.arange(self.position(step), self.position(step + 1))
-        return self.corpus.valid(*self.order.start(samples)).sum().item()
+        sources, starts = self.order.start(samples)
+        return int(self.corpus.count_targets(sources, starts).sum())
 
     def samples(self, step: int, micro_step: int) -> np.ndarray:
         """Return the sample numbers of this rank's micro-batch, (batch_size,) int64."""

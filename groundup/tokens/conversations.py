@@ -217,7 +217,7 @@ class ChatCorpus(RowCorpus):
         """Return the micro-batch of these rows, for `Batches`."""
         return load_rows(self.train, sources, numbers)
 
-    def valid(self, sources: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def count_targets(self, sources: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return (n,) int64: the labels of each row, for `Batches`."""
         found = np.zeros(len(numbers), np.int64)
         for source in np.unique(sources):

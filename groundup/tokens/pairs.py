@@ -147,7 +147,8 @@ class PairBatch(NamedTuple):
     row: Tensor  # (n,) int64: their rows, of 2B
     lengths: Tensor  # (2B,) int64: tokens of each row; the last is <|im_end|>
     number: Tensor  # (B,) int64: of each pair in its corpus
-    margin: Tensor  # (B,) float32, 0 where there is none
+    # (B,) float32: how much better the chosen answer is, 0 = unknown; for kto the label, 1 or -1
+    margin: Tensor
 
     def to(self, device: str | torch.device) -> "PairBatch":
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
@@ -213,13 +214,13 @@ class LengthSampler(Sampler):
 
     def start(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
-        epoch = numbers - numbers % self.per_epoch  # the epoch's first number
+        epoch_begin = numbers - numbers % self.per_epoch
         # windows begin with a step, and none holds two epochs
         size = WINDOW * self.batch
-        aligned = epoch - epoch % self.batch
+        aligned = epoch_begin - epoch_begin % self.batch
         window = aligned + (numbers - aligned) // size * size
-        begins = np.maximum(epoch, window)
-        ends = np.minimum(epoch + self.per_epoch, window + size)
+        begins = np.maximum(epoch_begin, window)
+        ends = np.minimum(epoch_begin + self.per_epoch, window + size)
         rows = np.empty_like(numbers)
         for begin in np.unique(begins):
             now = begins == begin
@@ -282,7 +283,7 @@ class PairCorpus(RowCorpus):
         """Return the micro-batch of these pairs, for `Batches`."""
         return load_pairs(self.train, sources, rows)
 
-    def valid(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def count_targets(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return ones (n,) int64: the loss of a step is the mean over its pairs."""
         return np.ones(len(rows), np.int64)
 

@@ -19,7 +19,7 @@ Opening a checkpoint never runs code: weights are safetensors, state is plain da
 
     resumed = find(config, model_config, data)             # None: a new run
     state = restore(resumed, model, ddp, opt, scaler, seed)
-    config = start(config, __file__, resumed)
+    config = make_run_dir(config, __file__, resumed)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
 """
 
@@ -362,7 +362,7 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
 
 
 @on_rank_0
-def start(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
+def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
     """Make out_dir, emptied for overwrite=True, and write config.py. All ranks call it.
 
     Return the settings as recorded. max_steps: 0 = config["max_steps"].

@@ -85,6 +85,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of one device: a known GPU's from its data sheet, else measured."""
     if device.type == "cuda":
+        if not torch.cuda.is_available():  # a plan for another machine
+            raise UserError(
+                "config: there is no GPU to measure; give --peak_tflops, its data sheet's"
+            )
         for part, tflops in GPU_PEAK_TFLOPS.items():
             if part in torch.cuda.get_device_name(device):
                 return tflops * 1e12

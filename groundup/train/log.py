@@ -43,7 +43,7 @@ class RunLog:
         self,
         out_dir: str,
         max_steps: int,
-        first_step: int,
+        steps_done: int,
         world: ranks.World = ALONE,
         tensorboard: bool = False,
         flops_per_token: float = 0.0,
@@ -52,7 +52,7 @@ class RunLog:
     ) -> None:
         # Every rank has a clock; only rank 0 prints and writes.
         self.enabled, self.world_size, self.device = world.is_main, world.world_size, device
-        self.first_step, self.max_steps, self.step = first_step, max_steps, first_step
+        self.steps_done, self.max_steps, self.step = steps_done, max_steps, steps_done
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops * world.world_size or math.inf  # unknown: mfu is 0
         self.path = Path(out_dir) / "log.jsonl"
@@ -72,17 +72,17 @@ class RunLog:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(out_dir, purge_step=first_step + 1 if first_step else None)
+            self.board = SummaryWriter(out_dir, purge_step=steps_done + 1 if steps_done else None)
         with naming(self.path):
             if self.path.exists():
-                keep_events_until(self.path, first_step or -1)  # step 0 is evaluated again
+                keep_events_until(self.path, steps_done or -1)  # step 0 is evaluated again
                 events = read_events(self.path)
                 self.evaluations = [event for event in events if event["event"] == "eval"]
             self.file = open(self.path, "a", encoding="utf-8")
 
         # No progress bar where the output goes to a file.
         hidden = not sys.stdout.isatty()
-        self.bar = tqdm(total=max_steps, initial=first_step, disable=hidden, leave=False)
+        self.bar = tqdm(total=max_steps, initial=steps_done, disable=hidden, leave=False)
 
     # ---- the clock: time since the last training line, without pauses
 
@@ -219,7 +219,7 @@ class RunLog:
             self.print(f"saved in {out}; next: {next_command}")
         self.close()
         # A run that had nothing left to do keeps the card it has.
-        if self.enabled and (self.step > self.first_step or not (out / "README.md").exists()):
+        if self.enabled and (self.step > self.steps_done or not (out / "README.md").exists()):
             self.write_card(script, config, data)
 
     def write_card(self, script: str, config: dict, data: list[str]) -> None:

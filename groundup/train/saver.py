@@ -80,7 +80,7 @@ class Saver:
         self.saved = True  # False if the last save failed
         self.timeout_s = config["timeout_s"]
         self._check_visible()
-        self.newest_step = log.first_step
+        self.newest_step = log.steps_done
         self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
         self.group = ranks.new_group(SLOW_DISK_S)
@@ -134,7 +134,8 @@ class Saver:
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
 
-        # From here on training may change everything: the thread has the copy.
+        # From here on training may change all tensors: the thread writes the copies, and reads of
+        # the model only its architecture.
         copied = self.memory.copy(content)
         self.pending.append(self.pool.submit(self._write, step, model, copied))
 
@@ -316,8 +317,9 @@ def commit(temp: Path, final: Path) -> None:
     # On the disk before it has the name, or a power cut could leave empty files with it.
     for path in (*temp.rglob("*"), temp):
         sync(path)
-    # A step of this number is damaged: the run was resumed from an earlier one and has reached
-    # it again. `repair` undoes a kill between the two renames.
+    # If there is a step of this number it is damaged: the run was resumed from an earlier one
+    # and has come to it again. After a kill between the two renames checkpoint.repair puts the
+    # old one back.
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         final.rename(old)

@@ -279,7 +279,7 @@ def test_the_labels_of_rows_of_two_sources(tok, two_files):
     batch = corpus.load(np.array([0, 1, 1]), np.array([0, 0, 1]))
     per_row = np.bincount(batch.index.numpy() // 256, minlength=3)
     assert per_row.tolist() == [corpus.train[0].n_labels[0], *corpus.train[1].n_labels[:2]]
-    assert corpus.valid(np.array([0, 1, 1]), np.array([0, 0, 1])).tolist() == per_row.tolist()
+    assert corpus.count_targets(np.array([0, 1, 1]), np.array([0, 0, 1])).tolist() == per_row.tolist()
     moved = batch.to("cpu")
     assert type(moved) is type(batch) and torch.equal(moved.x, batch.x)
     assert corpus.load(np.array([0]), np.array([0])).documents.dtype == torch.int64

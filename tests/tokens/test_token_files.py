@@ -61,7 +61,7 @@ class Alone:
     def load(self, sources: np.ndarray, starts: np.ndarray) -> Windows:
         return load_windows([self.split] * len(starts), starts, self.block_size)
 
-    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return self.split.n_valid(starts, self.block_size + 1) - 1
 
 
@@ -329,7 +329,7 @@ class Strange:
     def load(self, sources: np.ndarray, starts: np.ndarray) -> Found:
         return Found(torch.from_numpy(sources), None, torch.from_numpy(starts))
 
-    def valid(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def count_targets(self, sources: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return starts + sources
 
 

@@ -40,7 +40,7 @@ def write(path: Path, *events: dict) -> Path:
 
 
 def test_a_log_is_read_as_it_was_written(tmp_path):
-    log = RunLog(str(tmp_path), max_steps=4, first_step=0)
+    log = RunLog(str(tmp_path), max_steps=4, steps_done=0)
     log.write("eval", 0, {"val_loss": 3.0})
     log.write("train", 2, {"loss": float("nan"), "lr": 0.5})
     log.write("save", 2, {"path": "step_000002"})

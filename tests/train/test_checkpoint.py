@@ -793,7 +793,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of pretrain.py that has saved step 3."""
     monkeypatch.setattr("sys.argv", ["pretrain.py"])
     out = tmp_path / "out"
-    checkpoint.start(settings(out), "/x/pretrain.py", None)
+    checkpoint.make_run_dir(settings(out), "/x/pretrain.py", None)
     save(out, 3, tiny(), config={"max_steps": 9, "init_from": "first"}, other={"data": DATA})
     return out
 
@@ -824,11 +824,11 @@ def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monk
     changes = {"resume": "never", "overwrite": True}
     path = find(begun, **changes)
     assert path == begun / "step_000003"
-    checkpoint.start(settings(begun, **changes), "pretrain.py", path)
+    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", path)
     assert names(begun) == ["config.py", "latest", "step_000003"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert find(begun, **changes) is None
-    checkpoint.start(settings(begun, **changes), "pretrain.py", None)
+    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", None)
     assert names(begun) == ["config.py"]
 
 
@@ -870,13 +870,13 @@ def test_the_record_is_of_what_a_run_began_with(begun: Path, tmp_path: Path, mon
     record = begun / "config.py"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "first").mkdir()
-    config = checkpoint.start(settings(begun, init_from="second"), "pretrain.py", path)
+    config = checkpoint.make_run_dir(settings(begun, init_from="second"), "pretrain.py", path)
     assert config == settings(begun, init_from="first") and "init_from = 'first'" in record.read_text("utf-8")
     (tmp_path / "first").rename(tmp_path / "moved")
-    config = checkpoint.start(settings(begun, init_from="moved"), "pretrain.py", path)
+    config = checkpoint.make_run_dir(settings(begun, init_from="moved"), "pretrain.py", path)
     assert config["init_from"] == "moved"
     before = record.read_text("utf-8")
-    checkpoint.start(settings(begun, seed=7), "pretrain.py", path, max_steps=3)
+    checkpoint.make_run_dir(settings(begun, seed=7), "pretrain.py", path, max_steps=3)
     assert record.read_text("utf-8") == before  # nothing is trained by these settings
 
 
