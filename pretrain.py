@@ -337,7 +337,10 @@ if __name__ == "__main__":
         )
         if step in stages:
             log.write("stage", step, {"weights": stages[step]})
-            log.print(f"step {step}: the sources' shares are now {stages[step]}")
+            shares = ", ".join(
+                f"{100 * share:.1f} % {name}" for name, share in stages[step].items()
+            )
+            log.print(f"step {step:6d}/{max_steps} | samples from here on: {shares}")
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of the step, on all ranks

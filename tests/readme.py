@@ -75,7 +75,7 @@ SMALL = {
     "serve": {"device": "cpu", "dtype": "float32", "host": "127.0.0.1"},
     "evaluate": {"device": "cpu", "dtype": "float32", "batch_size": 2, "limit": 2},
 }  # fmt: skip
-del SMALL["rl"]["eval_steps"]
+del SMALL["rl"]["eval_steps"], SMALL["rl"]["peak_tflops"]  # which it does not have
 NEW_MODEL = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 32}
 
 

@@ -1,6 +1,7 @@
 """Each trainer's first 100 steps give the losses that were recorded; see golden/record.py."""
 
 import json
+import tarfile
 
 import forks
 import pytest
@@ -26,3 +27,14 @@ def check(found: list[list], golden: list[list]) -> None:
 @pytest.mark.parametrize("trainer", record.DATA)
 def test_the_losses_are_the_recorded_ones(trainer, n_ranks, tmp_path):
     check(record.run(trainer, n_ranks, tmp_path / "run", forks.run), GOLDEN[f"{trainer} {n_ranks}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", record.DATA)
+def test_a_kept_checkpoint_resumes_to_the_recorded_losses(trainer, tmp_path):
+    with tarfile.open(record.CHECKPOINTS) as archive:
+        members = [one for one in archive if one.name.startswith(f"{trainer}/")]
+        archive.extractall(tmp_path, members, filter="data")
+    found = record.run(trainer, 1, tmp_path / trainer, forks.run)
+    golden = [row for row in GOLDEN[f"{trainer} 1"] if row[1] > record.HALF]
+    check([row for row in found if row[1] > record.HALF], golden)

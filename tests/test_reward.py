@@ -676,7 +676,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--init_from="], "holds no checkpoint"),
+        (["--init_from="], "init_from: give the run"),
         (["--init_from=nowhere"], "nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--epochs=0"], "too few to learn from"),

@@ -23,7 +23,7 @@ import torch
 from test_model import as_transformers, random_model, tiny_config
 
 import sample
-from groundup.errors import printable
+from groundup.errors import printable, report
 from groundup.generate import chat
 from groundup.generate.chat import Chat
 from groundup.generate.completion import Token, never_sampled
@@ -102,8 +102,7 @@ def run(cwd: Path, *arguments: str, said: bytes = b"") -> Ended:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else print(end.code, file=sys.stderr) or 1
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
+        code = report(error, sys.stderr)  # what sys.excepthook does, without the exit
     finally:
         for stream in streams[1:]:
             stream.flush()

@@ -538,7 +538,7 @@ def test_a_rank_without_labels_neither_waits_nor_spoils_the_others(two_ranks):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--init_from="], "holds no checkpoint"),
+        (["--init_from="], "init_from: give the run"),
         (["--init_from=nowhere"], "nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--epochs=0"], "too few to learn from"),

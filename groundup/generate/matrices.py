@@ -77,6 +77,8 @@ class PackedLinear(nn.Module):
         if rows == 1 and dtype == torch.float32:
             return False
         available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        if dtype == torch.bfloat16 and available:  # oneDNN refuses it on processors without AVX-512
+            available = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available
 
 

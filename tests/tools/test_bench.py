@@ -344,7 +344,6 @@ def test_the_program(tmp_path):
         ("rows", "trian", "rows='trian' is none of all, train, head"),
         ("optimizer", "adam", "optimizer='adam' is none of adamw, muon"),
         ("shapes", "10M,11M", "shapes='11M' is none of tiny, 10M"),
-        ("compile", "whole", "compile='whole' is none of"),
         ("device", "tpu", "device.*tpu"),
     ],
 )
