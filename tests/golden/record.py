@@ -32,11 +32,11 @@ CHECKPOINTS = (
 )  # step 50 of each trainer on one rank: TRAINER/step_000050
 STEPS, HALF = 100, 50
 DATA = {
-    "pretrain": ["config/debug.py", f"--data_dir={HERE}/data"],
-    "sft": ["config/debug_sft.py", f"--data={HERE}/data/chat.jsonl"],
-    "dpo": ["config/debug_dpo.py", f"--data={HERE}/data/pairs.jsonl"],
-    "reward": ["config/debug_reward.py", f"--data={HERE}/data/pairs.jsonl"],
-    "rl": ["config/debug_rl.py", f"--data={HERE}/data/rl.jsonl"],
+    "pretrain": ["config/debug.py", "--data_dir=tests/golden/data"],
+    "sft": ["config/debug_sft.py", "--data=tests/golden/data/chat.jsonl"],
+    "dpo": ["config/debug_dpo.py", "--data=tests/golden/data/pairs.jsonl"],
+    "reward": ["config/debug_reward.py", "--data=tests/golden/data/pairs.jsonl"],
+    "rl": ["config/debug_rl.py", "--data=tests/golden/data/rl.jsonl"],
 }
 RECORDED = {"train": ("loss", "grad_norm"), "eval": ("val_loss",)}
 
@@ -44,14 +44,14 @@ RECORDED = {"train": ("loss", "grad_norm"), "eval": ("val_loss",)}
 def command(trainer: str, n_ranks: int, out_dir: Path) -> list[str]:
     """Return the command of a golden run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
-    start = [] if trainer == "pretrain" else [f"--init_from={HERE}/model"]
+    start = [] if trainer == "pretrain" else ["--init_from=tests/golden/model"]
     flags = [f"--max_steps={STEPS}", "--log_every=1", "--eval_every=25", "--save_every=50"]
     script = [f"{trainer}.py", *DATA[trainer], *start, *flags, "--keep_last=0"]
     return [sys.executable, *(launcher if n_ranks > 1 else []), *script, f"--out_dir={out_dir}"]
 
 
 def run(trainer: str, n_ranks: int, out_dir: Path, run: Callable = subprocess.run) -> list[list]:
-    """Train, and return `read_losses` of the run."""
+    """Train, and return `read_losses` of the run. A relative out_dir is one of the repository."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = run(
         command(trainer, n_ranks, out_dir),
@@ -61,7 +61,7 @@ def run(trainer: str, n_ranks: int, out_dir: Path, run: Callable = subprocess.ru
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return read_losses(out_dir)
+    return read_losses(ROOT / out_dir)
 
 
 def read_losses(out_dir: Path) -> list[list]:
@@ -84,10 +84,11 @@ def machine() -> str:
 
 
 def main() -> None:
+    os.chdir(ROOT)
     found = {"machine": machine()}
     for trainer in DATA:
         for n_ranks in (1, 2):
-            out_dir = ROOT / "out" / "golden" / f"{trainer}_{n_ranks}"
+            out_dir = Path("out", "golden", f"{trainer}_{n_ranks}")  # of the current directory
             subprocess.run(["rm", "-rf", str(out_dir)], check=True)
             found[f"{trainer} {n_ranks}"] = run(trainer, n_ranks, out_dir)
             print(f"{trainer} on {n_ranks} ranks: {found[f'{trainer} {n_ranks}'][-1]}", flush=True)
@@ -95,7 +96,7 @@ def main() -> None:
     with tarfile.open(CHECKPOINTS, "w:xz") as archive:
         for trainer in DATA:
             step = f"step_{HALF:06d}"
-            archive.add(ROOT / "out" / "golden" / f"{trainer}_1" / step, f"{trainer}/{step}")
+            archive.add(Path("out", "golden", f"{trainer}_1", step), f"{trainer}/{step}")
 
 
 def write(found: dict) -> None:
