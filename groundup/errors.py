@@ -61,10 +61,9 @@ def say(line: str) -> None:
 
 def end_in_one_line() -> None:
     """Install the hooks of this file. Scripts call this before their slow imports."""
-    if sys.excepthook is one_line_excepthook:
-        return
-    sys.excepthook = one_line_excepthook
-    atexit.register(flush_output)
+    if sys.excepthook is not one_line_excepthook:  # configure() calls this again
+        sys.excepthook = one_line_excepthook
+        atexit.register(flush_output)
 
     # Under torchrun: no C++ frames of a lost connection; end with torchrun, even if it is killed.
     if "TORCHELASTIC_RUN_ID" in os.environ:
