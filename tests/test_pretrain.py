@@ -680,7 +680,7 @@ def test_a_kill_before_latest_is_moved_is_made_good(run, tmp_path):
     assert os.readlink(latest) == "step_000004"
 
 
-def test_a_damaged_log_is_left_as_it_is(run, tmp_path):
+def test_a_damaged_log_is_left_as_it_is(run, tmp_path, capsys):
     assert run("--max_steps=3", "--save_every=1") == 0
     path = tmp_path / "out" / "log.jsonl"
     lines = path.read_bytes().splitlines()
@@ -689,6 +689,8 @@ def test_a_damaged_log_is_left_as_it_is(run, tmp_path):
     assert run("--max_steps=5", "--save_every=1") == 0
     after = path.read_bytes().splitlines()
     assert after[: len(lines)] == lines and len(after) > len(lines)
+    said = f"log.jsonl:3, {len(lines) + 1}: 2 lines cannot be read; they are left as they are"
+    assert said in capsys.readouterr().out
     assert max(event["step"] for event in read_events(path)) == 5
 
 

@@ -308,13 +308,18 @@ def event_of(line: bytes) -> dict | None:
 
 
 def keep_events_until(path: Path, step: int) -> None:
-    """Drop the events of `path` after `step`. Lines that cannot be read stay as they are."""
+    """Drop the events of `path` after `step`. Lines that cannot be read are named and stay."""
     check_regular(path)
-    kept = []
-    for line in path.read_bytes().splitlines():
+    kept, damaged = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         event = event_of(line)
+        if event is None:
+            damaged.append(str(number))
         if event is None or event["step"] <= step:
             kept.append(line + b"\n")
+    if damaged:
+        lines = f"{path}:{', '.join(damaged[:5])}"
+        print(f"log: {lines}: {len(damaged)} lines cannot be read; they are left as they are")
     # Renamed when complete, so that a kill leaves the old log or the new one.
     tmp = path.with_suffix(".jsonl.tmp")
     tmp.write_bytes(b"".join(kept))
