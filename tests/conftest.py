@@ -1,9 +1,13 @@
 """What holds for all tests."""
 
 import gc
+import os
 import signal
 
 import pytest
+
+# float32 products on a GPU are exact, in what the tests start too: they are compared with a CPU's.
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 
 gc.disable()  # until all files are imported: that leaves no garbage
 

@@ -786,8 +786,9 @@ def start_ranks(
 
     Return each rank's reports {name: (time, text)}, and the exit codes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ddp_step", "test_powersgd"])
+    # A fork cannot use CUDA if its parent has asked for the number of GPUs
+    context = multiprocessing.get_context("forkserver" if device_type == "cpu" else "spawn")
+    multiprocessing.set_forkserver_preload(["test_ddp_step", "test_powersgd"])
     with pytest.MonkeyPatch.context() as patch:  # else the server finds neither
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         multiprocessing.forkserver.ensure_running()

@@ -109,8 +109,9 @@ def losses(out: Path) -> list[float]:
 
 def assert_gpu_trains_as_cpu(run: Callable, folder: Path, compiled: bool) -> None:
     """In float32; sums have other orders. run: of a script whose out_dir is folder/out by default."""
-    assert run("--max_steps=4") == 0
-    assert run("--max_steps=4", "--device=cuda", f"--compile={compiled}", f"--out_dir={folder / 'gpu'}") == 0
+    flags = ["--max_steps=4", "--learning_rate=1e-3"]
+    assert run(*flags) == 0
+    assert run(*flags, "--device=cuda", f"--compile={compiled}", f"--out_dir={folder / 'gpu'}") == 0
     want = losses(folder / "out")
     assert len(want) == 4 and losses(folder / "gpu") == pytest.approx(want, rel=1e-3)
 

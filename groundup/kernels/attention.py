@@ -168,7 +168,8 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         # torch's kernel is slower for one query than for two
         two = F.scaled_dot_product_attention(q.expand(-1, -1, 2, -1), k, v, attn_mask=mask)
         return two[:, :, :1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, D)
+    # On a GPU the result has the layout (B, T, heads, D) in memory, so no view is possible.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(B, H, T, D)
 
 
 def attention_by_length(

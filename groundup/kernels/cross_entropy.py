@@ -25,7 +25,7 @@ from groundup.tokens import IGNORE
 # CPU: 24 MiB in float32 are enough for fast products; from 32 MiB on, glibc maps new pages each
 # time. A GPU is fast with thousands of rows at once.
 CHUNK_ELEMENTS = 3 * 2**21
-GPU_CHUNK_ELEMENTS = 2**27
+GPU_CHUNK_ELEMENTS = 2**28
 
 
 def reference_cross_entropy(
