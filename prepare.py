@@ -331,7 +331,7 @@ def main(config: dict) -> int:
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)
         if why:
-            check_replaceable(out_dir, config["overwrite"], why if before else "")
+            check_replaceable(out_dir, config["overwrite"], why if before else "", work)
             if out_dir.exists():
                 print(f"prepare: {out_dir} is made anew: {why}")
             manifest = build(inputs, recipe, tokenizer, work, config, info, lost)

@@ -281,7 +281,7 @@ class Tokenizer:
             raise UserError(f"tokenizer: {directory} is damaged: {what}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Write the files that transformers.AutoTokenizer and `load` read, each whole or not."""
+        """Write the files that transformers.AutoTokenizer and `load` read."""
         os.makedirs(directory, exist_ok=True)
         files, config = self.files, json.loads(self.files.get("tokenizer_config.json", b"{}"))
         reads_all = config.get("tokenizer_class", FAST) in (FAST, "TokenizersBackend")
@@ -294,10 +294,13 @@ class Tokenizer:
             path = os.path.join(directory, name)
             with naming(path), open(path + ".tmp", "wb") as f:
                 f.write(content)
-            os.replace(path + ".tmp", path)
-        # another tokenizer's files, which would be read together with these
-        for name in set(FILES) - set(self.files):
+        # A kill here leaves no tokenizer, never half of one or a mixture with the one before: what
+        # `load` and others look for, tokenizer.json or tokenizer.model, goes first and comes last.
+        for name in (*foreign.TOKENIZERS, *set(FILES) - set(files)):
             Path(directory, name).unlink(missing_ok=True)
+        for name in sorted(files, key=lambda name: name in foreign.TOKENIZERS):
+            path = os.path.join(directory, name)
+            os.replace(path + ".tmp", path)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ordinary text, never a special one; lone surrogates become U+FFFD."""

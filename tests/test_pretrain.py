@@ -592,7 +592,7 @@ def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     before = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert "n_layer=2 (asked 3)" in refused(run, capsys, "--max_steps=2", "--n_layer=3")
-    assert "is not empty" in refused(run, capsys, "--max_steps=2", "--resume=never")
+    assert "holds a run; use another out_dir" in refused(run, capsys, "--max_steps=2", "--resume=never")
     assert "seed=1337 (asked 1)" in refused(run, capsys, "--max_steps=3", "--seed=1")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
     assert run("--max_steps=2", "--resume=never", "--overwrite=True", "--n_layer=3") == 0
@@ -603,19 +603,19 @@ def test_overwrite_deletes_a_run_and_nothing_else(run, tmp_path, capsys):
     assert run("--max_steps=2") == 0
     flags = ["--max_steps=2", "--resume=never", "--overwrite=True"]
     assert "that overwrite=True deletes" in refused(run, capsys, *flags, f"--init_from={tmp_path / 'out'}")
-    (tmp_path / "out" / "thesis.txt").write_text("years of work", encoding="utf-8")
-    assert "holds 'thesis.txt', which no run made" in refused(run, capsys, *flags)
-    assert (tmp_path / "out" / "latest").exists()
-    (tmp_path / "out" / "thesis.txt").rename(tmp_path / "out" / "thesis.tmp")
-    assert "holds 'thesis.tmp'" in refused(run, capsys, *flags)
-    (tmp_path / "out" / "thesis.tmp").unlink()
+    for name in ("thesis.txt", "thesis.tmp"):
+        (tmp_path / "out" / name).write_text("years of work", encoding="utf-8")
+    (tmp_path / "out" / "step_000099").mkdir()
     assert run(*flags) == 0
+    assert all((tmp_path / "out" / name).exists() for name in ("thesis.txt", "thesis.tmp"))
+    assert not (tmp_path / "out" / "step_000099").exists()
+    assert [event["step"] for event in events(tmp_path / "out", "save")] == [2]
     config = (tmp_path / "out" / "config.py").read_text(encoding="utf-8")
     assert "resume = 'auto'" in config and "overwrite = False" in config
 
 
-@pytest.mark.parametrize("files", [["README.md", "config.py"], ["notes.txt"], ["README.md"]])
-def test_a_directory_with_files_of_ones_own_is_left_alone(run, tmp_path, capsys, files):
+@pytest.mark.parametrize("files", [["README.md", "config.py"], ["config.json"], ["README.md"], ["latest"]])
+def test_a_file_of_ones_own_that_a_run_would_replace_is_left_alone(run, tmp_path, capsys, files):
     (tmp_path / "out").mkdir()
     for name in files:
         (tmp_path / "out" / name).write_text("x = 'mine'", encoding="utf-8")

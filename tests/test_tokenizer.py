@@ -1,6 +1,7 @@
 """tokenizer.py against brute force, a reference encoder in plain Python, tokenizers, transformers and sentencepiece."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -463,17 +464,48 @@ def test_saving_replaces_the_other_kind(bpe: Tokenizer, sp: Tokenizer, tmp_path:
         assert Tokenizer.load(tmp_path).fingerprint() == tok.fingerprint()
 
 
-def test_a_save_that_fails_leaves_the_old_one(bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs Linux's device that is always full")
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_save_that_fails_leaves_the_old_one(bpe: Tokenizer, tmp_path: Path, file: str):
     bpe.save(tmp_path)
-
-    def full_disk(source: str, target: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full_disk)
+    (tmp_path / f"{file}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"):
         train(CORPUS, 384).save(tmp_path)
-    monkeypatch.undo()
     assert Tokenizer.load(tmp_path).fingerprint() == bpe.fingerprint()
+
+
+def test_a_kill_while_saving_leaves_a_tokenizer_or_none(bpe, sp, tmp_path, monkeypatch):
+    """Never half of one, nor a mixture with the one that was there, whatever the moment."""
+    larger = train(CORPUS, 768)
+    for old, new in ((None, bpe), (None, sp), (sp, bpe), (bpe, sp), (bpe, larger)):
+        found = []
+        while not found or found[-1] != "whole":
+            directory = tmp_path / f"{id(old)} {id(new)} {len(found)}"
+            if old:
+                old.save(directory)
+            seen, moment = 0, len(found)
+
+            def count(*args, original, moment=moment):
+                nonlocal seen
+                seen += 1
+                if seen > moment:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                for name in ("replace", "unlink"):
+                    patch.setattr(os, name, functools.partial(count, original=getattr(os, name)))
+                new.save(directory)
+                found.append("whole")
+                continue
+            try:
+                found.append(Tokenizer.load(directory).fingerprint())
+            except UserError as error:
+                assert "no tokenizer.json or tokenizer.model" in str(error)
+                found.append("none")
+            new.save(directory)
+            assert Tokenizer.load(directory).fingerprint() == new.fingerprint()
+        assert set(found) <= {"none", "whole", old and old.fingerprint(), new.fingerprint()} and len(found) > 2
 
 
 def test_fingerprint_follows_what_decides_the_ids(bpe: Tokenizer, sp: Tokenizer):

@@ -8,8 +8,6 @@ file has beyond them, or a way to split text that is not in PRE_TOKENIZERS, is r
 """
 
 import argparse
-import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from groundup.errors import UserError
+from groundup.files.disk import whole_directory
 from groundup.tokens import foreign
 from groundup.tokens.foreign import PATTERNS
 from groundup.train.config_json import write_json
@@ -90,22 +89,17 @@ def convert(path: Path, out: Path, dtype: torch.dtype) -> int:
         raise UserError(f"from_gguf: {path} has no {error}") from None
     except UserError as error:
         raise UserError(f"from_gguf: {path}: {error}") from None
-    temp = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temp, ignore_errors=True)  # of a run that was killed
     try:
-        temp.mkdir(parents=True)
-        n = write_weights(temp, weights(reader.tensors, arch, config, path), dtype)
-        name = str(dtype).removeprefix("torch.")
-        write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
-        ends = sorted({i for i in (ids["eos_token_id"], fields.get("tokenizer.ggml.eot_token_id")) if i is not None})
-        write_json(temp / "generation_config.json", ids | {"eos_token_id": ends})
-        for name, content in files.items():
-            (temp / name).write_bytes(content)
-        os.replace(temp, out)
+        with whole_directory(out) as temp:
+            n = write_weights(temp, weights(reader.tensors, arch, config, path), dtype)
+            name = str(dtype).removeprefix("torch.")
+            write_json(temp / "config.json", config | ids | {"dtype": name, "torch_dtype": name})
+            ends = {i for i in (ids["eos_token_id"], fields.get("tokenizer.ggml.eot_token_id")) if i is not None}
+            write_json(temp / "generation_config.json", ids | {"eos_token_id": sorted(ends)})
+            for name, content in files.items():
+                (temp / name).write_bytes(content)
     except OSError as error:
         raise UserError(f"from_gguf: cannot write {out}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
     return n
 
 
@@ -324,8 +318,6 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the weights")
     given = parser.parse_args()
     try:
-        if given.out_dir.exists() and (not given.out_dir.is_dir() or any(given.out_dir.iterdir())):
-            raise UserError(f"from_gguf: {given.out_dir} is not an empty directory; give another")
         n_parameters = convert(given.file, given.out_dir, getattr(torch, given.dtype))
     except UserError as error:
         sys.exit(str(error))

@@ -7,7 +7,6 @@ The sum W + alpha/r B A is computed in float32. The directory appears whole or n
 adapters the same command makes a directory of the model alone, without the training state.
 """
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configurator import configure
 from groundup.errors import UserError, reason_of
+from groundup.files.disk import whole_directory
 from groundup.train import checkpoint, huggingface
-from groundup.train.saver import sync
 from tokenizer import Tokenizer
 
 # ---- config: override with a config file or --key=value; see --help --------------------------------------------------
@@ -34,28 +33,18 @@ def write(init_from: str, out_dir: str, dtype: str) -> tuple[Path, Path, int]:
     if not init_from:
         raise UserError("config: init_from is empty; give the run or directory with the adapter")
     source, out = checkpoint.resolve(init_from), Path(out_dir)
-    if not out_dir or out.is_file():
+    if not out_dir:
         raise UserError(f"config: out_dir={out_dir!r} is not a directory")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"config: out_dir={out_dir!r} is not empty; give another")
-    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(source))
-    model = huggingface.load_model(source)
-    temp = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temp, ignore_errors=True)  # of a merge that was killed
     try:
-        temp.mkdir(parents=True)
-        huggingface.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
-        settings = source.parent / "config.py"  # of the run, if it is one of ours: how the model came about
-        if checkpoint.STEP_NAME.fullmatch(source.name) and settings.exists():
-            shutil.copy(settings, temp)
-        for path in temp.iterdir():
-            sync(path)
-        os.replace(temp, out)
-        sync(out.parent)
+        with whole_directory(out) as temp:
+            tokenizer = Tokenizer.load(huggingface.tokenizer_dir(source))
+            model = huggingface.load_model(source)
+            huggingface.write_model(temp, model, tokenizer, dtype=getattr(torch, dtype))
+            settings = source.parent / "config.py"  # of the run, if it is one of ours: how the model came about
+            if checkpoint.STEP_NAME.fullmatch(source.name) and settings.exists():
+                shutil.copy(settings, temp)
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint: cannot write {out}: {reason_of(error)}") from None
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
     return source, out, sum(p.numel() for p in model.parameters())
 
 

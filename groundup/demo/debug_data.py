@@ -4,7 +4,6 @@ Several processes may call these functions at once.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from groundup.demo.python_docs import debug_texts
 from groundup.demo.python_talks import docs_conversations
 from groundup.errors import UserError
+from groundup.files.disk import lock_directory
 
 PREPARE = Path(__file__).parents[2] / "prepare.py"
 SETTINGS = (
@@ -37,13 +37,11 @@ def make_debug_data(out_dir: str | Path) -> None:
     if (out_dir / "manifest.json").exists():
         return
     try:
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out_dir.parent, os.O_RDONLY)  # the lock of a directory leaves no file behind
+        lock = lock_directory(out_dir.parent, wait=True)
     except OSError as error:
         raise UserError(f"demo: cannot make {out_dir}: {error.strerror}") from None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if (out_dir / "manifest.json").exists():
             return
         work = stack.enter_context(tempfile.TemporaryDirectory())

@@ -7,7 +7,6 @@ assistant's last answer is asked. The answer is the same line with its number (f
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from groundup.errors import UserError, naming
 from groundup.files import streams
 from groundup.files.answer_files import NoPair, check_settings, continued_text, conversation_of
+from groundup.files.disk import lock
 from groundup.files.untrusted import check_replaceable, loads
 from groundup.generate.completion import Result
 from groundup.generate.engine import generate_each
@@ -86,7 +86,7 @@ class Answers:
             return
         with naming(self.out), open(self.out, "a", encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
             except BlockingIOError:
                 raise UserError(f"sample: another process is writing {self.out}; wait, or use another out") from None
             yield file

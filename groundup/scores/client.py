@@ -4,7 +4,6 @@ A request is repeated while the endpoint is busy or broken. A reply is on disk b
 """
 
 import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
+from groundup.files.disk import lock
 
 MAX_WAIT = 600.0  # seconds before a retry
 
@@ -148,7 +148,7 @@ class Journal:
     def __init__(self, path: str, settings: dict) -> None:
         self.file = open(path, "a+b")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self.file)
         except BlockingIOError:
             raise UserError(f"chat: another process is writing {path}; wait for it") from None
         self.file.seek(0)

@@ -5,7 +5,6 @@ writes, last, a file with a hash of everything that decides its result, so a run
 units. recipe.py lists the files of a unit.
 """
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.disk import lock_directory
 from groundup.files.splits import is_held_out, split_position
 from groundup.text import dedup
 from groundup.text.documents import Item, load_judge
@@ -311,7 +311,7 @@ def start_worker(watched: Connection, work: Path) -> None:
     """Make this process end when the parent closes its end of the pipe or ends itself, also by kill -9. The lock tells
     the next run that this process may still write; it is held until the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
-    fcntl.flock(os.open(work / "units", os.O_RDONLY), fcntl.LOCK_SH)
+    lock_directory(work / "units", shared=True, wait=True)
     if watched.poll():  # the parent has ended before the lock was taken
         os._exit(1)
     threading.Thread(target=end_with, args=(watched,), daemon=True).start()
@@ -326,6 +326,4 @@ def end_with(watched: Connection) -> None:
 
 def wait_for_workers(work: Path) -> None:
     """Return when the workers of a killed run, which may still write into its units, have ended."""
-    handle = os.open(work / "units", os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    os.close(handle)
+    os.close(lock_directory(work / "units", wait=True))

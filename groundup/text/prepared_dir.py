@@ -1,6 +1,5 @@
 """Make a prepared directory in a locked, hidden directory beside it, rename it when complete, check it later."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError, naming
+from groundup.files.disk import lock_directory
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
@@ -59,19 +59,12 @@ def remove(work: Path) -> None:
 
 def lock(work: Path, out_dir: Path) -> int:
     """Make `work` if needed, lock it and return the handle. Raise UserError if another process has locked it."""
-    while True:
-        (work / "units").mkdir(parents=True, exist_ok=True)
-        handle = os.open(work, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(work) and os.stat(work).st_ino == os.fstat(handle).st_ino:
-                (work / "units").mkdir(exist_ok=True)
-                wait_for_workers(work)
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
-        os.close(handle)  # of a directory that the run before has removed meanwhile
+    try:
+        handle = lock_directory(work)
+    except BlockingIOError:
+        raise UserError(f"prepare: another run is making {out_dir}; wait for it, or stop it") from None
+    wait_for_workers(work)
+    return handle
 
 
 def read_prepared(directory: Path, every_byte: bool = False) -> dict:
@@ -102,9 +95,10 @@ def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     return manifest
 
 
-def check_replaceable(out_dir: Path, overwrite: bool, differs: str) -> None:
+def check_replaceable(out_dir: Path, overwrite: bool, differs: str, work: Path) -> None:
     """Raise UserError if `out_dir` holds anything that prepare.py did not write: that is never removed. So it does
-    without `overwrite` if what is there is complete, for a run may need it; differs: in what, "" if not complete."""
+    without `overwrite` if what is there is complete, for a run may need it; differs: in what, "" if not complete.
+    Raise it too for a directory that `publish` could not rename."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():
@@ -120,12 +114,22 @@ def check_replaceable(out_dir: Path, overwrite: bool, differs: str) -> None:
     if paths and not overwrite and read_json(out_dir / "manifest.json").get("format") not in (FORMAT, ROWS_FORMAT):
         hint = "overwrite=True replaces it"
         raise UserError(f"prepare: {out_dir} holds {paths[0]}, but no manifest.json of ours; {hint}")
+    try:
+        set_aside(out_dir, work).rename(out_dir)
+    except OSError as error:
+        fix = f"if it is a mount point, use --out_dir={out_dir / 'data'}"
+        raise UserError(f"prepare: {out_dir} cannot be replaced ({error.strerror}); {fix}") from None
 
 
 def publish(work: Path, out_dir: Path) -> None:
     """Rename work/out to `out_dir`, and an old `out_dir` to work/old. After a kill between the two renames `out_dir` is
     missing; `work_dir` puts the old one back."""
-    shutil.rmtree(work / "old", ignore_errors=True)
     if out_dir.exists():
-        out_dir.rename(work / "old")
+        set_aside(out_dir, work)
     (work / "out").rename(out_dir)
+
+
+def set_aside(out_dir: Path, work: Path) -> Path:
+    """Rename `out_dir` to work/old, and return that."""
+    shutil.rmtree(work / "old", ignore_errors=True)
+    return out_dir.rename(work / "old")

@@ -7,6 +7,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
+from groundup.errors import printable
 from groundup.text.pipeline import inspect_unit, plan_units
 from groundup.text.recipe import KEPT, REASONS, Input, Recipe, Unit, read_json
 from groundup.text.report import detail_of, read_document
@@ -36,7 +37,8 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
         found = sorted(found[:limit] + rows_of(unit, chosen, units, recipe.kind, tokenizer, work))
         n_rows += len(found)
         for offset, lines in found:
-            print(f"\n-- {unit.parts[0].name} at byte {offset}", *lines, sep="\n   ")
+            lines = [f"\n-- {unit.parts[0].name} at byte {offset}", *lines]
+            print(*map(printable, lines), sep="\n   ")  # keys and roles of a file, too
     n_kept = int((chosen.fates == KEPT).sum())
     if tokenizer is None:
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")

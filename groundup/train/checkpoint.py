@@ -14,6 +14,7 @@ A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put
 then renamed. A kill at any moment loses at most the save under way, because nothing is removed
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
+Rank 0 alone writes, so machines need not share a file system. At a resume each reads the checkpoint.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
@@ -30,8 +31,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -40,6 +41,8 @@ import torch
 
 from configurator import write_config
 from groundup.errors import UserError, refuse
+from groundup.files import disk
+from groundup.files.disk import housekeeping
 from groundup.files.untrusted import check_zip, is_name, read_json
 from groundup.tokens.corpus import changed_entry
 from groundup.train import huggingface, ranks
@@ -47,21 +50,21 @@ from groundup.train.device import seed_everything, set_rng_state
 from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
 START_OVER = "start over with --resume=never --overwrite=True"
 
-# What a run leaves in its directory. overwrite=True deletes a directory that holds nothing else.
+NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
+
+# What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 OWN_FILES = re.compile(
     r"(\.lock|config\.py|log\.jsonl|reference\.safetensors|README\.md|events\.out\.tfevents.*"
-    r"|\.?latest|\.?best2?|\.?step_\d+)(\.tmp|\.old)?"
+    r"|\.?latest|\.?best2?|\.?step_\d+)(\.(tmp|old)\d*)?"
 )
+HIDDEN = re.compile(r"\.(step_\d+|latest|best2?)\.(tmp|old)\d*")  # see disk.free_name
+# A directory with one of these is a model or a corpus for whoever reads it.
+NO_RUN = ("adapter_config.json", "config.json", "manifest.json")
 
 # ---- checkpoints on the disk ---------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ def why_no_model(path: Path) -> str:
         return "is a file, give its directory"
     # The links best and best2 come with the first evaluation.
     if path.name in BEST and step_dirs(path.parent):
-        text = "no checkpoint of this run has been evaluated yet"
+        text = "no checkpoint of this run has been evaluated yet, or its disk has no links"
         return f"{text}; --init_from={path.parent} is its newest"
     return "no such directory (hub models: download first)"
 
@@ -214,12 +217,20 @@ def resume_mode(config: dict) -> str:
     return "auto" if restarted else config["resume"]
 
 
-@on_rank_0
 def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
     """Return the checkpoint of out_dir to continue, None for a new run. All ranks call it.
 
     data: all that decides which samples a step sees. max_steps: 0 = config["max_steps"].
     """
+    path = choose(config, model_config, data, max_steps)
+    if path:
+        check_visible(path, config["timeout_s"])
+    return path
+
+
+@on_rank_0
+def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) -> Path | None:
+    """Return what `find` does."""
     # Settings that contradict each other.
     out, resume = Path(config["out_dir"]), resume_mode(config)
     # The setting, not resume_mode: a restarted run still has its overwrite=True.
@@ -231,10 +242,11 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
     # Another run could delete the checkpoint while we read it.
     if (out / ".lock").exists() or (out / "log.jsonl").exists():
         lock(out)
-    used = out.exists() and any(out.iterdir())
+    used = bool(own_names(out))
     if resume == "never":
         if used:
             check_overwrite(config, out)
+        check_own(out)
         return None
 
     # Another stage's run, or files of the user, are not ours to continue.
@@ -245,8 +257,7 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
         path = find_latest(out)
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
-        if used:
-            check_own(out)
+        check_own(out)
         return None
 
     # The run must continue exactly: the same model, the same samples, ...
@@ -264,6 +275,19 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
     return path
 
 
+def check_visible(path: Path, timeout_s: float) -> None:
+    """Raise UserError unless every rank finds this checkpoint under its name."""
+    sums = path / "checksums.json"
+    deadline = time.monotonic() + min(NEW_DIRECTORY_S, timeout_s / 2)
+    while not sums.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyone = ranks.gather_objects(sums.read_bytes() if sums.exists() else b"")
+    for other, theirs in enumerate(everyone):
+        found = "finds another checkpoint in" if theirs else "cannot read"
+        fix = "copy that of rank 0 there, or use a file system that all machines share"
+        refuse(theirs != everyone[0], f"rank {other} {found} {path}; {fix}")
+
+
 def check_stage(out: Path, script: str) -> None:
     """Raise UserError if another script's run is in `out`."""
     # Line 1 of its config.py says how to run it again.
@@ -275,41 +299,52 @@ def check_stage(out: Path, script: str) -> None:
 
 
 def check_overwrite(config: dict, out: Path) -> None:
-    """Raise UserError unless everything in `out` may be deleted."""
-    # The user says so, it is only a run, and this run does not start from it.
-    text = f"resume='never' but {out} is not empty; use another out_dir or overwrite=True"
+    """Raise UserError unless the run in `out` may be deleted."""
+    # The user says so, and this run does not start from it.
+    text = f"resume='never' but {out} holds a run; use another out_dir or overwrite=True"
     refuse(not config["overwrite"], text)
-    check_own(out)
     source = config["init_from"]
     inside = source and Path(source).resolve().is_relative_to(out.resolve())
     refuse(inside, f"init_from={source!r} lies in the out_dir that overwrite=True deletes")
 
 
+def own_names(out: Path) -> list[str]:
+    """Return the names in `out` that a run writes."""
+    names = os.listdir(out) if out.exists() else []
+    return sorted(name for name in names if OWN_FILES.fullmatch(name))
+
+
 def check_own(out: Path) -> None:
-    """Raise UserError if `out` holds files that no run has made."""
-    # A run writes its log before README.md; without a log both may be the user's own.
-    maybe_foreign = () if (out / "log.jsonl").exists() else ("README.md", "config.py")
-    names = sorted(path.name for path in out.iterdir())
-    foreign = [name for name in names if name in maybe_foreign or not OWN_FILES.fullmatch(name)]
-    # A run that was killed before its first line of log left its config.py.
-    if foreign == ["config.py"]:
-        if (out / "config.py").read_bytes().startswith(b"'Resolved configuration"):
-            return
+    """Raise UserError if a new run would write over a file of the user, or into a model."""
+    foreign = [name for name in NO_RUN if (out / name).exists()]
+    # The first file of a run is config.py, the second log.jsonl, the last README.md.
+    config = out / "config.py"
+    begun = config.is_file() and config.read_bytes().startswith(b"'Resolved configuration")
+    begun = begun or any(out.glob("step_*/checksums.json"))
+    if not (out / "log.jsonl").exists():
+        maybe = ["README.md"] if begun else own_names(out)
+        foreign += [name for name in maybe if name[0] != "." and (out / name).exists()]
     for name in foreign:
         raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
 
 def repair(out: Path) -> None:
     """Remove what a killed save has left."""
-    # Put back a step that it was about to replace.
-    for old in out.glob(".step_*.old"):
-        step = old.with_name(old.name[1:].removesuffix(".old"))
-        if not step.exists():
-            old.rename(step)
-        shutil.rmtree(old, ignore_errors=True)
-    # Steps half written or half removed.
-    for temp in out.glob(".step_*.tmp"):
-        shutil.rmtree(temp, ignore_errors=True)
+    for path in list(out.iterdir()):
+        found = HIDDEN.fullmatch(path.name)
+        if found and found[2] == "old" and not (out / found[1]).exists():
+            path.rename(out / found[1])  # a step that was about to be replaced
+        elif found:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory of a run."""
+    # Renamed first: a half removed step must not look finished.
+    hidden = directory.name.startswith(".")
+    temp = directory if hidden else directory.rename(disk.free_name(directory, "tmp"))
+    with housekeeping("remove old checkpoints"):
+        shutil.rmtree(temp)
 
 
 def check_architecture(path: Path, wanted: ModelConfig) -> None:
@@ -363,7 +398,7 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
 
 @on_rank_0
 def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
-    """Make out_dir, emptied for overwrite=True, and write config.py. All ranks call it.
+    """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
 
     Return the settings as recorded. max_steps: 0 = config["max_steps"].
     """
@@ -374,13 +409,13 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
         other_run = not is_ours(out) and (out / "log.jsonl").exists()  # `find` saw no log
         lock(out)
         refuse(other_run, f"another run has begun in {out}; run the same command again")
-        # overwrite=True: empty it. check_overwrite has looked at what is there.
-        if resume_mode(config) == "never":
-            for path in out.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != ".lock":
-                    path.unlink()
+        # overwrite=True: delete the run. check_overwrite has looked at what is there.
+        for name in own_names(out) if resume_mode(config) == "never" else ():
+            path = out / name
+            if path.is_dir() and not path.is_symlink():
+                discard(path)
+            elif name != ".lock":
+                path.unlink()
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
@@ -413,14 +448,13 @@ def lock(out: Path) -> None:
         return
     # The lock is the system's: it ends with the process, however that ends. The file stays open.
     file = open(out / ".lock", "a+", encoding="utf-8")
-    with housekeeping("lock the run directory"):
-        try:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = f"process {file.read() or '?'}"
-            raise UserError(f"config: {owner} is training in {out}; use another out_dir") from None
+    try:
+        disk.lock(file)
+    except BlockingIOError:
+        file.seek(0)
+        owner = f"process {file.read() or '?'}"
+        raise UserError(f"config: {owner} is training in {out}; use another out_dir") from None
+    with housekeeping("write who is training"):
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -434,20 +468,6 @@ def is_ours(out: Path) -> bool:
         return False
     _, directory = LOCKS[out.resolve()]
     return os.path.samestat(directory, os.stat(out))
-
-
-WARNED: set[str] = set()
-
-
-@contextmanager
-def housekeeping(task: str) -> Iterator[None]:
-    """Warn once, and go on, if the file system refuses a task that no saved data depend on."""
-    try:
-        yield
-    except OSError as error:
-        if task not in WARNED:
-            WARNED.add(task)
-            print(f"checkpoint: warning: cannot {task}: {error.strerror}", flush=True)
 
 
 # ---- restore -------------------------------------------------------------------------------------

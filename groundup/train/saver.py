@@ -14,24 +14,25 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
 from groundup.errors import UserError, reason_of
+from groundup.files.disk import free_name, housekeeping, sync
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
     SLOW_DISK_S,
-    housekeeping,
+    discard,
     is_ours,
     rank_file,
     step_dirs,
@@ -43,19 +44,15 @@ from groundup.train.powersgd import PowerSGD
 from model import Transformer
 from tokenizer import Tokenizer
 
-NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 NICENESS = 10  # of the thread: it takes a tenth of a busy core, all of an idle one
-
-
-class SaveError(Exception):
-    """A save failed, on this rank or another: a full disk, say. The run goes on."""
 
 
 class Saver:
     """Write checkpoints in a thread while training goes on.
 
-    All ranks make a Saver together and call the same methods. If any rank cannot write, the save
-    fails on all of them with one line, and `saved` is False until a later save succeeds.
+    All ranks make a Saver together and call the same methods. Rank 0 alone writes. If it cannot, it
+    says so, and `saved` is False on all ranks until a later save succeeds. A run without any
+    checkpoint ends: the next call raises UserError.
 
     config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
     frozen weights that LoRA adapters need. files: the module with `stored_weights` and
@@ -79,7 +76,6 @@ class Saver:
         self.base, self.files = base, files
         self.saved = True  # False if the last save failed
         self.timeout_s = config["timeout_s"]
-        self._check_visible()
         self.newest_step = log.steps_done
         self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
@@ -128,7 +124,7 @@ class Saver:
                 "scaler": scaler.state_dict(),
                 **(other or {}),
             }
-        # Each rank writes its own generators and compression errors.
+        # Each rank has its own generators and compression errors.
         content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
@@ -160,78 +156,66 @@ class Saver:
         self.group = None
         gc.collect()
 
-    def _check_visible(self) -> None:
-        """Raise UserError if a rank does not see out_dir."""
-        # Each rank writes a file into a checkpoint, so they must share a file system.
-        deadline = time.monotonic() + min(NEW_DIRECTORY_S, self.timeout_s / 2)
-        while not self.out_dir.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        visible = ranks.gather_objects(self.out_dir.exists())
-        if not all(visible):
-            text = f"rank {visible.index(False)} does not see the out_dir of rank 0"
-            fix = f"put {self.out_dir} on a file system that all machines share"
-            raise UserError(f"config: {text}; {fix}")
-
     # ---- in the thread
 
     def _write(self, step: int, model: Transformer, copied: dict[str, dict]) -> None:
         """Write a checkpoint, then note it in the log and update links."""
-        # Nothing has the final name before it is whole.
         final = self.out_dir / f"step_{step:06d}"
-        temp = final.with_name(f".{final.name}.tmp")
         self.memory.wait()
+        states = self._rank_states(copied["rank_state"])
+        problem = "a mistake in the code"
         try:
-            self._write_files(temp, final, model, copied)
-        except SaveError as error:
-            self.saved = False
-            text = f"cannot save {final}, earlier checkpoints are intact ({error})"
-            self.log.print(f"checkpoint: {text}")
+            if ranks.rank() == 0:
+                self._write_files(final, model, copied, states)
+            problem = ""
+        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
+        except (OSError, RuntimeError, SafetensorError, UserError) as error:
+            problem = reason_of(error)
+        finally:
+            # The other ranks send their states, also after an error on rank 0, and hear of it.
+            for _ in states:
+                pass
+            problem = ranks.gather_objects(problem, self.group)[0]
+
+        self.saved = not problem
+        if problem:
+            text = f"checkpoint: cannot save {final}"
+            if not self.newest_step:
+                raise UserError(f"{text}, and there is no earlier checkpoint ({problem})")
+            self.log.print(f"{text}, earlier checkpoints are intact ({problem})")
             return
-        self.saved, self.newest_step = True, step
+        self.newest_step = step
         self.log.write("save", step, {"path": str(final)})
         self._tidy()
 
     def _write_files(
-        self, temp: Path, final: Path, model: Transformer, copied: dict[str, dict]
+        self, final: Path, model: Transformer, copied: dict[str, dict], states: Iterator[dict]
     ) -> None:
-        """Write a checkpoint, all ranks together. Raise SaveError on all if one of them fails."""
-        is_main = ranks.rank() == 0
-        # Remove what a killed save left.
-        with self._together(temp):
-            if is_main:
-                shutil.rmtree(temp, ignore_errors=True)
-                temp.mkdir()
-        # All ranks write at the same time.
-        with self._together(temp):
-            write_state(temp / rank_file(ranks.rank()), copied["rank_state"])
-            if is_main:
-                write_state(temp / "train_state.pt", copied["state"])
-                weights = copied["weights"]
-                self.files.write_model(temp, model, self.tokenizer, self.base, weights=weights)
-        # Complete on all ranks: give it its name.
-        with self._together(temp):
-            if is_main:
-                commit(temp, final)
-
-    @contextmanager
-    def _together(self, temp: Path) -> Iterator[None]:
-        """Let all ranks finish a part of the save. If one has failed, remove `temp` and raise."""
-        # Whatever the error is: the others must hear of it, or they would wait.
-        error = None
+        """Write a checkpoint, on rank 0."""
+        # Nothing has the final name before it is whole.
+        temp = free_name(final, "tmp")
         try:
-            yield
-        except Exception as e:
-            error = e
-        mine = "" if error is None else f"rank {ranks.rank()}: {reason_of(error)}"
-        reasons = [reason for reason in ranks.gather_objects(mine, self.group) if reason]
-        if reasons and ranks.rank() == 0:
-            shutil.rmtree(temp, ignore_errors=True)
-        # What Python, torch, safetensors and we raise for a bad disk; others are bugs.
-        expected = (OSError, RuntimeError, SafetensorError, UserError)
-        if error is not None and not isinstance(error, expected):
-            raise error
-        if reasons:
-            raise SaveError("; ".join(reasons))
+            temp.mkdir()
+            for rank, state in enumerate(states):
+                write_state(temp / rank_file(rank), state)
+            write_state(temp / "train_state.pt", copied["state"])
+            weights = copied["weights"]
+            self.files.write_model(temp, model, self.tokenizer, self.base, weights=weights)
+            commit(temp, final)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)  # after an error
+
+    def _rank_states(self, own: dict) -> Iterator[dict]:
+        """Yield on rank 0 the state of each rank; the others send theirs."""
+        # One after the other: with PowerSGD each is as large as the gradients.
+        if ranks.rank() > 0:
+            ranks.issue("send state", dist.send_object_list, [own], 0, group=self.group)
+            return
+        yield own
+        for other in range(1, ranks.world_size()):
+            state = [None]
+            ranks.issue("receive state", dist.recv_object_list, state, other, group=self.group)
+            yield state[0]
 
     def _tidy(self) -> None:
         """Do the housekeeping on rank 0 while the others wait."""
@@ -320,26 +304,11 @@ def commit(temp: Path, final: Path) -> None:
     # If there is a step of this number it is damaged: the run was resumed from an earlier one
     # and has come to it again. After a kill between the two renames checkpoint.repair puts the
     # old one back.
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
+    old = final.rename(free_name(final, "old")) if final.exists() else None
     temp.rename(final)
     sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Put a file, or the names in a directory, on the disk."""
-    if path.is_file():
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        return
-    with housekeeping("fsync a directory"):  # SMB and FUSE may refuse it
-        directory = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def tidy(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, float]) -> None:
@@ -356,23 +325,28 @@ def tidy(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, floa
     ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
     best = ranking[: len(BEST)]
     with housekeeping("update the links latest, best and best2"):
+        sync(out / "log.jsonl")  # what is removed below follows from it
         point(out / "latest", steps[-1])
         for i, name in enumerate(BEST):
             point(out / name, best[i] if i < len(best) else None)
-    # Renamed first: a half removed step must not look finished.
     for path in steps[:-keep_last] if keep_last else []:
         if path not in best:
             with housekeeping("remove old checkpoints"):
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.tmp")))
+                discard(path)
 
 
 def point(link: Path, target: Path | None) -> None:
     """Replace a symbolic link in one operation; None removes it."""
+    # Where a run was copied with its links followed (cp -rL), a step was copied here.
+    if link.is_dir() and not link.is_symlink():
+        sums = (link / "checksums.json").read_bytes()
+        originals = [step / "checksums.json" for step in step_dirs(link.parent)]
+        if any(path.exists() and path.read_bytes() == sums for path in originals):
+            discard(link)
     if target is None:
         link.unlink(missing_ok=True)
         return
-    temp = link.with_name(f".{link.name}.tmp")
-    temp.unlink(missing_ok=True)
+    temp = free_name(link, "tmp")
     # Relative, so that a run directory can be moved.
     temp.symlink_to(target.name, target_is_directory=True)
     temp.replace(link)

@@ -122,7 +122,7 @@ def test_mistakes_are_one_line_and_leave_nothing(run: Path) -> None:
     file.touch()
     assert "init_from is empty" in error_line("", str(out), "float32")
     assert "out_dir=''" in error_line(str(run), "", "float32")
-    assert "not a directory" in error_line(str(run), str(file), "float32")
+    assert "Not a directory" in error_line(str(run), str(file), "float32")
     assert "is not empty" in error_line(str(run), str(full), "float32")
     assert "no such directory" in error_line(str(run / "nothing"), str(out), "float32")
     bare = run.parent / "bare"

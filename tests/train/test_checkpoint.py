@@ -812,7 +812,7 @@ def config_error(*args: object, **kwargs: object) -> str:
 def test_what_resume_allows(tmp_path: Path, begun: Path) -> None:
     assert find(tmp_path / "new") is None and find(begun) == find(begun, resume="must") == begun / "step_000003"
     assert "has no checkpoint" in config_error(tmp_path / "new", resume="must")
-    assert "is not empty" in config_error(begun, resume="never")
+    assert "holds a run" in config_error(begun, resume="never")
     assert "needs resume='never'" in config_error(begun, overwrite=True)
     assert find(begun, resume="never", overwrite=True) is None
     assert names(begun) == ["config.py", "latest", "step_000003"]

@@ -25,7 +25,8 @@ import torch
 from test_checkpoint import error_line, flip_byte, names, same, save, tiny, train_state, weights
 
 import ddp
-from groundup.errors import LostRank, UserError
+from groundup.errors import LostRank, UserError, say
+from groundup.files import disk
 from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
@@ -175,12 +176,12 @@ def test_a_file_system_that_refuses_housekeeping_is_told_once(
     tmp_path: Path, monkeypatch, capsys, refused
 ) -> None:
     """Lustre without locks, FAT without links, SMB without fsync of directories, NFS with a file still open."""
-    monkeypatch.setattr(checkpoint, "WARNED", set())
+    say.cache_clear()
     fsync = os.fsync
     if refused == "links":
         monkeypatch.setattr(Path, "symlink_to", refuse)
     elif refused == "locks":
-        monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+        monkeypatch.setattr(disk.fcntl, "flock", refuse)
     elif refused == "directories":
         monkeypatch.setattr(
             os, "fsync", lambda fd: refuse() if os.path.isdir(f"/proc/self/fd/{fd}") else fsync(fd)
@@ -192,10 +193,8 @@ def test_a_file_system_that_refuses_housekeeping_is_told_once(
     for step in (1, 2, 3):
         path = save(tmp_path, step, val_loss=float(-step), keep_last=1)
         assert checkpoint.find_latest(tmp_path, pytest.fail) == path
-    said = capsys.readouterr().out
-    assert said.count("checkpoint: warning: cannot ") == 1 and said.endswith(
-        ": Function not implemented\n"
-    )
+    said = capsys.readouterr().err
+    assert said.count("warning: cannot ") == 1 and said.endswith(": Function not implemented\n")
 
 
 def test_a_half_save_that_cannot_be_removed_does_not_block_later_saves(
@@ -209,7 +208,28 @@ def test_a_half_save_that_cannot_be_removed_does_not_block_later_saves(
         shutil, "rmtree", lambda path, ignore_errors=False: path == stuck or rmtree(path, ignore_errors)
     )  # fmt: skip
     checkpoint.repair(tmp_path)
-    assert save(tmp_path, 3).exists() and stuck.exists()
+    for step in (3, 2, 4):
+        path = save(tmp_path, step, keep_last=1)
+        checkpoint.check_bytes(path)
+    assert names(tmp_path) == [".step_000002.tmp", "latest", "step_000004"]
+
+
+def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path, capsys) -> None:
+    """cp -rL: latest, best and best2 are copies of steps, and not what they were an evaluation later."""
+    for step, loss in ((1, 1.0), (2, 2.0)):
+        save(tmp_path / "a", step, val_loss=loss, keep_last=1)
+    run = Path(shutil.copytree(tmp_path / "a", tmp_path / "b"))
+    assert (run / "best").is_dir() and not (run / "best").is_symlink()
+    save(run, 3, tiny(3), val_loss=0.5, keep_last=1)
+    links = {name: os.readlink(run / name) for name in ("latest", "best", "best2")}
+    assert links == {"latest": "step_000003", "best": "step_000003", "best2": "step_000001"}
+    assert names(run) == ["best", "best2", "latest", "step_000001", "step_000003"]
+    # what is no copy of a step is not deleted
+    (run / "latest").unlink()
+    (run / "latest").mkdir()
+    say.cache_clear()
+    assert save(run, 4).exists() and (run / "latest").is_dir()
+    assert "cannot update the links latest, best and best2" in capsys.readouterr().err
 
 
 # ---- kill -9 --------------------------------------------------------------------------------------------------------
@@ -649,14 +669,10 @@ def begin_save(behind: Saver, step: int) -> None:
 @pytest.mark.dist
 def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
     """Each rank is slow at another time, and their training exchanges numbers all the while."""
-    original = saver.write_state
 
     def action(world: ranks.World) -> None:
-        def write_state(path: Path, state: dict) -> None:
-            time.sleep(0.2 * world.rank)
-            original(path, state)
-
-        saver.write_state, behind, n = write_state, open_saver(tmp_path), 0
+        saver.HostMemory.wait = lambda memory: time.sleep(0.2 * world.rank)
+        behind, n = open_saver(tmp_path), 0
         for step in (1, 2, 3):
             begin_save(behind, step)
             for _ in range(100):
@@ -684,22 +700,17 @@ def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
 @FULL
 @pytest.mark.dist
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_rank_without_room_fails_the_save_of_all(tmp_path: Path, failing: int) -> None:
+def test_without_room_for_the_state_of_a_rank_the_save_fails(tmp_path: Path, failing: int) -> None:
     save(tmp_path, 2, val_loss=1.0)
 
     def action(world: ranks.World) -> None:
         behind = open_saver(tmp_path, first_step=2)
-        if world.rank == failing:
-            saver.rank_file = lambda rank: "/dev/full"
+        saver.rank_file = lambda rank: "/dev/full" if rank == failing else f"rank_{rank:05d}.pt"
         begin_save(behind, 3)
         behind.wait()
         assert not behind.saved
         if world.is_main:
             text = "".join(behind.log.lines)
-            assert (
-                f"rank {failing}: No space left on device" in text
-                and f"rank {1 - failing}" not in text
-            )
             check_failed_save(tmp_path, text)
         saver.rank_file = checkpoint.rank_file  # there is room again
         begin_save(behind, 4)
@@ -741,7 +752,7 @@ def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
     def action(world: ranks.World) -> None:
         behind = open_saver(tmp_path, 2)
         if world.rank == 1:
-            saver.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGSTOP)
+            saver.HostMemory.wait = lambda memory: os.kill(os.getpid(), signal.SIGSTOP)
             (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
         begin_save(behind, 3)
         begin = time.monotonic()
@@ -762,7 +773,7 @@ def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: i
         behind = open_saver(tmp_path, first_step=2)
         behind.wait()
         if world.rank == dying:
-            saver.write_state = lambda path, state: os.kill(os.getpid(), signal.SIGKILL)
+            saver.HostMemory.wait = lambda memory: os.kill(os.getpid(), signal.SIGKILL)
         begin_save(behind, 3)
         with pytest.raises(UserError, match="another rank has died"):
             behind.wait()
@@ -776,21 +787,53 @@ def test_a_rank_that_dies_writing_leaves_nobody_waiting(tmp_path: Path, dying: i
 
 
 @pytest.mark.dist
-def test_a_rank_that_does_not_see_out_dir_is_named(tmp_path: Path) -> None:
-    """Each machine has a disk of its own under this name."""
+@pytest.mark.parametrize("compress", ["none", "powersgd"])
+def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
+    tmp_path: Path, compress: str
+) -> None:
+    """Each rank has a disk of its own under this name."""
+    step = Path("out/step_000001")
 
     def action(world: ranks.World) -> None:
-        os.chdir(tmp_path)
+        disk_of_rank = tmp_path / str(world.rank)
+        disk_of_rank.mkdir()
+        os.chdir(disk_of_rank)
+        ranks.barrier()
+        behind = saved.open_saver(Path("out"), tc.TOKENIZER)
+        model = tiny(1)
+        hook = powersgd.make_hook(compress)
+        parallel = ddp.DDP(model, hook=hook)
+        for name, mine in hook.state_dict().items() if compress == "powersgd" else ():
+            mine["error"].fill_(len(name) + world.rank)
+        torch.manual_seed(world.rank)
+        behind.save(1, model, parallel, *saved.training(1)[1:], other={"data": tc.DATA})
+        behind.close()
+        assert behind.saved
+
+        def find() -> Path | None:
+            return checkpoint.find(tc.settings(Path("out"), timeout_s=1), model.cfg, tc.DATA)
+
+        with pytest.raises(UserError, match=f"rank 1 cannot read {step}; copy that of rank 0"):
+            find()
         if world.rank == 1:
-            Path("elsewhere").mkdir()
-            os.chdir("elsewhere")
-        with pytest.raises(
-            UserError, match="rank 1 does not see the out_dir of rank 0; put out on a file system"
-        ):
-            open_saver(Path("out"), 2)
+            shutil.copytree(tmp_path / "0" / step, step)
+        ranks.barrier()
+        assert find() == step
+        if world.rank == 1:
+            (step / "checksums.json").write_text("{}", encoding="utf-8")
+        with pytest.raises(UserError, match=f"rank 1 finds another checkpoint in {step}"):
+            find()
         ranks.close()
 
     assert in_ranks(2, action) == [0, 0]
+    checkpoint.check_bytes(tmp_path / "0" / step)
+    for rank in range(2):
+        state = checkpoint.read_state(tmp_path / "0" / step / checkpoint.rank_file(rank))
+        torch.manual_seed(rank)
+        assert torch.equal(state["rng"]["cpu"], torch.get_rng_state())
+        errors = {name: mine["error"] for name, mine in state.get("powersgd", {}).items()}
+        assert bool(errors) == (compress == "powersgd")
+        assert all((error == len(name) + rank).all() for name, error in errors.items())
 
 
 def test_importing_begins_no_thread() -> None:

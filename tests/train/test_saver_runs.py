@@ -118,6 +118,15 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     monkeypatch.setattr(saver, "write_state", write_state)
 
 
+def test_a_run_that_cannot_save_at_all_ends(run, tmp_path, monkeypatch, capsys) -> None:
+    """Not at its last step, without a checkpoint."""
+    fail_at(monkeypatch, 2)
+    text = tp.refused(run, capsys, "--max_steps=6", "--save_every=2", "--eval_every=100")
+    assert "there is no earlier checkpoint (No space left on device)" in text
+    assert tp.events(tmp_path / "out", "train")[-1]["step"] == 4
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
 def test_a_signal_and_a_full_disk(run: Callable, tmp_path: Path, monkeypatch, capsys) -> None:
     """It does not say that the same command continues."""
     fail_at(monkeypatch, 3)

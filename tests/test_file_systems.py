@@ -1,0 +1,213 @@
+"""Every stage where the file system refuses what it may refuse: locks (Lustre, NFS) or the module for them (Windows),
+links (exFAT, SMB), fsync of a directory (FUSE), removal of a directory with a file in use (NFS), a new name for a mount
+point (docker -v). What is made is the same, and each refusal is told once."""
+
+import errno
+import fcntl
+import os
+import re
+import runpy
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import saved
+import test_checkpoint as tc
+
+from groundup.demo.debug_data import debug_chats, write_rows
+from groundup.demo.python_docs import debug_texts
+from groundup.errors import UserError, say
+from groundup.files import disk
+from groundup.train import checkpoint, huggingface
+from tools import merge
+
+ROOT = Path(__file__).parent.parent
+TRAIN = ["--max_steps=4", "--save_every=2", "--keep_last=1", "--eval_every=2", "--eval_steps=1", "--warmup_steps=2"]
+TRAIN += ["--device=cpu", "--dtype=float32", "--compile=False", "--peak_tflops=1", "--batch_size=2"]
+TASKS = {
+    "lock files, so run no command twice at the same time",
+    "fsync a directory",
+    "update the links latest, best and best2",
+    "remove old checkpoints",
+}
+
+
+def failing(code: int) -> Callable:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, locks: str) -> None:
+    """Have the system refuse everything above."""
+    fsync, rmdir = os.fsync, os.rmdir
+
+    def fsync_files(fd: int) -> None:
+        (failing(errno.EINVAL) if stat.S_ISDIR(os.fstat(fd).st_mode) else fsync)(fd)
+
+    def rmdir_others(path: str | Path, **kwargs: object) -> None:
+        in_use = os.path.basename(path).startswith(".step_")
+        (failing(errno.EBUSY) if in_use else rmdir)(path, **kwargs)
+
+    if locks == "absent":
+        monkeypatch.setattr(disk, "fcntl", None)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    monkeypatch.setattr(os, "symlink", failing(errno.EPERM))
+    monkeypatch.setattr(os, "fsync", fsync_files)
+    monkeypatch.setattr(os, "rmdir", rmdir_others)
+
+
+def stage(script: str, *flags: str) -> None:
+    """Run a script in this process, to its end."""
+    before = sys.argv, sys.excepthook, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    sys.argv = [f"{script}.py", *flags]
+    try:
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    finally:
+        sys.argv, sys.excepthook = before[:2]
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before[2], strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents and conversations, with a corpus and a model made of them."""
+    folder = tmp_path_factory.mktemp("files")
+    write_rows(debug_texts(), folder / "texts.jsonl")
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}] for n in range(40)]
+    write_rows(debug_chats(talks), folder / "chat.jsonl")
+    stage(*command("prepare", folder, folder / "corpus"))
+    stage(*command("pretrain", folder, folder / "model"))
+    return folder
+
+
+def command(script: str, files: Path, out: Path) -> list[str]:
+    small = ["--n_layer=1", "--n_head=2", "--n_kv_head=1", "--n_embd=16", "--block_size=32"]
+    flags = {
+        "tokenizer": [f"--input={files}/texts.jsonl", "--vocab_size=384"],
+        "prepare": [f"--input={files}/texts.jsonl", "--vocab_size=384", "--val_fraction=0.1", "--workers=1"],
+        "pretrain": [f"--data_dir={files}/corpus", *small, *TRAIN],
+        "sft": [
+            f"--data={files}/chat.jsonl",
+            f"--init_from={files}/model",
+            "--val_fraction=0.2",
+            "--block_size=32",
+            *TRAIN,
+        ],
+        "sample": [f"--init_from={files}/model", "--prompt=A", "--max_new_tokens=4", "--device=cpu", f"--out={out}"],
+    }
+    return [script, *flags[script], *([] if script == "sample" else [f"--out_dir={out}"])]
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """What a stage has made that does not tell its place or the time, by name."""
+    newest = checkpoint.find_latest(out, pytest.fail) if out.is_dir() else None
+    paths = [out] if out.is_file() else (newest or out).iterdir()
+    told = ("config.py", "manifest.json", "report.md", "train_state.pt", "checksums.json")
+    return {path.name if out.is_dir() else "": path.read_bytes() for path in paths if path.name not in told}
+
+
+@pytest.mark.parametrize("locks", ["refused", "absent"])
+@pytest.mark.parametrize("script", ["tokenizer", "prepare", "pretrain", "sft", "sample"])
+def test_the_same_is_made_and_each_refusal_is_told_once(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, script: str, locks: str
+) -> None:
+    stage(*command(script, files, tmp_path / "usual"))
+    say.cache_clear()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        refuse(patch, locks)
+        stage(*command(script, files, tmp_path / "out"))
+    tasks = re.findall("warning: cannot (.*): .*\n", capsys.readouterr().err)
+    assert len(tasks) == len(set(tasks)) and set(tasks) <= TASKS
+    assert bool(tasks) == (script != "tokenizer")
+    made = content(tmp_path / "out")
+    assert made == content(tmp_path / "usual") and made
+
+
+@pytest.mark.parametrize("script", ["pretrain", "sft"])
+def test_a_run_continues_there(files: Path, tmp_path: Path, monkeypatch, capsys, script: str) -> None:
+    """From the checkpoint before the newest, which is damaged."""
+    stage(*command(script, files, tmp_path / "usual"))
+    refuse(monkeypatch, "refused")
+    out, flags = tmp_path / "out", ["--keep_last=9"]
+    stage(*command(script, files, out), *flags)
+    tc.flip_byte(out / "step_000004" / "model.safetensors")
+    for _ in range(2):  # it replaces a step, and leaves the old one under a hidden name
+        stage(*command(script, files, out), *flags)
+    assert f"continuing {out}/step_000002 after step 2" in capsys.readouterr().out
+    assert content(out) == content(tmp_path / "usual")
+    assert checkpoint.find_latest(out, pytest.fail).name == "step_000004"
+
+
+def test_files_beside_a_run_stay(files: Path, tmp_path: Path) -> None:
+    """.DS_Store, Slurm's or one's own log in a new out_dir, and when the run is deleted."""
+    own = [".DS_Store", "slurm-1.out", "train.log"]
+    for name in own:
+        (tmp_path / name).write_text("mine", encoding="utf-8")
+    for flags in ([], ["--resume=never", "--overwrite=True"]):
+        stage(*command("pretrain", files, tmp_path), *flags)
+    assert all((tmp_path / name).read_text("utf-8") == "mine" for name in own)
+    assert checkpoint.find_latest(tmp_path).name == "step_000004"
+
+
+# ---- mount points ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that can be neither renamed nor replaced nor removed."""
+    point = tmp_path / "mount"
+    point.mkdir()
+    for name in ("rename", "replace", "rmdir"):
+        original = getattr(os, name)
+
+        def busy(*paths: str | Path, original: Callable = original, **kwargs: object) -> None:
+            (failing(errno.EBUSY) if point in map(Path, paths) else original)(*paths, **kwargs)
+
+        monkeypatch.setattr(os, name, busy)
+    return point
+
+
+def test_prepare_refuses_a_mount_point_at_the_start(files: Path, mount: Path, capsys) -> None:
+    with pytest.raises(UserError, match=f"{mount} cannot be replaced .*; if .* use --out_dir={mount}/data"):
+        stage(*command("prepare", files, mount))
+    assert "documents" not in capsys.readouterr().out
+    assert os.listdir(mount.parent) == ["mount"]
+    stage(*command("prepare", files, mount / "data"))
+    stage(*command("prepare", files, mount / "data"), "--val_fraction=0.2", "--overwrite=True")
+    assert os.listdir(mount) == ["data"]
+
+
+def test_a_trainer_takes_a_mount_point(files: Path, mount: Path) -> None:
+    stage(*command("pretrain", files, mount))
+    assert (mount / "latest").exists()
+
+
+def test_merge_refuses_a_mount_point_at_the_start(mount: Path, tmp_path: Path, monkeypatch) -> None:
+    saved.save(tmp_path / "run", 1, tc.tiny(), tc.TOKENIZER)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="mount' is not empty or cannot be replaced"):
+        patch.setattr(huggingface, "load_model", pytest.fail)
+        merge.write(str(tmp_path / "run"), str(mount), "float32")
+    merge.write(str(tmp_path / "run"), str(mount / "merged"), "float32")
+    assert os.listdir(mount) == ["merged"]
+
+
+# ---- Windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_file_knows_of_locks_and_all_can_be_imported_without_them() -> None:
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("groundup/**/*.py"), *ROOT.glob("tools/*.py")]
+    users = [path for path in sources if "fcntl" in path.read_text("utf-8")]
+    assert users == [Path(disk.__file__)]
+    stages = "tokenizer, prepare, pretrain, sft, dpo, reward, rl, sample, serve, evaluate"
+    code = f"import sys; sys.modules['fcntl'] = None; import {stages}, groundup.scores.client"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
