@@ -426,7 +426,8 @@ def test_no_room_noticed_when_it_goes_to_the_disk(
 
         def fsync(fd: int, failing: int = failing) -> None:
             nonlocal calls
-            calls += os.path.isfile(f"/proc/self/fd/{fd}")
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            calls += os.path.isfile(path) and ".tmp/" in path
             if calls == failing:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -621,11 +622,13 @@ class Group:
 def test_after_a_failed_save_nothing_holds_the_group(
     tmp_path: Path, monkeypatch, broken: str
 ) -> None:
-    monkeypatch.setattr(saver, broken, refuse)
     training, group = Training(), Group()
     behind = training.saver(tmp_path)
     behind.group, alive = group, weakref.ref(group)
     del group
+    training.save(behind)
+    behind.wait()
+    monkeypatch.setattr(saver, broken, refuse)
     training.save(behind)
     behind.close()
     assert not behind.saved and alive() is None
