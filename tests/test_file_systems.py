@@ -7,13 +7,16 @@ import fcntl
 import os
 import re
 import runpy
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 import saved
 import test_checkpoint as tc
@@ -156,6 +159,47 @@ def test_files_beside_a_run_stay(files: Path, tmp_path: Path) -> None:
         stage(*command("pretrain", files, tmp_path), *flags)
     assert all((tmp_path / name).read_text("utf-8") == "mine" for name in own)
     assert checkpoint.find_latest(tmp_path).name == "step_000004"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_machines_without_a_shared_disk(files: Path, tmp_path: Path) -> None:
+    """Two ranks, each with a directory of its own under the name of out_dir."""
+    names = [*command("pretrain", files, Path("out")), "--keep_last=9", "--timeout_s=8"]
+    folders = [tmp_path / rank for rank in "01"]
+
+    def start() -> list[tuple[int, str]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        processes = []
+        for rank, folder in enumerate(folders):
+            folder.mkdir(exist_ok=True)
+            env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)} | group
+            line = [sys.executable, str(ROOT / "pretrain.py"), *names[1:]]
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(forks.Popen(line, cwd=folder, env=env, **how))
+        return [(process.wait(100), process.communicate()[1]) for process in processes]
+
+    assert start() == [(0, ""), (0, "")]
+    mine, theirs = (folder / "out" for folder in folders)
+    straight = content(mine)
+    assert "rank_00001.pt" in straight and not theirs.exists()
+    shutil.rmtree(mine / "step_000004")
+    need = "config: rank 1 cannot read out/step_000002; copy that of rank 0 there"
+    for status, errors in start():
+        assert status == 1 and errors.startswith(need) and errors.count("\n") == 1
+    shutil.copytree(mine / "step_000002", theirs / "step_000002")
+    assert start() == [(0, ""), (0, "")]
+    assert content(mine) == straight and os.listdir(theirs) == ["step_000002"]
+
+
+def test_a_files_keys_do_not_command_a_terminal_behind_a_pipe(tmp_path: Path, capsys) -> None:
+    (tmp_path / "x.jsonl").write_text('{"\\u001b[31mkey": 1}\n{"text": "\\u001b[31mred"}\n', encoding="utf-8")
+    with pytest.raises(AssertionError, match="1"):  # a row was not understood
+        stage("prepare", f"--input={tmp_path}/x.jsonl", "--kind=text", "--show=2")
+    said = capsys.readouterr().out
+    assert "\\x1b[31mkey" in said and "\x1b" not in said
 
 
 # ---- mount points ---------------------------------------------------------------------------------------------------

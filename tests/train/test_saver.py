@@ -105,6 +105,58 @@ def test_a_kill_between_evaluation_and_links_is_repaired_at_the_start(tmp_path: 
     ]
 
 
+@pytest.mark.slow
+def test_kill_at_every_moment_from_an_evaluation_to_its_links(tmp_path: Path, unsynced) -> None:
+    """The best checkpoint stays, and the next start has the links of a run that was not killed."""
+    base = tmp_path / "base"
+    for step, loss in ((1, 1.0), (2, 2.0), (3, None)):
+        save(base, step, val_loss=loss, keep_last=1)
+
+    def evaluate(run: Path) -> None:
+        behind = saved.open_saver(run, tc.TOKENIZER, keep_last=1, first_step=3)
+        if 3 not in behind.log.val_losses():  # as a trainer that starts here
+            behind.log.write("eval", 3, {"val_loss": 0.5})
+            behind.update_best()
+        behind.close()
+
+    moment, killed = 1, True
+    while killed:
+        run = Path(shutil.copytree(base, tmp_path / f"run{moment}", symlinks=True))
+        killed = killed_at(moment, lambda run=run: evaluate(run))
+        assert {"step_000001", "step_000003"} <= set(names(run))
+        checkpoint.repair(run)  # as `find` does
+        evaluate(run)
+        links = {name: os.readlink(run / name)[-1] for name in ("latest", "best", "best2")}
+        assert links == {"latest": "3", "best": "3", "best2": "1"}
+        assert names(run) == ["best", "best2", "latest", "step_000001", "step_000003"]
+        shutil.rmtree(run)
+        moment += 1
+    assert moment > 20
+
+
+def test_evaluations_are_on_the_disk_before_a_step_is_removed_for_them(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Else a machine that stops could forget which of the others is best."""
+    synced, removed, fsync, rename = [], [], os.fsync, Path.rename
+    for step in (1, 2):
+        save(tmp_path, step, val_loss=float(step), keep_last=1)
+
+    def traced_fsync(fd: int) -> None:
+        fsync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.extend([path.read_text(encoding="utf-8")] if path.name == "log.jsonl" else [])
+
+    def traced_rename(path: Path, target: Path) -> Path:
+        removed.extend([synced[-1]] if path.name == "step_000002" else [])
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(Path, "rename", traced_rename)
+    save(tmp_path, 3, val_loss=0.5, keep_last=1)
+    assert len(removed) == 1 and '"val_loss": 0.5' in removed[0]
+
+
 def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
     save(tmp_path / "a", 1, tiny(1), val_loss=1.0, keep_last=1)
     save(tmp_path / "a", 2, tiny(2), val_loss=2.0, keep_last=1)
