@@ -323,7 +323,10 @@ def tidy(out: Path, newest_step: int, keep_last: int, val_losses: dict[int, floa
     evaluated = [path for path in steps if step_of(path) in val_losses]
     # Sorting is stable: of equal losses the earlier is better.
     ranking = sorted(evaluated, key=lambda path: val_losses[step_of(path)])
-    best = ranking[: len(BEST)]
+    # Losing the log must not lose the best checkpoint: its link still names it.
+    linked = (out / BEST[0]).resolve().name
+    forgotten = [path for path in steps if path.name == linked and path not in evaluated]
+    best = (forgotten + ranking)[: len(BEST)]
     with housekeeping("update the links latest, best and best2"):
         sync(out / "log.jsonl")  # what is removed below follows from it
         point(out / "latest", steps[-1])

@@ -157,6 +157,16 @@ def test_evaluations_are_on_the_disk_before_a_step_is_removed_for_them(
     assert len(removed) == 1 and '"val_loss": 0.5' in removed[0]
 
 
+def test_a_lost_log_does_not_lose_the_best_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, val_loss=float(step), keep_last=1)
+    (tmp_path / "log.jsonl").unlink()
+    for step, loss in ((3, 3.0), (4, 2.5), (5, 4.0)):
+        save(tmp_path, step, val_loss=loss, keep_last=1)
+    assert os.readlink(tmp_path / "best") == "step_000001"
+    assert os.readlink(tmp_path / "best2") == "step_000004"
+
+
 def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
     save(tmp_path / "a", 1, tiny(1), val_loss=1.0, keep_last=1)
     save(tmp_path / "a", 2, tiny(2), val_loss=2.0, keep_last=1)
