@@ -124,6 +124,12 @@ def line_of(error: BaseException) -> str:
         size = re.search(r"allocate ([\d.]+ \w+)", text)
         what = f": cannot allocate {size[1]}" if size else ""
         return f"{script}: out of memory{what}; lower batch_size or use activation_checkpointing"
+    # torch.compile calls a compiler, Triton's on a GPU too
+    reason = text.partition("\n")[0][:200]
+    failures = "ompiler|CompileE|ProcessE|failed to map"  # the last: a directory that is noexec
+    if type(error).__name__ == "InductorError" and re.search(failures, reason):
+        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR"
+        return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
     return ""
 
 
