@@ -16,14 +16,16 @@ from golden import record
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--max_steps=6", "--eval_every=4", "--save_every=5", "--keep_last=0", "--log_every=1", "--warmup_steps=1"]
-FLAGS += ["--compile=False", "--eval_steps=0", "--batch_size=2"]
+FLAGS += ["--compile=False", "--batch_size=2"]
+EVALUATION = ["--eval_steps=8"]
+EVALUATION_OF = {"rl": ["--eval_prompts=4", "--prompts_per_step=4", "--group_size=2", "--max_new_tokens=16"]}
 STEP = 4
 
 
 def command(trainer: str, out: Path, n_ranks: int, *flags: str, when: str = "", number: int = 0) -> list[str]:
     """A run of six steps that evaluates at 4 and saves at 5; with `when` a signal comes to the last rank."""
     start = [] if trainer == "pretrain" else ["--init_from=tests/golden/model"]
-    mine = [flag for flag in FLAGS if trainer != "rl" or not flag.startswith("--eval_steps")]
+    mine = FLAGS + EVALUATION_OF.get(trainer, EVALUATION)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"] if n_ranks > 1 else []
     script = [f"{trainer}.py"] if not when else [__file__, when, str(number), f"{trainer}.py"]
     return [sys.executable, *launcher, *script, *record.DATA[trainer], *start, *mine, *flags, f"--out_dir={out}"]
@@ -42,7 +44,6 @@ CASES = [
     ("pretrain", 1, signal.SIGTERM, ()), ("sft", 1, signal.SIGHUP, ("--eval_answers=2",)),
     ("dpo", 1, signal.SIGUSR1, ()), ("reward", 1, signal.SIGTERM, ()), ("rl", 1, signal.SIGTERM, ()),
     ("pretrain", 2, signal.SIGHUP, ()), ("sft", 2, signal.SIGTERM, ("--parallel=fsdp", "--eval_answers=0")),
-    ("reward", 2, signal.SIGUSR1, ()),
 ]  # fmt: skip
 
 

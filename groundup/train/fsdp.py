@@ -188,7 +188,7 @@ class ReduceScatter(AllGather):
 
 
 def same_forwards(
-    model: nn.Module, batches: Iterable[Any], stop_signal: ranks.StopSignal
+    model: nn.Module, batches: Iterable[Any], stop_signal: ranks.StopSignal | None = None
 ) -> Iterator[Any]:
     """Yield this rank's batches, for one forward without gradients each, until a signal comes.
 
@@ -196,7 +196,8 @@ def same_forwards(
     all of them in every forward.
     """
     for batch in chain(batches, repeat(None)):
-        flags = torch.tensor([batch is not None, stop_signal.received > 0]).int()
+        stopping = stop_signal is not None and stop_signal()
+        flags = torch.tensor([batch is not None, stopping]).int()
         n_left, n_stopping = ranks.all_reduce_sum(flags, "evaluation").tolist()
         if n_stopping or not n_left:
             return
