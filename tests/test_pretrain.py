@@ -47,7 +47,7 @@ from tokenizer import Tokenizer
 ROOT = Path(__file__).parent.parent
 TINY = ["--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2"]
 TINY += ["--device=cpu", "--dtype=float32", "--compile=False", "--log_every=1", "--eval_steps=4"]
-TINY += ["--warmup_steps=2", "--learning_rate=1e-2", "--peak_tflops=1"]
+TINY += ["--warmup_steps=1", "--learning_rate=1e-2", "--peak_tflops=1"]
 
 
 def flags_with_defaults(flags: tuple[str, ...], defaults: list[str]) -> list[str]:
