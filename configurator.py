@@ -114,11 +114,20 @@ def parse_flag(flag: str, keys: Mapping) -> tuple[str, object]:
     # Text needs no quotes. Other values are Python literals; what is none has the wrong type, which
     # `checked` reports.
     if type(keys.get(key)) is str:
-        return key, text
+        return key, as_utf8(text) if key in TEXTS else text
     try:
         return key, ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key, text
+
+
+def as_utf8(text: str) -> str:
+    """Return words of the command line, which are UTF-8 whatever the locale says."""
+    # Not of paths: the system wants them as they came.
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        return text
 
 
 def nearest(key: str, keys: Mapping) -> str:

@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import os
 import sys
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from groundup.tokens.labelled import LabelCorpus
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.config_json import computation
 from groundup.train.device import (
     autocast,
     check_compiler,
@@ -42,7 +42,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import Transformer
@@ -166,17 +166,20 @@ def evaluate(
     """Return the mean loss and metrics of validation pairs.
 
     With several sources: their average weighted by the sources' shares, and of each its loss and
-    accuracy."""
+    accuracy. {} if a signal to stop came meanwhile."""
     model.eval()
     measured = []  # of all batches: KTO's loss needs an estimate over all of them
     val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
     for source, batches in enumerate(val_batches.values()):
-        for batch in fsdp.same_forwards(model, batches):
+        for batch in fsdp.same_forwards(model, batches, stop_signal):
             batch = batch.to(torch_device)
             with autocast(torch_device, torch_dtype):
                 logps, n_tokens = pair_logps(model, batch)
             ref_logps = reference_of(model, batch, table, torch_device, torch_dtype)
             measured.append((source, logps, ref_logps, n_tokens, batch.margin))
+    model.train()
+    if ranks.any_rank(stop_signal.received):
+        return {}
     kl = None
     if loss == "kto":
         others = [(logps[1], ref_logps[1]) for _, logps, ref_logps, _, _ in measured]
@@ -188,10 +191,9 @@ def evaluate(
     for source, logps, ref_logps, n_tokens, labels in measured:
         losses, metrics = losses_and_metrics(logps, ref_logps, n_tokens, config, labels, kl)
         n_pairs[source] += len(losses)
-        sums[source] += metrics.sum(1).double().cpu()
+        sums[source] += metrics.sum(1).cpu().double()
     ranks.all_reduce_sum(n_pairs)
     ranks.all_reduce_sum(sums)
-    model.train()
 
     means = sums / n_pairs.clamp(min=1)
     shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
@@ -222,14 +224,14 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
     if plan_only and device != "auto":  # a plan may be for a machine that is not here
         torch_device = torch.device(device)
     else:
         torch_device = choose_device(device, world.local_rank)
-    torch_dtype = choose_dtype(dtype, torch_device)
+    torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
+    world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -262,6 +264,7 @@ if __name__ == "__main__":
     max_steps = steps_of(
         settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
     )
+    check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
     if loss == "kto":
@@ -299,10 +302,11 @@ if __name__ == "__main__":
         made_of = preference.describe_reference(source, corpus, torch_dtype)
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(
-        config, model_config, data_record, max_steps
-    )  # None = new; restore() loads it below
+    computed = computation(model_config)  # by model.py, on this rank
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    # None = new; restore() loads it below
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = warmup_of(config, max_steps, resumed)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
@@ -328,7 +332,7 @@ if __name__ == "__main__":
         fp16 = scaler.is_enabled()
         if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
             raise UserError(f"config: {reason}")
-        hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+        hook = make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -336,7 +340,7 @@ if __name__ == "__main__":
             betas=(0.9, 0.95),
             weight_decay=weight_decay,
             momentum=momentum,
-            muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
         )
 
     # ---- the reference, then restore
@@ -357,6 +361,7 @@ if __name__ == "__main__":
         others = Batches(
             corpus.others(), order, batch_size, accum_steps, world, torch_device, steps_done
         )
+    other = {"warmup_steps": warmup}  # is saved, too
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -368,7 +373,7 @@ if __name__ == "__main__":
     log.begin()
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
     for step in range(steps_done + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         # of the step's losses, row 0, and metrics
@@ -418,16 +423,18 @@ if __name__ == "__main__":
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
-            saving = step % save_every == 0 or last or stopping
-            evaluating = step % eval_every == 0 or last
+            saving = step % save_every == 0 or last
+            evaluating = (step % eval_every == 0 or last) and not stopping
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler)
+                saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores = evaluate(model, corpus, table, config, torch_device, torch_dtype)
-                report(log, step, scores)
-                saver.update_best()
+                stopping = ranks.any_rank(stop_signal.received)
+                if not stopping:  # else it was left early: a resumed run does it again
+                    report(log, step, scores)
+                    saver.update_best()
         if stopping:
             break
 
@@ -435,6 +442,9 @@ if __name__ == "__main__":
     batches.close()
     if loss == "kto":
         others.close()
+    if stopping and not saving:
+        ddp.flush()
+        saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

@@ -338,7 +338,7 @@ if __name__ == "__main__":
     check_config(config, wanted)
     kind = kind_of_model(config, wanted)
     check_files(config, wanted)
-    torch_device = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    torch_device = choose_device(device, ranks.described_world().local_rank)
     loaded = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
     world = ranks.init(torch_device.type, timeout_s=3600)  # a rank may wait for another one's long answers
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"

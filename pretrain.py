@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
 import dataclasses
 import math
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ from groundup.kernels.cross_entropy import compile_loss
 from groundup.tokens import IGNORE
 from groundup.tokens.batches import Batches, TextCorpus
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.config_json import computation
 from groundup.train.device import (
     autocast,
     check_compiler,
@@ -38,7 +38,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
@@ -143,22 +143,25 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the validation loss in nats per token and in bits per byte of text.
 
-    With several sources: of each, and their average weighted by the sources' shares."""
+    With several sources: of each, and their average weighted by the sources' shares. {} if a signal
+    to stop came meanwhile."""
     model.eval()
     # 4,096 tokens at a time are a fifth faster than 1,024 (measured on a CPU).
     n_rows = batch_size if eval_steps else max(batch_size, 4096 // block_size)
     sums = torch.zeros(len(corpus.val), 3, dtype=torch.float64)  # nats, tokens, bytes
     val_batches = corpus.val_batches(n_rows, eval_steps, ranks.rank(), ranks.world_size())
     for source, batches in enumerate(val_batches.values()):
-        for x, y in fsdp.same_forwards(model, batches):
+        for x, y in fsdp.same_forwards(model, batches, stop_signal):
             n_tokens, n_bytes = y.numel(), token_bytes[y].sum().item()
             missing = (0, 0, 0, n_rows - len(x))  # pad the last batch: a new shape recompiles
             x, y = F.pad(x, missing), F.pad(y, missing, value=IGNORE)
             with autocast(torch_device, torch_dtype):
                 nats = model(x.to(torch_device), y.to(torch_device)).item()
             sums[source] += torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
-    ranks.all_reduce_sum(sums)
     model.train()
+    if ranks.any_rank(stop_signal.received):
+        return {}
+    ranks.all_reduce_sum(sums)
 
     shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
     average = (shares[:, None] * sums / sums[:, 1:2]).sum(0)
@@ -187,7 +190,7 @@ def sample(model: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int 
             logits = model.lm_head(model(row, index=last))[0, : tokenizer.vocab_size]
             probabilities = torch.softmax(logits.float().cpu() / 0.8, dim=-1)  # temperature 0.8
             ids.append(torch.multinomial(probabilities, 1, generator=generator).item())
-            if ids[-1] in tokenizer.stop_ids:
+            if ids[-1] in tokenizer.stop_ids or stop_signal.received:
                 break
     model.train()
     return tokenizer.decode(ids)
@@ -206,14 +209,14 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
     if plan_only and device != "auto":  # a plan may be for a machine that is not here
         torch_device = torch.device(device)
     else:
         torch_device = choose_device(device, world.local_rank)
-    torch_dtype = choose_dtype(dtype, torch_device)
+    torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
+    world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -228,6 +231,7 @@ if __name__ == "__main__":
     rows_per_step = tokens_per_step // block_size
     batch = f"{tokens_per_step:,} tokens per step = {batch_size} sequences x {block_size} tokens"
     batch += f" x {accum_steps} micro-steps x {world_size} ranks"
+    check_schedule(config, max_steps)
 
     # ---- data
     source = checkpoint.resolve(init_from) if init_from else None
@@ -271,11 +275,12 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"max_epochs": max_epochs} | corpus.record()
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
+    computed = computation(model_config)  # by model.py, on this rank
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     huggingface.check_saves(model_config, tokenizer)
-    resumed = checkpoint.find(
-        config, model_config, data_record
-    )  # None = new; restore() loads it below
+    # None = new; restore() loads it below
+    resumed = checkpoint.find(config, model_config, data_record)
+    warmup = warmup_of(config, max_steps, resumed)  # steps
     if source and not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
@@ -300,7 +305,7 @@ if __name__ == "__main__":
         fp16 = scaler.is_enabled()
         if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
             raise UserError(f"config: {reason}")
-        hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+        hook = make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -308,7 +313,7 @@ if __name__ == "__main__":
             betas=(0.9, 0.95),
             weight_decay=weight_decay,
             momentum=momentum,
-            muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
         )
 
     # ---- restore, and make the run directory
@@ -322,6 +327,7 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
     stages = order.changes(rows_per_step) if len(corpus.names) > 1 else {}
+    other = {"warmup_steps": warmup}  # is saved, too
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -333,7 +339,7 @@ if __name__ == "__main__":
     stopping = False
     for step in range(steps_done + 1, max_steps + 1):
         lr = learning_rate_at(
-            step, schedule, learning_rate, min_lr, warmup_steps, max_steps, decay_fraction
+            step, schedule, learning_rate, min_lr, warmup, max_steps, decay_fraction
         )
         if step in stages:
             log.write("stage", step, {"weights": stages[step]})
@@ -375,21 +381,27 @@ if __name__ == "__main__":
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
-            saving = step % save_every == 0 or last or stopping
-            evaluating = step % eval_every == 0 or last
+            saving = step % save_every == 0 or last
+            evaluating = (step % eval_every == 0 or last) and not stopping
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler)
+                saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 losses = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
-                report(log, step, losses, [sample(model, tokenizer, prompt) for prompt in prompts])
-                saver.update_best()
+                texts = [sample(model, tokenizer, prompt) for prompt in prompts]
+                stopping = ranks.any_rank(stop_signal.received)
+                if not stopping:  # else it was left early: a resumed run does it again
+                    report(log, step, losses, texts)
+                    saver.update_best()
         if stopping:
             break
 
     # ---- the end
     batches.close()
+    if stopping and not saving:
+        ddp.flush()
+        saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     next_command = f"python sample.py --init_from={out_dir}"
     log.finish(__file__, config, corpus.report(), next_command, stopping, saver.saved)

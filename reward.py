@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import os
 import sys
 from pathlib import Path
 
@@ -30,7 +29,8 @@ from groundup.scores import rows
 from groundup.tokens.batches import Batches
 from groundup.tokens.pairs import PairCorpus
 from groundup.tokens.row_corpus import steps_of
-from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.config_json import computation
 from groundup.train.device import (
     autocast,
     check_compiler,
@@ -41,7 +41,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from tokenizer import Tokenizer, chat_ready
@@ -117,13 +117,13 @@ def evaluate(
     """Return the mean loss and the metrics of `reward_model.measure` of all validation pairs.
 
     With several sources: their loss weighted by the sources' shares, and of each its loss and
-    accuracy."""
+    accuracy. {} if a signal to stop came meanwhile."""
     model.eval()
     found = {}  # of each source (5, N): loss, both scores, both lengths of its N pairs
     val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
     for source, batches in val_batches.items():
         columns = [torch.zeros(5, 0, dtype=torch.float64)]  # a rank may have no batch
-        for batch in batches:
+        for batch in fsdp.same_forwards(model, batches, stop_signal):
             lengths = torch.bincount(batch.row, minlength=len(batch.x)).view(2, -1)
             batch = batch.to(torch_device)
             with autocast(torch_device, torch_dtype):
@@ -134,6 +134,8 @@ def evaluate(
         mine = torch.cat(columns, dim=1)
         found[source] = torch.cat(ranks.gather_objects(mine), dim=1)
     model.train()
+    if ranks.any_rank(stop_signal.received):
+        return {}
 
     losses = {source: values[0].mean().item() for source, values in found.items()}
     shares = zip(corpus.val_shares(), losses.values(), strict=True)
@@ -191,14 +193,14 @@ if __name__ == "__main__":
         torch_device = torch.device(device)
     else:
         torch_device = choose_device(device, world.local_rank)
-    torch_dtype = choose_dtype(dtype, torch_device)
+    torch_dtype = choose_dtype(dtype, torch_device, scaled=not score)
     if score:
         refuse(world.world_size > 1, f"{score=} is the work of one process: start it with python")
         score_files(torch_device, torch_dtype)
         sys.exit(0)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
     # a plan may be for other ranks than the one that prints it
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
+    world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -231,6 +233,7 @@ if __name__ == "__main__":
     max_steps = steps_of(
         settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
     )
+    check_schedule(config, max_steps)
     order = corpus.order(seed, pairs_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * pairs_per_step)
     batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
@@ -256,10 +259,11 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(
-        config, model_config, data_record, max_steps
-    )  # None = new; restore() loads it below
+    computed = computation(model_config)  # by model.py, on this rank
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    # None = new; restore() loads it below
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = warmup_of(config, max_steps, resumed)  # steps
     if not resumed:
         reward_model.load_start(model, source, n_known, tokenizer)
     base = reward_model.frozen_base(model, source, resumed)  # of adapters
@@ -275,7 +279,7 @@ if __name__ == "__main__":
     scaler = torch.amp.GradScaler(torch_device.type, enabled=torch_dtype == torch.float16)
     fp16 = scaler.is_enabled()
     refuse(reason := conflict(compress, overlap_step, zero1, grad_clip, fp16), reason)
-    hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+    hook = make_hook(compress, warmup, seed, scaler)
     ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(
         ddp.buckets,
@@ -283,7 +287,7 @@ if __name__ == "__main__":
         betas=(0.9, 0.95),
         weight_decay=weight_decay,
         momentum=momentum,
-        muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+        muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
     )
 
     # ---- restore, and make the run directory
@@ -295,6 +299,7 @@ if __name__ == "__main__":
     log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
+    other = {"warmup_steps": warmup}  # is saved, too
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -305,7 +310,7 @@ if __name__ == "__main__":
     stopping = False
     n_tokens_seen = torch.zeros((), dtype=torch.float64)  # of this rank since the last log line
     for step in range(steps_done + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         # of the step's losses, right pairs, margins and scores
@@ -352,21 +357,28 @@ if __name__ == "__main__":
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
-            saving = step % save_every == 0 or last or stopping
-            evaluating = step % eval_every == 0 or last
+            saving = step % save_every == 0 or last
+            evaluating = (step % eval_every == 0 or last) and not stopping
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                trained = reward_model.trained_weights(model, base)  # adapters, to the bit
-                saver.save(step, model, ddp, opt, scaler, other={"trained": trained})
+                other["trained"] = reward_model.trained_weights(model, base)  # adapters, to the bit
+                saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
-                report(log, step, evaluate(model, corpus, torch_device, torch_dtype))
-                saver.update_best()
+                scores = evaluate(model, corpus, torch_device, torch_dtype)
+                stopping = ranks.any_rank(stop_signal.received)
+                if not stopping:  # else it was left early: a resumed run does it again
+                    report(log, step, scores)
+                    saver.update_best()
         if stopping:
             break
 
     # ---- the end
     batches.close()
+    if stopping and not saving:
+        ddp.flush()
+        other["trained"] = reward_model.trained_weights(model, base)
+        saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python reward.py --init_from={out_dir} --score=chat.jsonl --out=scored.jsonl"

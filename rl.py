@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
 
     end_in_one_line()
 
-import os
 import sys
 
 import numpy as np
@@ -33,6 +32,7 @@ from groundup.errors import UserError, refuse
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, huggingface, plan, ranks
+from groundup.train.config_json import computation
 from groundup.train.device import (
     check_compiler,
     choose_device,
@@ -42,7 +42,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, learning_rate_at
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
 from groundup.train.saver import Saver
 from model import Transformer
 from tokenizer import Tokenizer, chat_ready
@@ -143,6 +143,8 @@ def draw(
 ) -> list[Rollout]:
     """Return group_size answers to each of the prompts with these numbers in the step.
 
+    None at all if a signal to stop comes.
+
     attempt: 0, or which replacement: each has other prompts."""
     order = corpus.redrawn_order(prompts_per_step, attempt)
     prompts = corpus.take(order, (step - 1) * prompts_per_step + np.array(numbers))
@@ -155,12 +157,15 @@ def evaluate(
 ) -> tuple[dict[str, float], list[str]]:
     """Return figures of one answer to each held-out prompt, and lines that show some answers.
 
-    The seeds are the same each time. The ranks share the prompts; all call it."""
+    The seeds are the same each time. The ranks share the prompts; all call it. Both are empty if a
+    signal to stop came meanwhile."""
     prompts = corpus.held_out[: eval_prompts or None]
     mine = ranks.own_part(len(prompts))
     seeds = [rollouts.seed_of(seed, 0, 0, number) for number in mine]  # no step has number 0
     drawn = sampler.draw([prompts[number] for number in mine], seeds, n=1)
     own_table = rewards.table(drawn)
+    if ranks.any_rank(stop_signal.received):
+        return {}, []
     table, lengths = rollouts.gather(own_table, drawn)
     figures = rollouts.describe_answers(table, lengths, rewards.names, config)
     lines = rollouts.show(drawn[:N_SHOWN], own_table[0].tolist())
@@ -183,11 +188,11 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
     torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
     # a plan may be for other ranks than the one that prints it
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
+    world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_flops(torch_device, torch_dtype)
 
     # ---- batch: each rank draws the answers to its own prompts
@@ -222,6 +227,7 @@ if __name__ == "__main__":
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
     max_steps = steps_of(config, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
+    check_schedule(config, max_steps)
 
     # ---- model
     seed_everything(seed)  # all ranks draw the same new weights
@@ -248,10 +254,11 @@ if __name__ == "__main__":
         data_record["reference_weights"] = huggingface.weights_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.weights_fingerprint(critic_source)
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(
-        config, model_config, data_record, max_steps
-    )  # None = new; restore() loads it below
+    computed = computation(model_config)  # by model.py, on this rank
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    # None = new; restore() loads it below
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = warmup_of(config, max_steps, resumed)  # steps
     if not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
@@ -293,7 +300,7 @@ if __name__ == "__main__":
             for part in (*network.layers, network.norm):
                 part.forward = torch.compile(part.forward)
     fp16 = torch_dtype == torch.float16
-    muon_dtype = torch.float32 if torch_dtype == torch.float32 else torch.bfloat16
+    muon_dtype = torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32
     scaler = torch.amp.GradScaler(torch_device.type, enabled=fp16)
     ddp = DDP(model, zero1=zero1, whole_matrices=optimizer == "muon")
     opt = Optimizer(ddp.buckets, optimizer, weight_decay=0.0, muon_dtype=muon_dtype)
@@ -318,8 +325,9 @@ if __name__ == "__main__":
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     order = corpus.redrawn_order(prompts_per_step)
     sampler = AnswerSampler(
-        model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile
+        model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile, stop_signal
     )
+    other = {"warmup_steps": warmup}  # is saved, too
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -327,14 +335,12 @@ if __name__ == "__main__":
         report(log, steps_done, scores, lines)
         saver.update_best()
     stop_signal.begin()
-    stopping = False
+    stopping, saving = False, True  # saving: the last step has a checkpoint
     log.begin()
     since_log: list[dict[str, float]] = []  # figures of each step since the last log line
     for step in range(steps_done + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, 0.0, warmup_steps, max_steps)
-        value_lr = learning_rate_at(
-            step, schedule, value_learning_rate, 0.0, warmup_steps, max_steps
-        )
+        lr = learning_rate_at(step, schedule, learning_rate, 0.0, warmup, max_steps)
+        value_lr = learning_rate_at(step, schedule, value_learning_rate, 0.0, warmup, max_steps)
 
         # 1. draw group_size answers to each of this rank's prompts
         ddp.flush()  # apply the updates that wait for the next forward
@@ -345,6 +351,8 @@ if __name__ == "__main__":
         table = rewards.table(drawn)  # (1 + parts, answers): the weighted sum, then each part
         n_redrawn = 0
         for attempt in range(1, filter_groups + 1):
+            if stop_signal.received:
+                break
             # Equal rewards teach nothing: answer other prompts instead (arXiv:2503.14476, 3.2).
             learned_rewards, learned = rollouts.learned_rewards(table[0], config)
             flat = pg.flat_groups(learned_rewards, group_size, learned).nonzero()[:, 0].tolist()
@@ -353,6 +361,10 @@ if __name__ == "__main__":
             redrawn = draw(sampler, corpus, step, [own_prompts[k] for k in flat], attempt)
             rollouts.replace_groups(drawn, table, flat, redrawn, rewards.table(redrawn))
             n_redrawn += len(flat)
+        stopping = ranks.any_rank(stop_signal.received)
+        if stopping:  # answers may be missing: save the step before this one
+            step -= 1
+            break
         table, lengths = rollouts.gather(table, drawn)  # now of all ranks: (1 + parts, R), (R,)
         figures = rollouts.describe_answers(table, lengths, rewards.names, config)
         figures |= rollouts.describe_drawing(sampler, n_redrawn)
@@ -476,12 +488,12 @@ if __name__ == "__main__":
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
-            saving = step % save_every == 0 or last or stopping
-            evaluating = step % eval_every == 0 or last
+            saving = step % save_every == 0 or last
+            evaluating = (step % eval_every == 0 or last) and not stopping
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                other = {"reward_sums": reward_sums.tolist()}
+                other["reward_sums"] = reward_sums.tolist()
                 if is_ppo:
                     critic_ddp.flush()
                     other["critic"] = critics.state_of(
@@ -490,12 +502,21 @@ if __name__ == "__main__":
                 saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores, lines = evaluate(sampler, rewards, corpus, config)
-                report(log, step, scores, lines)
-                saver.update_best()
+                stopping = ranks.any_rank(stop_signal.received)
+                if not stopping:  # else it was left early: a resumed run does it again
+                    report(log, step, scores, lines)
+                    saver.update_best()
         if stopping:
             break
 
     # ---- the end
+    if stopping and not saving:
+        ddp.flush()
+        other["reward_sums"] = reward_sums.tolist()
+        if is_ppo:
+            critic_ddp.flush()
+            other["critic"] = critics.state_of(critic, critic_ddp, critic_opt, critic_scaler, zero1)
+        saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import math
-import os
 import sys
 
 import torch
@@ -33,6 +32,7 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
+from groundup.train.config_json import computation
 from groundup.train.device import (
     autocast,
     check_compiler,
@@ -43,7 +43,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, lora_config_of, set_trainable, weights_in
-from groundup.train.optim import Optimizer, learning_rate_at, warmup_length
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import Transformer
@@ -129,24 +129,27 @@ def evaluate(
     """Return the validation loss in nats per label, the bits per byte of the assistant's text, and
     the accuracy: how often the likeliest token is the label.
 
-    With several sources: of each, and their average weighted by the sources' shares."""
+    With several sources: of each, and their average weighted by the sources' shares. {} if a signal
+    to stop came meanwhile."""
     model.eval()
     sums = torch.zeros(len(corpus.val), 4, dtype=torch.float64)  # nats, labels, correct, bytes
     val_batches = corpus.val_batches(batch_size, eval_steps, ranks.rank(), ranks.world_size())
     for source, batches in enumerate(val_batches.values()):
-        for batch in fsdp.same_forwards(model, batches):
+        for batch in fsdp.same_forwards(model, batches, stop_signal):
             n_labels, n_bytes = len(batch.targets), token_bytes[batch.targets].sum().item()
             batch = batch.to(torch_device)
             batch = batch.even(batch_size)  # pad the last batch: a new shape recompiles
             with autocast(torch_device, torch_dtype):
                 hidden = hidden_at_labels(model, batch)
                 nats, correct = token_scores(hidden, model.lm_head.weight, batch.targets)
-            n_nats, n_correct = nats.double().sum().item(), correct.sum().item()
+            n_nats, n_correct = nats.cpu().double().sum().item(), correct.sum().item()
             sums[source] += torch.tensor(
                 [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
             )
-    ranks.all_reduce_sum(sums)
     model.train()
+    if ranks.any_rank(stop_signal.received):
+        return {}
+    ranks.all_reduce_sum(sums)
 
     shares = torch.tensor(corpus.val_shares(), dtype=torch.float64)
     average = (shares[:, None] * sums / sums[:, 1:2]).sum(0)
@@ -164,7 +167,9 @@ def evaluate(
 def answer(
     model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> list[tuple[str, bool]]:
-    """Return the greedy answer to each prompt (token ids), and whether it stops on its own."""
+    """Return the greedy answer to each prompt (token ids), and whether it stops on its own.
+
+    Without words if a signal to stop comes."""
     if not prompts:
         return []
     params = SamplingParams(
@@ -175,7 +180,11 @@ def answer(
     )
     # The engine's copy of the matrices is faster, but with LoRA the frozen ones fill the memory.
     copies = lora_config_of(model) is None
-    results = generate(model, tokenizer, prompts, params, batch_size=16, copies=copies)
+    results = generate(
+        model, tokenizer, prompts, params, batch_size=16, copies=copies, stop=stop_signal
+    )
+    if not results:
+        return [("", False)] * len(prompts)
     completions = [result.completions[0] for result in results]
     return [(completion.text, completion.finish_reason == "stop") for completion in completions]
 
@@ -215,14 +224,14 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
     if plan_only and device != "auto":  # a plan may be for a machine that is not here
         torch_device = torch.device(device)
     else:
         torch_device = choose_device(device, world.local_rank)
-    torch_dtype = choose_dtype(dtype, torch_device)
+    torch_dtype = choose_dtype(dtype, torch_device, scaled=True)
     # a plan may be for other ranks than the one that prints it
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if plan_only else world.world_size
+    world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
 
     # ---- batch: a step is accum_steps micro-steps on each rank
@@ -253,6 +262,7 @@ if __name__ == "__main__":
     settings = config | {"total_batch_tokens": tokens_per_step}
     lost = corpus.left_out()  # for the error message
     max_steps = steps_of(settings, corpus.n_rows, rows_per_step, "total_batch_tokens", lost=lost)
+    check_schedule(config, max_steps)
     order = corpus.order(seed, rows_per_step, max_steps, max_epochs)
     epochs_of_each, warnings = corpus.describe(order, max_steps * rows_per_step)
     batch_line = f"{rows_per_step} rows of {block_size} tokens per step, {max_steps:,} steps, "
@@ -284,10 +294,11 @@ if __name__ == "__main__":
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"pack": pack, "val_fraction": val_fraction, "max_epochs": max_epochs}
     data_record |= corpus.record()
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype)})
-    resumed = checkpoint.find(
-        config, model_config, data_record, max_steps
-    )  # None = new; restore() loads it below
+    computed = computation(model_config)  # by model.py, on this rank
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    # None = new; restore() loads it below
+    resumed = checkpoint.find(config, model_config, data_record, max_steps)
+    warmup = warmup_of(config, max_steps, resumed)  # steps
     if not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
@@ -310,7 +321,7 @@ if __name__ == "__main__":
         fp16 = scaler.is_enabled()
         if reason := conflict(compress, overlap_step, zero1, grad_clip, fp16):
             raise UserError(f"config: {reason}")
-        hook = make_hook(compress, warmup_length(warmup_steps, max_steps), seed, scaler)
+        hook = make_hook(compress, warmup, seed, scaler)
         ddp = DDP(model, hook, overlap_step, zero1, whole_matrices=optimizer == "muon")
         opt = Optimizer(
             ddp.buckets,
@@ -318,7 +329,7 @@ if __name__ == "__main__":
             betas=(0.9, 0.95),
             weight_decay=weight_decay,
             momentum=momentum,
-            muon_dtype=torch.float32 if torch_dtype == torch.float32 else torch.bfloat16,
+            muon_dtype=torch.bfloat16 if torch_dtype == torch.bfloat16 else torch.float32,
         )
 
     # ---- restore, and make the run directory
@@ -332,6 +343,7 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
+    other = {"warmup_steps": warmup}  # is saved, too
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -344,7 +356,7 @@ if __name__ == "__main__":
     stopping = False
     counts = torch.zeros(2, dtype=torch.float64)  # this rank's tokens and labels since the last log
     for step in range(steps_done + 1, max_steps + 1):
-        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup_steps, max_steps)
+        lr = learning_rate_at(step, schedule, learning_rate, min_lr, warmup, max_steps)
 
         # forward and backward
         n_targets = batches.count_targets(step - 1)  # of the step, on all ranks
@@ -388,22 +400,28 @@ if __name__ == "__main__":
 
         # save, then evaluate: an evaluation may run out of memory
         with log.paused():
-            saving = step % save_every == 0 or last or stopping
-            evaluating = step % eval_every == 0 or last
+            saving = step % save_every == 0 or last
+            evaluating = (step % eval_every == 0 or last) and not stopping
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler)
+                saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
                 scores["self_stop"] = share_that_stops(model, tokenizer, questions)
-                report(log, step, scores, sample(model, tokenizer, prompts))
-                saver.update_best()
+                texts = sample(model, tokenizer, prompts)
+                stopping = ranks.any_rank(stop_signal.received)
+                if not stopping:  # else it was left early: a resumed run does it again
+                    report(log, step, scores, texts)
+                    saver.update_best()
         if stopping:
             break
 
     # ---- the end
     batches.close()
+    if stopping and not saving:
+        ddp.flush()
+        saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

@@ -65,11 +65,11 @@ def end_in_one_line() -> None:
         sys.excepthook = one_line_excepthook
         atexit.register(flush_output)
 
-    # Under torchrun: no C++ frames of a lost connection; end with torchrun, even if it is killed.
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    # In a rank: no C++ frames of a lost connection. Under torchrun: end with it, even if it is killed.
+    if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     # A pipe may be ASCII, a terminal without emoji: print ? for what it lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -124,6 +124,12 @@ def line_of(error: BaseException) -> str:
         size = re.search(r"allocate ([\d.]+ \w+)", text)
         what = f": cannot allocate {size[1]}" if size else ""
         return f"{script}: out of memory{what}; lower batch_size or use activation_checkpointing"
+    # torch.compile calls a compiler, Triton's on a GPU too
+    reason = text.partition("\n")[0][:200]
+    failures = "ompiler|CompileE|ProcessE|failed to map"  # the last: a directory that is noexec
+    if type(error).__name__ == "InductorError" and re.search(failures, reason):
+        fix = "use compile=False, install gcc, g++ and python3-dev, or set TMPDIR"
+        return f"{script}: torch.compile cannot build a kernel; {fix} ({reason})"
     return ""
 
 

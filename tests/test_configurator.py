@@ -386,6 +386,21 @@ def test_resolved_configuration_gives_the_same_values(tmp_path):
 VALUES = st.booleans() | st.integers() | st.floats() | st.text()
 
 
+def test_words_are_utf_8_whatever_the_locale_says(tmp_path):
+    """And ~ is expanded in flags and files, as a script sees it."""
+    (tmp_path / "override.py").write_text("out_dir = '~/x'\n", encoding="utf-8")
+    script = tmp_path / "script.py"
+    body = "prompt = ''\nout_dir = ''\ninit_from = ''\nconfigure(globals())\n"
+    body += "print(ascii((prompt, out_dir, init_from)))\n"
+    script.write_text(f"import sys\nsys.path.append({str(ROOT)!r})\nfrom configurator import configure\n{body}")
+    ascii_only = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/home/me"}
+    done = subprocess.run(
+        [sys.executable, script, "override.py", "--prompt=\u6625\u7720".encode(), "--init_from=a=~/a,b=~/b"],
+        cwd=tmp_path, env=os.environ | ascii_only, capture_output=True, encoding="utf-8",
+    )  # fmt: skip
+    assert done.stdout == ascii(("\u6625\u7720", "/home/me/x", "a=/home/me/a,b=/home/me/b")) + "\n", done.stderr
+
+
 def test_a_path_in_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for written, read in (

@@ -53,6 +53,20 @@ def test_a_mistake_in_the_code_keeps_its_traceback(error, capsys):
     assert type(error).__name__ in capsys.readouterr().err and errors.line_of(error) == ""
 
 
+@pytest.mark.parametrize("reason", [
+    "CppCompileError: C++ compile error\n\nCommand:\ng++", "RuntimeError: Failed to find C compiler. Please specify",
+    "CalledProcessError: Command '['gcc', 'main.c']' returned", "ImportError: x.so: failed to map segment from shared",
+])  # fmt: skip
+def test_a_kernel_that_no_compiler_builds_is_one_line(reason, capsys):
+    class InductorError(RuntimeError):
+        """Of torch's name."""
+
+    assert errors.report(InductorError(reason), sys.stderr) == 1
+    said = capsys.readouterr().err
+    assert "use compile=False, install gcc, g++ and python3-dev" in said and said.count("\n") == 1
+    assert errors.line_of(InductorError("LoweringException: ours")) == ""
+
+
 def test_exhausted_memory_is_one_line(capsys):
     class OutOfMemoryError(RuntimeError):
         """Of torch's name."""

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 
 STEPS = 8
 COMMON = ["--n_layer=3", "--dropout=0.1", f"--max_steps={STEPS}", "--save_every=3"]  # 5 buckets, see jobs.py
-COMMON += ["--eval_every=4", "--timeout_s=200", "--peak_tflops=1"]
+COMMON += ["--eval_every=4", "--timeout_s=200", "--peak_tflops=1", "--warmup_steps=2"]
 OPTIONS = {  # a run is named by the number of its ranks and these words; Muon unless AdamW is said
     "half": ["--dtype=float16", "--batch_size=1", "--grad_clip=0.5"],  # a GradScaler; 2 micro-steps
     "float": ["--dtype=float32", "--batch_size=2", "--grad_clip=0"],

@@ -49,7 +49,7 @@ IMPORT = "    import importlib\n    for name in sys.argv[1:]:\n        importlib
 RUN = """
     import runpy
     for command in sys.argv[1:]:
-        sys.argv = [*command.split(), "--max_steps=2"]
+        sys.argv = [*command.split(), "--max_steps=2", "--warmup_steps=1"]
         try:
             runpy.run_path(root + "/" + sys.argv[0], run_name="__main__")
         except SystemExit as end:

@@ -136,6 +136,7 @@ class Check:
                 batch = {"124M": 32, "350M": 16, "1.1B": 4}.get(shape, 2)
                 flags += [f"--batch_size={batch}", f"--total_batch_tokens={batch * cfg.block_size}"]
                 flags += [f"--optimizer={kind}", f"--max_steps={steps}", "--eval_every=1000000", "--eval_steps=1"]
+                flags += [f"--warmup_steps={min(5, steps)}"]
                 flags += [f"--device={self.device}", f"--compile={self.compiles}", "--sample_prompts="]
                 flags += ["--dtype=bfloat16"] if self.gpu else []
                 script = ("pretrain.py", "config/debug.py")
@@ -187,6 +188,7 @@ class Check:
         steps, found = (200 if self.gpu else 4), {}
         for device in ("cpu", self.device):
             flags = ["--eval_every=1000000", f"--max_steps={steps}", f"--device={device}", "--sample_prompts="]
+            flags += [f"--warmup_steps={min(5, steps)}"]
             found[device] = self.train(f"debug_{device}", "pretrain.py", "config/debug.py", *flags)[0]
         at = sorted({0, steps // 4 - 1, steps // 2 - 1, steps - 1})
         rows = [{device: f"{events[i]['loss']:.5f}" for device, events in found.items()} for i in at]
@@ -197,6 +199,7 @@ class Check:
         rows, steps = [], 20 if self.gpu else 2
         for script, more in (("sft", ["--pack=True"]), ("dpo", []), ("rl", ["--eval_prompts=1"])):
             flags = [f"--device={self.device}", f"--compile={self.compiles}", f"--max_steps={steps}", *more]
+            flags += ["--warmup_steps=2"]
             events, _ = self.tried(script, f"{script}.py", f"config/debug_{script}.py", "--eval_every=1000000", *flags)
             if events:
                 loss, ms = (f"{events[-1][key]:.4g}" for key in ("loss", "step_ms"))
@@ -213,7 +216,7 @@ class Check:
     def resume(self) -> None:
         """Eight steps at once, and four with four more after a restart."""
         flags = ["pretrain.py", "config/debug.py", "--schedule=constant", f"--device={self.device}"]
-        flags.append("--eval_every=1000000")
+        flags += ["--eval_every=1000000", "--warmup_steps=4"]
         straight = self.train("straight", *flags, "--max_steps=8", "--sample_prompts=")[0]
         self.train("resumed", *flags, "--max_steps=4", "--sample_prompts=")
         resumed = self.train("resumed", *flags, "--max_steps=8", "--sample_prompts=")[0]

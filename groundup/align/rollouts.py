@@ -14,7 +14,7 @@ in bfloat16.
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,8 @@ class AnswerSampler:
     """Sample answers from the policy with the weights it has now.
 
     n_rows: answers at a time. dtype: of the matrix products, as in training. compile: also compile
-    the steps of decoding, where that is faster. seconds, n_tokens: of `draw` since `reset`.
+    the steps of decoding, where that is faster. stop: asked before each token; if it is true,
+    `draw` returns nothing. seconds, n_tokens: of `draw` since `reset`.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class AnswerSampler:
         temperature: float,
         dtype: torch.dtype,
         compile: bool,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.stop = model, tokenizer, stop
         self.n_rows, self.dtype = n_rows, dtype
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.engine = None  # with compiled steps; kept, because compiling takes long
@@ -99,6 +101,8 @@ class AnswerSampler:
         ]
         with autocast(self.model.embed_tokens.weight.device, self.dtype):
             results = self._generate([prompt.ids for prompt in prompts], params)
+        if not results:
+            return []
         drawn = []
         for prompt, result in zip(prompts, results, strict=True):
             for found in result.completions:
@@ -112,12 +116,17 @@ class AnswerSampler:
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list:
         """Return the engine's result for each prompt (token ids)."""
         if self.engine is None:
-            return generate(self.model, self.tokenizer, prompts, params, self.n_rows)
+            return generate(
+                self.model, self.tokenizer, prompts, params, self.n_rows, stop=self.stop
+            )
         self.engine.update(self.model)
         requests = []
         for i, ids in enumerate(prompts):
             requests.append(check(i, ids, params[i], self.model.cfg, self.tokenizer))
-        deque(self.engine.run(requests), maxlen=0)  # run to the end; requests hold the results
+        # Run to the end; requests hold the results.
+        deque(self.engine.run(requests, self.stop), maxlen=0)
+        if self.stop and self.stop():
+            return []
         return [request.result() for request in requests]
 
 

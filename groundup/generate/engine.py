@@ -46,10 +46,11 @@ MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading t
 
 def generate(
     model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
-    batch_size: int = 0, compile: bool = False, copies: bool = True,
+    batch_size: int = 0, compile: bool = False, copies: bool = True, stop: Callable[[], bool] | None = None,
 ) -> list[Result]:  # fmt: skip
     """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
-    copies=False: use the matrices as they are, without faster copies of them, in half the memory.
+    copies=False: use the matrices as they are, without faster copies of them, in half the memory. stop: asked before
+    each token; if it is true, no result is returned.
 
     tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if step.c does not do it;
     this takes 10 to 60 s and pays off from some thousand tokens.
@@ -60,7 +61,9 @@ def generate(
     requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
     n_samples = sum(request.params.n_samples for request in requests)
     rows = min(batch_size or n_samples, n_samples)
-    results = dict(run_all(model, tokenizer, requests, rows, compile, copies))
+    results = dict(run_all(model, tokenizer, requests, rows, compile, copies, stop))
+    if stop and stop():
+        return []
     return [results[i] for i in range(len(requests))]
 
 
@@ -77,7 +80,7 @@ def generate_each(
 
 def run_all(
     model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], rows: int, compile: bool,
-    copies: bool = True,
+    copies: bool = True, stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[int, Result]]:  # fmt: skip
     """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
     engines: dict[int, Engine] = {}
@@ -87,7 +90,7 @@ def run_all(
         if K > 1:
             yield from ((request.index, engines[K].beam_search(request)) for request in run)
             continue
-        ended = (sample.request for sample, _ in engines[1].run(run) if sample.last)
+        ended = (sample.request for sample, _ in engines[1].run(run, stop) if sample.last)
         yield from ((request.index, request.result()) for request in ended)
 
 
@@ -166,8 +169,10 @@ class Engine:
         request = check(0, ids, params, self.model.cfg, self.tokenizer)
         return (token for _, token in self.run([request]))
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sample, Token]]:
-        """Yield every token of every sample; take requests as rows become free."""
+    def run(
+        self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[Sample, Token]]:
+        """Yield every token of every sample, until `stop` is true; take requests as rows become free."""
         requests, mine = iter(requests), set()
         try:
             while True:
@@ -177,7 +182,7 @@ class Engine:
                         break
                     mine.add(request)
                     self.add(request)
-                if not mine:
+                if not mine or (stop and stop()):
                     return
                 for sample, token in self.step(whole=True):
                     if sample.last:

@@ -75,5 +75,5 @@ def score_batch(
     if not targets:
         return [Scored(0.0, 0, True)] * len(counts)
     nats, correct = token_scores(hidden, model.lm_head.weight, torch.tensor(targets, device=device))
-    parts = zip(nats.double().cpu().split(counts), correct.cpu().split(counts), strict=True)
+    parts = zip(nats.cpu().double().split(counts), correct.cpu().split(counts), strict=True)
     return [Scored(of_row.sum().item(), len(of_row), bool(right.all())) for of_row, right in parts]

@@ -159,7 +159,7 @@ def steps_of(
         return steps
 
     # propose settings that make at least four times FEW_STEPS steps
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
     per_smaller_step = rows * world_size
     flags = {} if key == "prompts_per_step" else {"batch_size": rows}

@@ -2,9 +2,13 @@
 
 import contextlib
 import math
+import os
 import platform
 import re
 import shutil
+import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Mapping
 from importlib import metadata
@@ -17,8 +21,9 @@ from groundup.errors import UserError, refuse
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # TFLOP/s of dense matrix products, from the vendors' data sheets: in bfloat16, or in float16 where
-# the GPU has no bfloat16. The first name found in the GPU's name counts.
-GPU_PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362}
+# the GPU has no bfloat16. The first name counts whose words are in the GPU's name.
+GPU_PEAK_TFLOPS = {"GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312}
+GPU_PEAK_TFLOPS |= {"L40S": 362}
 GPU_PEAK_TFLOPS |= {"4090": 165, "3090": 71, "T4": 65}
 
 # What the card of a run and the results of evaluate.py name with their versions.
@@ -52,8 +57,12 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware has it."""
+def choose_dtype(name: str, device: torch.device, scaled: bool = False) -> torch.dtype:
+    """Return the dtype of matrix products. 'auto' is bfloat16 where the hardware has it.
+
+    On older GPUs (T4, V100, RTX 20xx) it is float16 if a GradScaler is at work (scaled). Without
+    one it is float32, because in float16 the activations of published models may overflow.
+    """
     if name in DTYPES:
         return DTYPES[name]
     refuse(name != "auto", f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {name!r}")
@@ -64,14 +73,31 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     elif device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # not in torch 2.11
         found = torch.cpu.get_capabilities()
         native = any(found.get(flag) for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if native else torch.float32
+    if native:
+        return torch.bfloat16
+    return torch.float16 if scaled and device.type == "cuda" else torch.float32
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError if torch.compile cannot work: on a CPU it needs a C++ compiler."""
-    missing = device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++")))
-    text = "compile=True needs a C++ compiler on a CPU; install g++ or use compile=False"
-    refuse(missing, text)
+    """Raise UserError if torch.compile cannot work on a CPU: it compiles C++ against Python."""
+    if device.type != "cpu":
+        return
+    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    compiler = os.environ.get("CXX", usual)
+    text = f"compile=True needs a C++ compiler on a CPU; install {compiler}"
+    refuse(not shutil.which(compiler), f"{text} or use compile=False")
+
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    text = f"compile=True needs {header}; install python3-dev or use compile=False"
+    refuse(not header.exists(), text)
+
+    # What is compiled must also run where it is written.
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    is_noexec = False
+    if hasattr(os, "ST_NOEXEC") and os.path.isdir(directory):
+        is_noexec = os.statvfs(directory).f_flag & os.ST_NOEXEC
+    text = f"compile=True needs programs to run in {directory}, which is mounted noexec"
+    refuse(is_noexec, f"{text}; set TMPDIR to another directory or use compile=False")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -90,7 +116,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
                 "config: there is no GPU to measure; give --peak_tflops, its data sheet's"
             )
         for part, tflops in GPU_PEAK_TFLOPS.items():
-            if part in torch.cuda.get_device_name(device):
+            # Words: the RTX A1000 is no A100, the T400 no T4.
+            if re.search(rf"\b{part}\b", torch.cuda.get_device_name(device)):
                 return tflops * 1e12
     # The best of 8 large matrix products, each of 2 n^3 operations; the first ones warm up.
     n = 4096 if device.type == "cuda" else 1024

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -186,22 +187,27 @@ class ReduceScatter(AllGather):
         return None
 
 
-def same_forwards(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield this rank's batches, for one forward without gradients each.
+def same_forwards(
+    model: nn.Module, batches: Iterable[Any], stop_signal: ranks.StopSignal | None = None
+) -> Iterator[Any]:
+    """Yield this rank's batches, for one forward without gradients each, until a signal comes.
 
-    A sharded model needs all ranks in every forward, but ranks may have unlike numbers of batches.
+    All ranks end together, though they may have unlike numbers of batches. A sharded model needs
+    all of them in every forward.
     """
-    if not hasattr(model, "unshard"):  # not of `build`
-        yield from batches
-        return
-    for batch in batches:
-        ranks.any_rank(True)  # one more forward
-        yield batch
-    # Out of batches: join the forwards of the others with a single token.
-    one_token = torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device)
-    while ranks.any_rank(False):
-        with torch.compiler.set_stance("force_eager"):  # a new shape would recompile
-            model(one_token, index=one_token[0])
+    for batch in chain(batches, repeat(None)):
+        stopping = stop_signal is not None and stop_signal.received > 0
+        flags = torch.tensor([batch is not None, stopping]).int()
+        n_left, n_stopping = ranks.all_reduce_sum(flags, "evaluation").tolist()
+        if n_stopping or not n_left:
+            return
+        if batch is not None:
+            yield batch
+        elif hasattr(model, "unshard"):  # of `build`
+            # Out of batches: join the forwards of the others with a single token.
+            one_token = torch.zeros(1, 1, dtype=torch.int64, device=model.cos.device)
+            with torch.compiler.set_stance("force_eager"):  # a new shape would recompile
+                model(one_token, index=one_token[0])
 
 
 # ---- the step ------------------------------------------------------------------------------------

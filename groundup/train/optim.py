@@ -9,7 +9,8 @@ docs/optimizer.md explains Muon and shows how it was chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ddp import stays_whole
-from groundup.errors import UserError
+from groundup.errors import UserError, refuse
+from groundup.train.checkpoint import read_state
 
 if TYPE_CHECKING:
     from ddp import Bucket
@@ -321,6 +323,26 @@ def own_span(bucket: Bucket, items: list[int]) -> tuple[int, int]:
 # ---- schedules -----------------------------------------------------------------------------------
 
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
+
+def check_schedule(config: Mapping, max_steps: int) -> None:
+    """Raise UserError for settings of the learning rate that contradict each other."""
+    peak, warmup = config["learning_rate"], config["warmup_steps"]
+    min_lr = config.get("min_lr", 0.0)  # rl has none
+    rises = min_lr > peak and config["schedule"] != "constant"
+    refuse(rises, f"{min_lr=} is above learning_rate={peak}, the peak; lower min_lr, to 0.0 say")
+    text = f"warmup_steps={warmup:g} is longer than the run, {max_steps=}"
+    refuse(warmup >= 1 and warmup > max_steps, f"{text}; give fewer, or a share of the run below 1")
+
+
+def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
+    """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
+    # A share of a raised max_steps would warm up again. A changed setting counts.
+    if resumed:
+        state = read_state(resumed / "train_state.pt")
+        if "warmup_steps" in state and state["config"]["warmup_steps"] == config["warmup_steps"]:
+            return state["warmup_steps"]
+    return warmup_length(config["warmup_steps"], max_steps)
 
 
 def warmup_length(warmup_steps: float, max_steps: int) -> int:

@@ -4,13 +4,13 @@ The model may be on the meta device, where it takes no memory: a plan exists for
 Call `set_trainable` first, because frozen parameters take less of everything.
 """
 
-import os
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
+from groundup.train import ranks
 from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
@@ -181,7 +181,7 @@ def describe(
             needs.append(f"{way} {sum(parts.values()) / GIB:.2f}")
         lines.append(f"ways        {', '.join(needs)} GiB per rank")
     # A CPU's ranks share the memory of their machine; torchrun says how many there are.
-    local = need * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = need * (ranks.number_in("LOCAL_WORLD_SIZE", 1) if ranks.world_size() > 1 else 1)
     if device.type == "cpu" and local > memory_limit():
         has = f"this machine or its container has {memory_limit() / GIB:.2f} GiB"
         lines.append(f"warning     needs {local / GIB:.2f} GiB, {has}")

@@ -6,6 +6,7 @@ world of one rank. If a rank dies or hangs, the others end with one line that na
 
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from groundup.errors import LostRank, Stopped, UserError
 from groundup.train.device import choose_device
 
+TOLERANCE = 1e-3  # relative difference between the weights of two ranks; rounding makes 1e-5
+BETWEEN_MACHINES = "; if a machine's name leads to 127.0.1.1 in /etc/hosts, set GLOO_SOCKET_IFNAME"
+BETWEEN_MACHINES += " to its network interface (docs/running.md)"
+
 # ---- join and leave ------------------------------------------------------------------------------
 
 
@@ -44,11 +49,9 @@ class World:
         return self.rank == 0
 
 
-def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
-    """Join the process group that torchrun describes. Without torchrun return a world of one.
-
-    A collective fails if it waits longer than `timeout_s` for another rank.
-    """
+def described_world() -> World:
+    """Return the world that torchrun describes in the environment, else a world of one."""
+    # A shell or a scheduler may have left WORLD_SIZE; only torchrun sets RANK too.
     if "RANK" not in os.environ:
         return World(rank=0, local_rank=0, world_size=1)
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -56,12 +59,40 @@ def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
     if absent:
         text = f"RANK is set in the environment but {absent} is not; start with torchrun"
         raise UserError(f"ddp: {text}")
-    world = World(*(int(os.environ[key]) for key in needed[:3]))
+    world = World(*(number_in(key) for key in needed[:3]))
+    number_in("MASTER_PORT", 1)
+    if world.rank >= world.world_size:
+        raise UserError(f"ddp: RANK={world.rank} must be below WORLD_SIZE={world.world_size}")
+    return world
+
+
+def number_in(key: str, least: int = 0) -> int:
+    """Return the whole number that a variable of the environment holds; absent means `least`."""
+    text = os.environ.get(key, str(least))
+    if not text.isdecimal() or int(text) < least:
+        wrong = f"{key}={text!r} in the environment is no whole number of at least {least}"
+        raise UserError(f"ddp: {wrong}; start with torchrun, or unset {key}")
+    return int(text)
+
+
+def planned_world_size() -> int:
+    """Return the number of ranks to plan for: WORLD_SIZE, which may be set by hand."""
+    return number_in("WORLD_SIZE", 1)
+
+
+def init(device: torch.device | str = "cpu", timeout_s: float = 300) -> World:
+    """Join the process group that torchrun describes. Without torchrun return a world of one.
+
+    A collective fails if it waits longer than `timeout_s` for another rank.
+    """
+    world = described_world()
+    if "RANK" not in os.environ:
+        return world
 
     # Each rank takes its own GPU.
     device = choose_device(str(device), world.local_rank)
     on_gpu = device.type == "cuda"
-    with named_errors("init_process_group"):
+    with named_errors("init_process_group", BETWEEN_MACHINES):
         dist.init_process_group(
             # CUDA tensors travel over NCCL, CPU tensors (flags, counts) over gloo.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -79,13 +110,8 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
     # torchrun (2.13) keeps one store over all restarts, so a new rank would find the addresses of
     # dead ranks and wait for them. Its restart count may differ between machines.
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world.world_size,
-        is_master=world.is_main and not hosted_by_torchrun,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    is_host = world.is_main and not hosted_by_torchrun
+    store = open_store(world.world_size, is_host, timeout_s)
 
     # Rank 0 hands out a fresh prefix: each other rank posts a random word, finds the prefix under
     # that word, and confirms. Dead ranks never confirm.
@@ -109,6 +135,27 @@ def meeting_place(world: World, timeout_s: float) -> dist.Store:
         if time.monotonic() > deadline:
             raise RuntimeError(f"rank {missing[0]} has not come within {timeout_s:.0f} s")
     return dist.PrefixStore(word, store)
+
+
+def open_store(world_size: int, is_host: bool, timeout_s: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    result: futures.Future = futures.Future()
+
+    def connect() -> None:
+        wait = timedelta(seconds=timeout_s)
+        try:
+            result.set_result(dist.TCPStore(address, port, world_size, is_host, wait))
+        except Exception as error:
+            result.set_exception(error)
+
+    # In a thread, because another program at this port may never answer, and torch would wait.
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        return result.result(timeout_s + 1)
+    except TimeoutError:
+        text = f"what listens at {address}:{port} is not rank 0; use another MASTER_PORT"
+        raise RuntimeError(text) from None
 
 
 def close() -> None:
@@ -200,6 +247,23 @@ def check_equal(mine: dict) -> None:
                 raise UserError(f"train: {found}; {need}")
 
 
+def check_replicas(weights: list[Tensor]) -> None:
+    """Raise UserError on all ranks if they no longer train the same weights: flat tensors."""
+    # Sums over columns of 128: they differ between ranks as much as single weights do, relatively.
+    # Where processors differ, so does the rounding. Other code differs by far more than TOLERANCE.
+    sums = []
+    for flat in weights:
+        whole = flat.detach()[: flat.numel() // 128 * 128]
+        sums.append(whole.view(-1, 128).sum(0, dtype=torch.float32).cpu())
+    mine = torch.cat(sums) if sums else torch.zeros(1)
+    first, *others = gather_objects(mine)
+    for other, theirs in enumerate(others, 1):
+        difference = (theirs - first).norm() / first.norm().clamp(min=1e-30)
+        if difference > TOLERANCE:  # False for nan, which the loop reports
+            text = f"the weights of rank {other} differ from those of rank 0 by {difference:.1e}"
+            raise UserError(f"train: {text}; all machines need the same code and sound hardware")
+
+
 def start_agreement(problem: str, where: str) -> Callable[[], None]:
     """Start to tell all ranks whether `problem` is empty here.
 
@@ -258,7 +322,7 @@ def issue(operation: str, function: Callable, *args: Any, **kwargs: Any) -> dist
 
 
 @contextmanager
-def named_errors(operation: str) -> Iterator[None]:
+def named_errors(operation: str, advice: str = "") -> Iterator[None]:
     """Turn the backend's error about a lost rank into one line."""
     try:
         yield
@@ -268,12 +332,16 @@ def named_errors(operation: str) -> Iterator[None]:
         reason = text.splitlines()[0].split(". ")[0]
         raise LostRank(
             f"ddp: rank {os.environ.get('RANK', 0)}: {operation} failed; "
-            f"another rank has died or is stuck, look for its error ({reason})"
+            f"another rank has died or is stuck, look for its error ({reason}){advice}"
         ) from error
 
 
 class StopSignal:
-    """Turn SIGTERM and Ctrl-C into a flag. The loop reads it after each step, saves and ends."""
+    """Turn a signal to stop into a flag. The loop reads it after each step, saves and ends."""
+
+    # Ctrl-C, a scheduler's SIGTERM, a closed terminal's SIGHUP, and Slurm's --signal=USR1. Windows
+    # lacks the last two.
+    NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
     # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
     # being written is completed.)
@@ -281,8 +349,13 @@ class StopSignal:
         self.received = 0  # number of the signal
         self.begun = False
         self._received_at = 0.0
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+        for name in self.NAMES:
+            number = getattr(signal, name, None)
+            if number is None:
+                continue
+            # nohup ignores SIGHUP, and so it stays.
+            if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def begin(self) -> None:
         """Let signals wait for a step to end, from now on."""
@@ -298,6 +371,10 @@ class StopSignal:
             self._received_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
             raise KeyboardInterrupt
+
+    def __call__(self) -> bool:
+        """Return whether this rank has received a signal."""
+        return self.received > 0
 
     @property
     def exit_code(self) -> int:

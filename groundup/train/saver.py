@@ -100,6 +100,7 @@ class Saver:
         """
         # The copy before this one must be written: its memory is used again.
         self.wait()
+        ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
         is_main = ranks.rank() == 0
         # Training on would write into a directory that nobody looks at.
         if ranks.any_rank(is_main and not is_ours(self.out_dir)):

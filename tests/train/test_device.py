@@ -1,5 +1,8 @@
 """device.py: the choice of device and dtype, and the random state."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -38,12 +41,52 @@ def test_auto_dtype_is_what_the_processor_multiplies(flags, dtype, monkeypatch):
         devices.choose_dtype("int8", CPU)
 
 
-def test_compile_on_a_cpu_needs_a_compiler(monkeypatch):
-    monkeypatch.setattr(devices.shutil, "which", {"clang++": "/usr/bin/clang++"}.get)
+@pytest.mark.parametrize(("native", "scaled", "dtype"), [
+    (True, True, torch.bfloat16), (False, True, torch.float16), (False, False, torch.float32),
+])  # fmt: skip
+def test_a_gpu_without_bfloat16_trains_in_float16(native, scaled, dtype, monkeypatch):
+    """T4, V100, RTX 20xx: float32 is an eighth of the card."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    assert devices.choose_dtype("auto", torch.device("cuda"), scaled) == dtype
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA GH200 480GB", 989),
+    ("NVIDIA RTX A1000", 0), ("NVIDIA T400 4GB", 0), ("NVIDIA H1000", 0),
+])  # fmt: skip
+def test_a_gpu_is_known_by_whole_words(name, tflops, monkeypatch):
+    """One that is not known is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    measured = []
+    monkeypatch.setattr(devices, "synchronize", lambda device: measured.append(1) or 1 / 0)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, **keys: None)
+    try:
+        assert devices.peak_flops(torch.device("cuda"), torch.float16) == tflops * 1e12
+    except ZeroDivisionError:
+        assert tflops == 0 and measured
+
+
+def test_compile_on_a_cpu_needs_what_it_calls(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
     devices.check_compiler(CPU)
+
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     devices.check_compiler(torch.device("cuda"))
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler.*install g\+\+ or use compile=False"):
+        devices.check_compiler(CPU)
+    monkeypatch.setenv("CXX", "/opt/g++-14")
+    monkeypatch.setattr(devices.shutil, "which", {"/opt/g++-14": "/opt/g++-14"}.get)
+    devices.check_compiler(CPU)
+
+    noexec = SimpleNamespace(f_flag=os.ST_NOEXEC)
+    with monkeypatch.context() as patched:
+        patched.setattr(devices.os, "statvfs", lambda directory: noexec)
+        with pytest.raises(UserError, match="mounted noexec; set TMPDIR to another directory or use compile=False"):
+            devices.check_compiler(CPU)
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="needs .*/Python.h; install python3-dev or use compile=False"):
         devices.check_compiler(CPU)
 
 

@@ -2,6 +2,7 @@
 arithmetic.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -13,10 +14,12 @@ import ddp
 from groundup.errors import UserError
 from groundup.train.optim import (
     Optimizer,
+    check_schedule,
     learning_rate_at,
     orthogonalize,
     row_scales,
     warmup_length,
+    warmup_of,
 )
 from model import ModelConfig, Transformer
 
@@ -260,6 +263,29 @@ def test_warm_up_is_steps_or_a_share():
     for step in (1, 15, 16, 200):
         share, steps = (learning_rate_at(step, "linear", 1.0, 0.1, w, 300) for w in (0.05, 15))
         assert share == steps
+
+
+SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedule": "cosine"}
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"min_lr": 0.01}, "min_lr=0.01 is above learning_rate=0.001, the peak; lower min_lr"),
+    ({"warmup_steps": 11.0}, "warmup_steps=11 is longer than the run, max_steps=10; give fewer, or a share"),
+    ({"min_lr": 0.01, "schedule": "constant"}, ""),
+    ({"warmup_steps": 10.0}, ""),
+    ({"warmup_steps": 0.999}, ""),
+])  # fmt: skip
+def test_settings_of_the_learning_rate_that_contradict_each_other(changes, says):
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        check_schedule(SCHEDULE | changes, 10)
+
+
+def test_a_run_that_goes_on_keeps_its_warm_up(tmp_path):
+    """A share of a longer run would begin to warm up again."""
+    assert warmup_of(SCHEDULE, 100, None) == 5
+    torch.save({"config": SCHEDULE, "warmup_steps": 5}, tmp_path / "train_state.pt")
+    assert warmup_of(SCHEDULE, 1000, tmp_path) == 5
+    assert warmup_of(SCHEDULE | {"warmup_steps": 0.1}, 1000, tmp_path) == 100  # the user has changed it
 
 
 def test_decay_fraction_of_wsd():

@@ -2,18 +2,21 @@
 
 import os
 import signal
+import socket
+import time
 
 import pytest
 import torch
 
-from groundup.errors import Stopped, UserError
+from groundup.errors import LostRank, Stopped, UserError
 from groundup.train import ranks
 
 
 @pytest.fixture
 def stop_signal(monkeypatch):
     """A StopSignal whose handlers are removed after the test."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield ranks.StopSignal()
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -32,6 +35,21 @@ def test_during_training_the_first_signal_is_a_flag(stop_signal):
     assert stop_signal.received == signal.SIGINT and stop_signal.exit_code == 130
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop_signal.exit_code == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_closed_terminal_and_a_schedulers_warning_stop_as_sigterm_does(number, stop_signal):
+    stop_signal.begin()
+    os.kill(os.getpid(), number)
+    assert stop_signal() and stop_signal.exit_code == 128 + number
+
+
+def test_what_nohup_ignores_stays_ignored_and_windows_lacks_two(stop_signal, monkeypatch):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.delattr(signal, "SIGUSR1")
+    before = signal.getsignal(10)
+    ranks.StopSignal()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.getsignal(10) == before
 
 
 def test_a_second_ctrl_c_counts_after_two_seconds(stop_signal, monkeypatch):
@@ -75,3 +93,52 @@ def test_absent_variables_of_torchrun_are_named(monkeypatch):
         monkeypatch.delenv(key, raising=False)
     with pytest.raises(UserError, match="LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not; start with torchrun"):
         ranks.init()
+
+
+def test_a_world_size_that_was_left_over_is_no_world(monkeypatch):
+    """Without RANK nobody else is there. A plan may be for other ranks."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert ranks.init("cpu").world_size == 1 and ranks.planned_world_size() == 8
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("WORLD_SIZE", "x", "WORLD_SIZE='x' in the environment is no whole number of at least 0; start with torchrun"),
+    ("MASTER_PORT", "0", "MASTER_PORT='0' in the environment is no whole number of at least 1"),
+    ("RANK", "2", "RANK=2 must be below WORLD_SIZE=2"),
+])  # fmt: skip
+def test_what_torchrun_would_not_set_is_one_line(key, value, says, monkeypatch):
+    usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, text in (usual | {key: value}).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=says):
+        ranks.init()
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    with pytest.raises(UserError, match="at least 1"):
+        ranks.planned_world_size()
+
+
+def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
+    """It takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        usual = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, text in (usual | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, text)
+        begin = time.monotonic()
+        with pytest.raises(LostRank, match="rank 1: init_process_group failed.*GLOO_SOCKET_IFNAME"):
+            ranks.init("cpu", timeout_s=1)
+        assert time.monotonic() - begin < 5
+
+
+def test_replicas_may_differ_by_rounding_only(monkeypatch):
+    """By another learning rate in one step, say, they differ by more."""
+    torch.manual_seed(0)
+    weights = [torch.randn(1280) * 0.02, torch.ones(256)]
+    other = [[t * factor for t in weights] for factor in (1 + 1e-6, 1.01)]
+    gathered = []
+    monkeypatch.setattr(ranks, "gather_objects", lambda mine: gathered.append(mine) or gathered)
+    ranks.check_replicas(weights)
+    ranks.check_replicas(other[0])
+    with pytest.raises(UserError, match="weights of rank 2 differ from those of rank 0 by 1.0e-02; .* same code"):
+        ranks.check_replicas(other[1])
