@@ -262,7 +262,7 @@ class TokenData:
             map_checked(self.dir, s["sums"], sha256, "uint32", -(-s["tokens"] // size))
             for s in shards
         ]
-        self.checked = [np.zeros(len(sums), bool) for sums in self.sums]  # blocks that are right
+        self.checked = [bytearray(len(sums)) for sums in self.sums]  # 1: the block is right
         self.ends = np.cumsum([len(shard) for shard in self.shards])  # in tokens of the split
         self.n_tokens = int(self.ends[-1])
 
@@ -308,7 +308,7 @@ class TokenData:
             if zlib.crc32(self.shards[k][first : first + size]) != self.sums[k][block]:
                 where = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
                 raise UserError(f"data: {where}; {AGAIN}")
-            self.checked[k][block] = True
+            self.checked[k][block] = 1
 
     def _check_ids(self, piece: np.ndarray, k: int, begin: int) -> None:
         """Raise UserError for an id that the model has no embedding for."""
