@@ -268,7 +268,7 @@ def test_damage_is_named_or_harmless(good: Path, tmp_path: Path, watched: None, 
             found = open_it(work)
         except Exception as error:
             line = line_of(error)
-            assert line and "\n" not in line, (how, error)
+            assert str(tmp_path) in line and "\n" not in line, (how, error)
             counts["named"] += 1
         else:
             named = kind == "log" and "log: " in capsys.readouterr().out
