@@ -49,7 +49,7 @@ from groundup.text.show import show_rows
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
-from groundup.tokens.token_writer import write_json, write_manifest
+from groundup.tokens.token_writer import write_manifest, write_record
 from groundup.tokens.training import SMALLEST, train
 from tokenizer import Tokenizer
 
@@ -178,8 +178,7 @@ def build(inputs: list[Input], recipe: Recipe, tokenizer: Tokenizer | None, work
     manifest = {"format": ROWS_FORMAT, "kind": recipe.kind, "splits": written, "info": info}
     if tokenizer:
         manifest |= {"tokenizer_fingerprint": tokenizer.chat_fingerprint(), "vocab_size": tokenizer.vocab_size}
-        manifest |= {"dtype": token_dtype(tokenizer.vocab_size).name}
-    write_json(out / "manifest.json", manifest)
+    write_record(out / "manifest.json", manifest)
     return manifest
 
 

@@ -656,6 +656,21 @@ def test_no_room_for_the_reference_names_its_file(tmp_path):
     assert align_losses.read_reference(tmp_path / "reference.safetensors", {"pairs": "a"}).min() == 1
 
 
+def test_a_damaged_reference_is_refused_and_its_file_is_reproducible(tmp_path):
+    path, table = tmp_path / "reference.safetensors", torch.randn(50, 2)
+    made_of = {"pairs": "a", "checkpoint": "b", "dtype": "c"}
+    contents = set()
+    for _ in range(5):
+        align_losses.save_reference(path, table, made_of)
+        contents.add(path.read_bytes())
+    (raw,) = contents
+    assert torch.equal(align_losses.read_reference(path, made_of), table)
+    for place in range(0, len(raw), 7):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 4]) + raw[place + 1 :])
+        with pytest.raises(UserError, match="delete it to have it computed again"):
+            align_losses.read_reference(path, made_of)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])

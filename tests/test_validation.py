@@ -12,6 +12,7 @@ from test_pretrain import data_dir, events, finish, mixed, refused, run, start  
 from groundup.errors import UserError
 from groundup.tokens.batches import TextCorpus, val_batches
 from groundup.tokens.token_files import TokenData
+from groundup.tokens.token_writer import write_record
 
 VAL = "--val_data={0}/even=3,{0}/odd=1"
 
@@ -93,9 +94,8 @@ def test_val_data_that_is_not_there_is_one_line(run, mixed, capsys):  # noqa: F8
 def test_other_validation_of_another_tokenizer_is_refused(tmp_path, mixed):  # noqa: F811
     other = shutil.copytree(mixed, tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text(encoding="utf-8"))
-    (other / "manifest.json").write_text(
-        json.dumps(manifest | {"tokenizer_fingerprint": "0" * 64}), encoding="utf-8"
-    )
+    del manifest["crc32"]
+    write_record(other / "manifest.json", manifest | {"tokenizer_fingerprint": "0" * 64})
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         TextCorpus(f"{mixed}/even", 32, val_data=str(other))
 

@@ -7,16 +7,20 @@ The reference is the model before the first step. Its log-probabilities do not c
 computed once for all pairs and kept in a file.
 """
 
+import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from groundup.errors import UserError, refuse
+from groundup.files.untrusted import loads
 from groundup.kernels.cross_entropy import token_logps
 from groundup.tokens import IGNORE
 from groundup.tokens.pairs import PairBatch, PairCorpus
@@ -264,22 +268,32 @@ def read_reference(path: Path, made_of: Mapping[str, str]) -> Tensor | None:
     """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, or None if
     there is no file. Rank 0 reads them for all.
 
-    made_of: of describe_reference. Raise UserError if the file was made of something else."""
+    made_of: of describe_reference. Raise UserError if the file is damaged, or was made of
+    something else."""
     if not path.exists():
         return None
+    again = "delete it to have it computed again"
     try:
-        file = open_safetensors(path)
+        with open_safetensors(path) as file:
+            saved = loads(file.metadata()["made_of"])
+            table = file.get_tensor("logps")
+        damaged = saved.pop("logps") != table_sum(table)
     except UserError as error:
-        raise UserError(f"{error}; delete it to have it computed again") from None
-    with file:
-        saved = file.metadata() or {}
-        differ = [key for key, value in made_of.items() if saved.get(key) != value]
-        if not differ:
-            return file.get_tensor("logps")
-    raise UserError(
-        f"config: the log-probabilities in {path} belong to another {' and '.join(differ)}; "
-        "delete the file to have them computed again, or use another out_dir"
-    )
+        raise UserError(f"{error}; {again}") from None
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError):
+        damaged = True
+    if damaged:
+        raise UserError(f"config: the log-probabilities in {path} are damaged; {again}")
+    differ = [key for key, value in made_of.items() if saved.get(key) != value]
+    if differ:
+        what = f"{path} belong to another {' and '.join(differ)}"
+        raise UserError(f"config: the log-probabilities in {what}; {again}, or use another out_dir")
+    return table
+
+
+def table_sum(table: Tensor) -> str:
+    """Return type, shape and CRC-32 of the log-probabilities, which lie on the CPU."""
+    return f"{table.dtype} {list(table.shape)} {zlib.crc32(table.numpy()):08x}"
 
 
 def compute_reference(
@@ -308,7 +322,8 @@ def save_reference(path: Path, table: Tensor, made_of: Mapping[str, str]) -> Non
     """Write the file of `read_reference`, whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_weights(temporary, {"logps": table}, **made_of)
+        record = json.dumps({**made_of, "logps": table_sum(table)})
+        save_weights(temporary, {"logps": table}, "made_of", record)
         os.replace(temporary, path)
     finally:  # a full disk, Ctrl-C
         temporary.unlink(missing_ok=True)

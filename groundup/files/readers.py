@@ -22,7 +22,7 @@ from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
-PREPARED = {"manifest.json", "report.md", "dropped.tsv"}  # files that tell a directory that prepare.py made
+PREPARED = {"report.md", "dropped.tsv"}  # files that tell a directory that prepare.py made, also without its manifest
 DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # or of these packed
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 

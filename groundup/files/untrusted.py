@@ -6,6 +6,7 @@ expression or a template that takes years.
 
 import contextlib
 import json
+import math
 import os
 import signal
 import stat
@@ -13,6 +14,7 @@ import sys
 import threading
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,16 @@ def check_regular(path: str | Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "is no regular file", str(path))
     return status.st_size
+
+
+def crc32_of(path: str | Path) -> int:
+    """Return the CRC-32 of a regular file. It shows accidents, not forgery, twice as fast as SHA-256."""
+    check_regular(path)
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**20):  # 1 MiB at a time
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def check_replaceable(path: Path) -> None:
@@ -109,6 +121,39 @@ def scrub(text: str) -> str:
 def is_name(name: object) -> bool:
     """Return whether a file names another one in its own directory, and nothing outside."""
     return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+
+
+def is_inside(path: object) -> bool:
+    """Return whether a path, such as "wiki/train_00000.npy", leads nowhere outside of its directory."""
+    return isinstance(path, str) and all(map(is_name, path.split("/")))
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_weight(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def misfit(value: Any, shape: Any, name: str) -> str:
+    """Return which part of a JSON value, called `name`, does not have the shape; "" if all of it has.
+
+    shape: a type, a function that returns whether a value fits, [shape of each item] or {key: shape}. "key?" may be
+    missing, "*" is every key. Keys that the shape does not name are not looked at."""
+    kind = type(shape) if isinstance(shape, list | dict) else shape
+    if not (type(value) is kind if isinstance(kind, type) else kind(value)):
+        return f"{name}={value!r:.60}"
+    parts = []
+    if isinstance(shape, list):
+        parts = [(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value)]
+    elif isinstance(shape, dict):
+        for key, part in shape.items():
+            if key == "*":
+                parts += [(item, part, f"{name}.{k}") for k, item in value.items()]
+            elif key.rstrip("?") in value or not key.endswith("?"):
+                parts.append((value.get(key.rstrip("?")), part, f"{name}.{key.rstrip('?')}"))
+    return next(filter(None, (misfit(*part) for part in parts)), "")
 
 
 def why_unusable(action: Callable[[], object], seconds: int = 1, megabytes: int = 500) -> str:

@@ -11,6 +11,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from groundup.files.untrusted import crc32_of
+
 SOURCES = Path(__file__).parent  # attention.c and step.c
 
 
@@ -29,15 +31,20 @@ def compile_c(source: Path, *flags: str) -> ctypes.CDLL | None:
             # Another compiler, processor or source gives another library.
             version = os.stat(compiler).st_mtime_ns
             built_from = f"{command} {version} {processor()}".encode() + source.read_bytes()
-            key = hashlib.sha256(built_from).hexdigest()[:16]
-            library = cache_directory(Path(scratch)) / f"{source.stem}-{key}.so"
-            with suppress(OSError):  # not there yet, or damaged
-                return ctypes.CDLL(str(library))
+            start = f"{source.stem}-{hashlib.sha256(built_from).hexdigest()[:16]}"
+            cache = cache_directory(Path(scratch))
+            # The name ends with the CRC-32: loading a library that is cut short would crash.
+            for library in cache.glob(f"{start}-*.so"):
+                with suppress(OSError):
+                    if library.name == f"{start}-{crc32_of(library):08x}.so":
+                        return ctypes.CDLL(str(library))
+                    library.unlink()  # damaged
             # Several processes may compile at the same time: write under a name of our own.
-            new = library.with_suffix(f".{os.getpid()}.tmp")
+            new = cache / f"{start}.{os.getpid()}.tmp"
             command += ["-o", str(new)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            return ctypes.CDLL(str(new.replace(library)))
+            library = new.replace(cache / f"{start}-{crc32_of(new):08x}.so")
+            return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None
 

@@ -12,7 +12,14 @@ from groundup.files.disk import lock_directory
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
-from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, PackedData, TokenData, read_manifest
+from groundup.tokens.token_files import (
+    FORMAT,
+    ROWS_FORMAT,
+    PackedData,
+    TokenData,
+    read_manifest,
+    token_dtype,
+)
 from groundup.tokens.token_writer import verify, verify_sha256
 from tokenizer import FILES, Tokenizer
 
@@ -70,19 +77,19 @@ def lock(work: Path, out_dir: Path) -> int:
 def read_prepared(directory: Path, every_byte: bool = False) -> dict:
     """Return the manifest of a prepared directory after a check of its tokenizer and of the sizes of its files, or with
     every_byte of their content. Raise one of DAMAGED."""
-    manifest = read_json(directory / "manifest.json")
+    manifest = read_manifest(directory, "")
     if manifest.get("format") == ROWS_FORMAT:
         for entry in manifest["splits"].values():
             tokens, path = entry.get("tokens", {}), directory / entry["file"]
             if path.stat().st_size != entry["bytes"]:
                 raise UserError(f"prepare: {path} does not have {entry['bytes']} bytes; rerun prepare.py")
             if tokens:
-                map_tokens(directory, tokens, manifest["dtype"])
+                map_tokens(directory, tokens, token_dtype(manifest.get("vocab_size", 0)).name)
             if every_byte:
                 for name, sha256 in ({path.name: entry["sha256"]} | tokens.get("sha256", {})).items():
                     verify_sha256(directory / name, sha256)
     else:
-        manifest = (verify if every_byte else read_manifest)(directory)
+        manifest = verify(directory) if every_byte else manifest
         for split in manifest["splits"]:
             TokenData(directory, split)
         if (pack := manifest["info"].get("recipe", {}).get("pack")) and "train" in manifest["splits"]:

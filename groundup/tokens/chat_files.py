@@ -24,8 +24,10 @@ from groundup.files import row_formats, usable
 from groundup.files.splits import dialogue_text
 from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_source
 from groundup.tokens.token_files import (
+    AGAIN,
+    check_shape,
     file_sha256,
-    map_array,
+    map_checked,
     npy_header,
     read_manifest,
     token_dtype,
@@ -99,6 +101,8 @@ def fingerprint_of(digests: list[str], tokenizer_fingerprint: str) -> str:
 
 # ---- token files -----------------------------------------------------------------------------
 
+FILES = ("file", "mask", "offsets")  # their keys in the manifest
+
 
 class ConversationWriter:
     """Writes the token files of a split, conversation by conversation."""
@@ -117,23 +121,23 @@ class ConversationWriter:
 
     def close(self) -> dict:
         """Complete the files and return their entry for the manifest."""
-        sha256 = {}
-        for file in (self.tokens, self.mask, self.offsets):
+        entry = {"ids": self.tokens.length, "conversations": self.offsets.length - 1, "sha256": {}}
+        for key, file in zip(FILES, (self.tokens, self.mask, self.offsets), strict=True):
             file.close()
-            sha256[file.path.name] = file_sha256(file.path)
-        n_conversations = self.offsets.length - 1
-        return {"ids": self.tokens.length, "conversations": n_conversations, "sha256": sha256}
+            entry[key] = file.path.name
+            entry["sha256"][file.path.name] = file_sha256(file.path)
+        return entry
 
 
 def map_tokens(directory: Path, entry: dict, dtype: str) -> list[np.ndarray]:
     """Return (tokens, mask, offsets) of a split, mapped. entry: the manifest's.
 
-    Raise UserError if their sizes are wrong."""
-    tokens, mask, offsets = [directory / name for name in entry["sha256"]]
+    Raise UserError if they are not as they were written: all of them are read now."""
+    kinds = (dtype, "uint8", "int64")
+    lengths = (entry["ids"], entry["ids"], entry["conversations"] + 1)
     return [
-        map_array(tokens, dtype, entry["ids"]),
-        map_array(mask, "uint8", entry["ids"]),
-        map_array(offsets, "int64", entry["conversations"] + 1),
+        map_checked(directory, entry[key], entry["sha256"], kind, length)
+        for key, kind, length in zip(FILES, kinds, lengths, strict=True)
     ]
 
 
@@ -184,6 +188,8 @@ def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer)
     """Return the Conversations in the token files of a split; none if there is no such split."""
     if split not in manifest["splits"]:
         return in_memory([], tokenizer)
+    check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
     entry = manifest["splits"][split]["tokens"]
     arrays = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)
-    return make_conversations(arrays, list(entry["sha256"].values()), tokenizer)
+    digests = [entry["sha256"][entry[key]] for key in FILES]
+    return make_conversations(arrays, digests, tokenizer)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.tokens.mixture import hash_words, permute
-from groundup.tokens.token_files import FORMAT, TokenData, file_sha256, token_dtype
-from groundup.tokens.token_writer import SHARD_TOKENS, write_json, write_npy
+from groundup.tokens.token_files import FORMAT, TokenData, block_sums, file_sha256, token_dtype
+from groundup.tokens.token_writer import SHARD_TOKENS, write_npy, write_record
 
 
 class Packing(NamedTuple):
@@ -97,7 +97,7 @@ def pack(
     """Pack the train split of each source into rows of block_size + 1 tokens; return the record.
 
     Beside the train shards it writes
-        train_pack1024_00000.npy   the rows end to end
+        train_pack1024_00000.npy   the rows end to end; .crc.npy, the CRC-32 of its blocks
         train_pack1024.len.npy     int32: how many tokens of each row are trained on
         train_pack1024.json        the record, last
     What is left of a row is filled with delimiters. The first of them counts: it ends the last
@@ -112,7 +112,7 @@ def pack(
         data = TokenData(data_dir, "train", name)
         sources[name] = pack_source(data, name, block_size, seed, shard_tokens)
     record = {"format": FORMAT, "block_size": block_size, "seed": seed, "sources": sources}
-    write_json(path, record)
+    write_record(path, record)
     return record
 
 
@@ -130,13 +130,15 @@ def pack_source(
 
     starts = data.document_starts()
     per_shard = max(1, shard_tokens // row_tokens)
-    shards = []
+    shards, files = [], [lengths_file]
     for k, first in enumerate(range(0, packing.n_rows, per_shard)):
         span = range(first, min(first + per_shard, packing.n_rows))
         rows = packed_rows(data, starts, packing, span, row_tokens)
-        shards.append({"file": f"{name}_{k:05d}.npy", "tokens": rows.size})
-        write_npy(data.dir / shards[-1]["file"], rows.ravel())
-    files = [lengths_file, *(shard["file"] for shard in shards)]
+        file, sums = f"{name}_{k:05d}.npy", f"{name}_{k:05d}.crc.npy"
+        write_npy(data.dir / file, rows.ravel())
+        write_npy(data.dir / sums, block_sums(rows.ravel()))
+        shards.append({"file": file, "sums": sums, "tokens": rows.size})
+        files += [file, sums]
     return {
         "fingerprint": data.fingerprint,
         "documents": data.n_documents,

@@ -14,7 +14,7 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files import readers, row_formats, streams
 from groundup.files.splits import assign, split_position
-from groundup.tokens.token_files import read_manifest
+from groundup.tokens.token_files import read_manifest, verify_sha256
 from tokenizer import Tokenizer
 
 STRANGE = "not understood"
@@ -107,8 +107,9 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
         splits = read_manifest(path, reader.kind)["splits"]
         for split, items in (("train", train), ("val", val)):
             if split in splits:
-                file = str(Path(path, splits[split]["file"]))
-                items += [item for _, item in reader.read(file)]
+                file = Path(path, splits[split]["file"])
+                verify_sha256(file, splits[split]["sha256"])
+                items += [item for _, item in reader.read(str(file))]
     else:
         items, positions = [], []
         for file in readers.find_files(path):

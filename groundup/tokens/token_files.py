@@ -6,8 +6,9 @@ A data directory holds the tokenizer and, for each split that has text (train, v
                           <|endoftext|> document <|endoftext|> document ...
     train_00000.off.npy   int64 (n_documents + 1,): where each document begins, at its
                           <|endoftext|>, and where the last one ends
-    manifest.json         sizes, sha256 of every file, fingerprint of the tokenizer. It is written
-                          last: a directory without it is incomplete.
+    train_00000.crc.npy   uint32: CRC-32 of each 64 KiB of the token ids
+    manifest.json         sizes, sha256 of every file, fingerprint of the tokenizer, and its own
+                          CRC-32. It is written last: a directory without it is incomplete.
 
 The last shard of a split ends with one more <|endoftext|>, so that the end of the last document is
 learned too. Documents do not cross shards; windows do. Each named source (wiki, code) has such
@@ -17,16 +18,57 @@ whole documents (`PackedData`).
 
 import hashlib
 import json
-import os
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from groundup.errors import UserError
-from groundup.files.untrusted import MANIFEST_BYTES, read_json
+from groundup.files.untrusted import (
+    MANIFEST_BYTES,
+    check_regular,
+    is_count,
+    is_inside,
+    is_weight,
+    misfit,
+    read_json,
+)
 
 FORMAT = "groundup tokens 1"
 ROWS_FORMAT = "groundup rows 1"  # of a directory of conversations or pairs
+AGAIN = "copy it again or rerun prepare.py"
+
+# Token ids are checked in blocks, when one is first read: a terabyte opens at once, and no rank
+# trains on a damaged id. A disk reads about as much for a single id.
+BLOCK_BYTES = 2**16
+
+# What manifest.json holds, by the kind of the data; see untrusted.misfit.
+SUMS = {"*": str}  # {file: sha256}
+TOTAL = {"tokens": is_count, "documents": is_count, "bytes": is_count}
+SHARD = {"file": is_inside, "sums": is_inside, "tokens": is_count}
+TEXT_SHARD = SHARD | TOTAL | {"source": str, "offsets": is_inside, "sha256": SUMS}
+TEXT = {
+    "vocab_size": is_count,
+    "eot_id": is_count,
+    "tokenizer_fingerprint": str,
+    "splits": {"*": TOTAL | {"shards": [TEXT_SHARD]}},
+    "sources?": {"*": TOTAL | {"weight?": is_weight}},
+    "info": dict,
+}
+CHAT_TOKENS = {"ids": is_count, "conversations": is_count, "sha256": SUMS}
+CHAT_TOKENS |= dict.fromkeys(("file", "mask", "offsets"), is_inside)
+ROW_SPLIT = {"file": is_inside, "rows": is_count, "bytes": is_count, "sha256": str}
+ROWS = {
+    "vocab_size?": is_count,
+    "tokenizer_fingerprint?": str,
+    "splits": {"*": ROW_SPLIT | {"tokens?": CHAT_TOKENS}},
+    "info": dict,
+}
+SHAPES = {"text": TEXT, "chat": ROWS, "preference": ROWS}
+# What packing.py writes beside them
+PACKED = {"fingerprint": str, "rows": is_count, "most_documents": is_count, "lengths": is_inside}
+PACKING = {"sources": {"*": PACKED | {"shards": [SHARD], "sha256": SUMS}}}
 
 
 class NoSplit(UserError):
@@ -52,11 +94,41 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def verify_sha256(path: Path, sha256: str | None) -> None:
+    """Raise UserError unless the file is there and unchanged."""
+    try:
+        check_regular(path)
+        found = file_sha256(path)
+    except OSError as error:
+        raise UserError(f"data: cannot read {path}: {error.strerror}; {AGAIN}") from None
+    if found != sha256:
+        raise UserError(f"data: {path} changed since it was written (sha256); {AGAIN}")
+
+
 # ---- manifest --------------------------------------------------------------------------------
 
 
+def record_sum(record: dict) -> str:
+    """Return the CRC-32 of a record, as write_record adds it."""
+    return f"{zlib.crc32(json.dumps(record).encode()):08x}"
+
+
+def read_record(path: Path, how: str) -> dict:
+    """Return the object that token_writer.write_record has written. Raise UserError."""
+    record = read_json(path, "data", how, MANIFEST_BYTES)
+    if record.pop("crc32", None) != record_sum(record):
+        raise UserError(f"data: {path} is damaged: its crc32 is another; {how}")
+    return record
+
+
+def check_shape(path: Path, record: dict, shape: Any, how: str) -> None:
+    """Raise UserError unless a record holds what it must, of the right types."""
+    if problem := misfit(record, shape, path.stem):
+        raise UserError(f"data: {path} is damaged: {problem}; {how}")
+
+
 def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
-    """Return manifest.json of a prepared directory. kind: text | chat | preference.
+    """Return manifest.json of a prepared directory. kind: text | chat | preference, "" = any.
 
     Raise UserError if there is none, or it is damaged or of another kind."""
     path = Path(data_dir, "manifest.json")
@@ -72,21 +144,22 @@ def read_manifest(data_dir: str | Path, kind: str = "text") -> dict:
         unprepared = f"{data_dir} is not prepared, or not completely: no manifest.json"
         raise UserError(f"data: {unprepared}; {how}")
 
-    manifest = read_json(path, "data", how, MANIFEST_BYTES)
-    try:
-        kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
-        found = kinds.get(manifest["format"], manifest["format"])
-        manifest["splits"].items()
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"data: {path} is damaged ({error!r}); {how}") from None
-    if found != kind:
-        raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {kind!r}")
+    manifest = read_record(path, how)
+    check_shape(path, manifest, {"format": str, "kind?": str}, how)
+    kinds = {FORMAT: "text", ROWS_FORMAT: manifest.get("kind")}
+    found = kinds.get(manifest["format"], manifest["format"])
+    if found not in SHAPES or kind not in ("", found):
+        wanted = kind or ", ".join(SHAPES)
+        raise UserError(f"data: {data_dir} was prepared with kind={found!r}, not {wanted!r}")
+    check_shape(path, manifest, SHAPES[found], how)
     return manifest
 
 
 def read_packing(path: Path) -> dict:
     """Return the record that packing.py wrote beside the rows."""
-    return read_json(path, "data", "rerun prepare.py", MANIFEST_BYTES)
+    record = read_record(path, "rerun prepare.py")
+    check_shape(path, record, PACKING, "rerun prepare.py")
+    return record
 
 
 def locate(path: str | Path) -> tuple[Path, str | None]:
@@ -111,11 +184,11 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     """Return a 1-D .npy file, mapped read-only. Raise UserError if the manifest says otherwise."""
     header = npy_header(np.dtype(dtype), length)
     try:
+        size = check_regular(path)
         with open(path, "rb") as f:
             found = f.read(len(header))
-            size = f.seek(0, os.SEEK_END)
-    except FileNotFoundError:
-        raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py") from None
+    except OSError as error:
+        raise UserError(f"data: cannot read {path}: {error.strerror}; {AGAIN}") from None
     if found != header:
         begins = found[10:].decode("ascii", "replace").strip()
         wanted = f"no .npy file of {length} {dtype}"
@@ -123,16 +196,32 @@ def map_array(path: Path, dtype: str, length: int) -> np.ndarray:
     expected = len(header) + length * np.dtype(dtype).itemsize
     if size != expected:
         wrong = f"{path} ends at byte {size} instead of {expected}"
-        raise UserError(f"data: {wrong}; copy it again or rerun prepare.py")
+        raise UserError(f"data: {wrong}; {AGAIN}")
     little = np.dtype(dtype).newbyteorder("<")
     mapped = np.memmap(path, little, mode="r", offset=len(header), shape=(length,))
     return np.asarray(mapped)  # slices of the subclass np.memmap take three times as long
 
 
+def map_checked(
+    directory: Path, name: str, sha256: dict[str, str], dtype: str, length: int
+) -> np.ndarray:
+    """Return `map_array` of a file whose content is as it was written. sha256: {file: digest}."""
+    array = map_array(directory / name, dtype, length)
+    verify_sha256(directory / name, sha256.get(name))
+    return array
+
+
+def block_sums(tokens: np.ndarray) -> np.ndarray:
+    """Return the CRC-32 of each block of token ids, uint32."""
+    size = BLOCK_BYTES // tokens.itemsize
+    blocks = [tokens[k : k + size] for k in range(0, len(tokens), size)]
+    return np.array([zlib.crc32(block) for block in blocks], np.uint32)
+
+
 class TokenData:
     """One split of a data directory, or of one source, as one long row of tokens.
 
-    Opening checks the sizes of the files and reading checks the ids, so that a terabyte opens fast.
+    Opening checks the small files, and reading checks blocks of ids, so that a terabyte opens fast.
     token_writer.verify reads everything.
     """
 
@@ -157,16 +246,23 @@ class TokenData:
         self.entries = shards_of[split]
         self.n_bytes: int = sum(shard["bytes"] for shard in self.entries)
         self.n_documents: int = sum(shard["documents"] for shard in self.entries)
+        sha256 = {name: sha for shard in self.entries for name, sha in shard["sha256"].items()}
         self.offsets = [
-            map_array(self.dir / shard["offsets"], "int64", shard["documents"] + 1)
+            map_checked(self.dir, shard["offsets"], sha256, "int64", shard["documents"] + 1)
             for shard in self.entries
         ]
-        self._map_tokens(self.entries)
+        self._map_tokens(self.entries, sha256)
 
-    def _map_tokens(self, shards: list[dict]) -> None:
-        dtype = self.manifest["dtype"]
+    def _map_tokens(self, shards: list[dict], sha256: dict[str, str]) -> None:
+        dtype = token_dtype(self.vocab_size)
         self.paths = [self.dir / shard["file"] for shard in shards]
-        self.shards = [map_array(self.dir / s["file"], dtype, s["tokens"]) for s in shards]
+        self.shards = [map_array(self.dir / s["file"], dtype.name, s["tokens"]) for s in shards]
+        size = BLOCK_BYTES // dtype.itemsize
+        self.sums = [
+            map_checked(self.dir, s["sums"], sha256, "uint32", -(-s["tokens"] // size))
+            for s in shards
+        ]
+        self.checked = [bytearray(len(sums)) for sums in self.sums]  # 1: the block is right
         self.ends = np.cumsum([len(shard) for shard in self.shards])  # in tokens of the split
         self.n_tokens = int(self.ends[-1])
 
@@ -174,7 +270,7 @@ class TokenData:
     def fingerprint(self) -> str:
         """The sha256 of all that decides the tokens: equal fingerprints, equal tokens."""
         parts = [FORMAT, self.split, self.tokenizer_fingerprint, self.vocab_size]
-        parts += [shard["sha256"] for shard in self.entries]
+        parts += [shard["sha256"].get(shard["file"]) for shard in self.entries]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_tokenizer(self, fingerprint: str) -> None:
@@ -195,11 +291,24 @@ class TokenData:
             shard_start = int(self.ends[k]) - len(shard)
             begin = start + filled - shard_start
             piece = shard[begin : begin + length - filled]
+            self._check_blocks(k, begin, begin + len(piece))
             self._check_ids(piece, k, begin)
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
             k += 1
         return out
+
+    def _check_blocks(self, k: int, begin: int, end: int) -> None:
+        """Raise UserError if a block that holds tokens [begin, end) of shard k is damaged."""
+        size = BLOCK_BYTES // self.shards[k].itemsize
+        for block in range(begin // size, -(-end // size)):
+            first = block * size
+            if self.checked[k][block]:
+                continue
+            if zlib.crc32(self.shards[k][first : first + size]) != self.sums[k][block]:
+                where = f"{self.paths[k]} changed since it was written (tokens from {first} on)"
+                raise UserError(f"data: {where}; {AGAIN}")
+            self.checked[k][block] = 1
 
     def _check_ids(self, piece: np.ndarray, k: int, begin: int) -> None:
         """Raise UserError for an id that the model has no embedding for."""
@@ -244,8 +353,9 @@ class PackedData(TokenData):
         if not self.entry or self.entry["fingerprint"] != super().fingerprint:
             raise UserError(f"data: {path} is not of the tokens that are there now; {how}")
         self.n_rows: int = self.entry["rows"]
-        self.lengths = map_array(self.dir / self.entry["lengths"], "int32", self.n_rows)
-        self._map_tokens(self.entry["shards"])
+        sha256 = self.entry["sha256"]
+        self.lengths = map_checked(self.dir, self.entry["lengths"], sha256, "int32", self.n_rows)
+        self._map_tokens(self.entry["shards"], sha256)
 
     @property
     def fingerprint(self) -> str:

@@ -11,11 +11,15 @@ from groundup.errors import UserError
 from groundup.tokens.token_files import (
     FORMAT,
     TokenData,
+    block_sums,
     file_sha256,
+    map_array,
     npy_header,
     read_manifest,
     read_packing,
+    record_sum,
     token_dtype,
+    verify_sha256,
 )
 
 SHARD_TOKENS = 2**27  # 256 MiB as uint16
@@ -57,6 +61,11 @@ def write_json(path: Path, value: dict) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Write a JSON object with its own checksum, for token_files.read_record."""
+    write_json(path, record | {"crc32": record_sum(record)})
 
 
 class ShardWriter:
@@ -115,21 +124,23 @@ class ShardWriter:
         self.starts: list[int] = []  # of the documents
 
     def _finish_shard(self, closing: Sequence[int] = ()) -> None:
-        tokens, offsets = f"{self.name}.npy", f"{self.name}.off.npy"
+        tokens, offsets, sums = (f"{self.name}{end}.npy" for end in ("", ".off", ".crc"))
         ends = np.array([*self.starts, self.file.length], np.int64)
         self.file.add(closing)
         self.file.close()
         write_npy(self.dir / offsets, ends)
+        written = map_array(self.dir / tokens, self.file.dtype.name, self.file.length)
+        write_npy(self.dir / sums, block_sums(written))
         entry = {
             "split": self.split,
             "source": self.source,
             "file": tokens,
             "offsets": offsets,
+            "sums": sums,
             "tokens": self.file.length,
             "documents": len(self.starts),
             "bytes": self.n_bytes,
-            "sha256": file_sha256(self.dir / tokens),
-            "offsets_sha256": file_sha256(self.dir / offsets),
+            "sha256": {name: file_sha256(self.dir / name) for name in (tokens, offsets, sums)},
         }
         self.shards.append(entry)
         self.file = None
@@ -152,7 +163,6 @@ def write_manifest(
         "format": FORMAT,
         "vocab_size": vocab_size,
         "eot_id": eot_id,
-        "dtype": token_dtype(vocab_size).name,
         "tokenizer_fingerprint": tokenizer_fingerprint,
         "splits": {},
         "info": info,
@@ -169,7 +179,7 @@ def write_manifest(
     if names not in ([], [""]):
         assert "" not in names, f"{names}: either all sources are named or there is only one"
         manifest["sources"] = {name: source_entry(name, shards, weights) for name in names}
-    write_json(Path(data_dir, "manifest.json"), manifest)
+    write_record(Path(data_dir, "manifest.json"), manifest)
     return manifest
 
 
@@ -192,19 +202,10 @@ def verify(data_dir: str | Path) -> dict:
     for split, entry in manifest["splits"].items():
         TokenData(data_dir, split)  # compares sizes and types
         for shard in entry["shards"]:
-            digests[shard["file"]] = shard["sha256"]
-            digests[shard["offsets"]] = shard["offsets_sha256"]
+            digests |= shard["sha256"]
     for path in sorted(Path(data_dir).glob("train_pack*.json")):
         for packed in read_packing(path)["sources"].values():
             digests |= packed["sha256"]
     for name, sha256 in digests.items():
         verify_sha256(Path(data_dir, name), sha256)
     return manifest
-
-
-def verify_sha256(path: Path, sha256: str) -> None:
-    """Raise UserError unless the file is there and unchanged."""
-    if not path.exists():
-        raise UserError(f"data: {path} is missing; copy it again or rerun prepare.py")
-    if file_sha256(path) != sha256:
-        raise UserError(f"data: {path} changed since it was written (sha256); rerun prepare.py")

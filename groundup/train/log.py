@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,17 +69,26 @@ class RunLog:
         if not self.enabled:
             return
 
-        # A resumed run repeats the steps after its checkpoint, so their events go.
+        # A resumed run repeats the steps after its checkpoint, so their events go. Its save has
+        # a directory, but no event if a kill came between the two.
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(out_dir, purge_step=steps_done + 1 if steps_done else None)
         with naming(self.path):
+            events = []
             if self.path.exists():
                 keep_events_until(self.path, steps_done or -1)  # step 0 is evaluated again
                 events = read_events(self.path)
-                self.evaluations = [event for event in events if event["event"] == "eval"]
+            self.evaluations = [event for event in events if event["event"] == "eval"]
             self.file = open(self.path, "a", encoding="utf-8")
+            saved = Path(out_dir, f"step_{steps_done:06d}")
+            known = [event["step"] for event in events if event["event"] == "save"]
+            if saved.is_dir() and steps_done not in known:
+                last = max((event["step"] for event in events), default="none")
+                lacks = f"log: {self.path} lacks the save of step {steps_done}"
+                print(f"{lacks}: cut, or the run was killed there; its last step is {last}")
+                self.write("save", steps_done, {"path": str(saved)})
 
         # No progress bar where the output goes to a file.
         hidden = not sys.stdout.isatty()
@@ -166,6 +176,8 @@ class RunLog:
         with self.lock, warn_if_unwritable(self.path):
             if event == "eval":
                 self.evaluations.append(whole)
+            if event == "save":  # a resume tells whether the log up to here has changed
+                whole["crc32"] = save_sum(whole, zlib.crc32(self.path.read_bytes()))
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
             for key, value in values.items() if self.board else ():
@@ -307,19 +319,38 @@ def event_of(line: bytes) -> dict | None:
     return event if valid else None
 
 
+def save_sum(event: dict, crc: int) -> str:
+    """Return the CRC-32 of a save's event and of the lines before it. crc: of those."""
+    return f"{zlib.crc32(json.dumps(event).encode(), crc):08x}"
+
+
 def keep_events_until(path: Path, step: int) -> None:
-    """Drop the events of `path` after `step`. Lines that cannot be read are named and stay."""
+    """Drop the events of `path` after `step`. Lines that cannot be read are named and stay.
+
+    Say so if the lines up to a save are not those that were there."""
     check_regular(path)
-    kept, damaged = [], []
+    kept, damaged, changed = [], [], []
+    found_crc = kept_crc = 0  # of the lines so far
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         event = event_of(line)
+        new = line
         if event is None:
             damaged.append(str(number))
+        elif event["event"] == "save":
+            if event.pop("crc32", None) == save_sum(event, found_crc):
+                # Lines before it may go: a run trains on while it saves.
+                new = json.dumps(event | {"crc32": save_sum(event, kept_crc)}).encode()
+            else:
+                changed.append(number)
+        found_crc = zlib.crc32(line + b"\n", found_crc)
         if event is None or event["step"] <= step:
-            kept.append(line + b"\n")
+            kept.append(new + b"\n")
+            kept_crc = zlib.crc32(kept[-1], kept_crc)
     if damaged:
         lines = f"{path}:{', '.join(damaged[:5])}"
         print(f"log: {lines}: {len(damaged)} lines cannot be read; they are left as they are")
+    if changed:
+        print(f"log: {path}: the lines up to {changed[0]} have changed since they were written")
     # Renamed when complete, so that a kill leaves the old log or the new one.
     tmp = path.with_suffix(".jsonl.tmp")
     tmp.write_bytes(b"".join(kept))

@@ -28,12 +28,15 @@ def hf_name(name: str) -> str:
     return name if name.split(".")[0] in ("lm_head", "score") else f"model.{name}"
 
 
-def save_weights(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+def save_weights(
+    path: Path, tensors: dict[str, Tensor], key: str = "format", value: str = "pt"
+) -> None:
+    # One key of metadata: of several the order is chance. transformers needs format=pt.
     # safetensors 0.8 makes files that only their owner reads: set the permissions of the umask.
     path.touch()
     mode = path.stat().st_mode
     with naming(path):
-        save_file(tensors, path, metadata={"format": "pt"} | metadata)
+        save_file(tensors, path, metadata={key: value})
     path.chmod(mode)
 
 

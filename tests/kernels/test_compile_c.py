@@ -1,5 +1,6 @@
 """compile_c: one library for each source, compiler and processor, never left half written."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,27 @@ def test_a_damaged_library_is_compiled_again(source):
     path.unlink()  # the one that is loaded stays whole
     path.write_bytes(b"\x7fELF")
     assert compile_c(source).number() == 1 and kept(source) == [path]
+
+
+@pytest.mark.parametrize("cut", [100, 5000, -1])
+def test_a_library_that_was_cut_is_not_loaded(source, cut):
+    """The system would load it, and then end the process with SIGBUS or SIGSEGV."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if compile_c(source) is None else 1)
+    assert os.waitpid(child, 0)[1] == 256
+    (path,) = kept(source)
+    path.write_bytes(path.read_bytes()[:cut])
+    child = os.fork()
+    if child == 0:
+        os._exit(compile_c(source).number())
+    assert os.waitpid(child, 0)[1] == 256 and kept(source) == [path]
+
+
+def test_a_user_without_a_home_compiles_each_time(source, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(module.Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError))
+    assert compile_c(source).number() == 1
 
 
 def test_without_a_place_to_keep_it_a_library_is_compiled_all_the_same(source, monkeypatch):

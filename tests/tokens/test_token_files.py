@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import random
 import threading
 import time
@@ -16,13 +17,13 @@ import torch
 
 from groundup.errors import UserError
 from groundup.kernels.attention import documents_of as documents_of_ids
-from groundup.tokens import IGNORE
+from groundup.tokens import IGNORE, token_files
 from groundup.tokens.batches import Batches, TextCorpus, Windows, load_windows, val_batches
 from groundup.tokens.mixture import Mixture, WindowSampler
 from groundup.tokens.packing import Packing, best_fit, pack, pack_rows
 from groundup.tokens.row_corpus import steps_of
 from groundup.tokens.token_files import PackedData, TokenData, npy_header
-from groundup.tokens.token_writer import ShardWriter, verify, write_manifest
+from groundup.tokens.token_writer import ShardWriter, verify, write_manifest, write_record
 from groundup.train.ranks import World
 
 # ---- token files -----------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_splits_live_side_by_side_and_fingerprints_tell_them_apart(tmp_path: Pat
 
 def edit(path: Path, **changes: object) -> None:
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    (path / "manifest.json").write_text(json.dumps(manifest | changes), encoding="utf-8")
+    write_record(path / "manifest.json", {k: v for k, v in (manifest | changes).items() if k != "crc32"})
 
 
 def test_errors_at_open(tmp_path: Path) -> None:
@@ -215,7 +216,8 @@ def test_errors_at_open(tmp_path: Path) -> None:
     np.save(shard, np.load(io.BytesIO(raw)).astype(np.int16))
     assert f"{shard} is no .npy file of {len(raw) // 2 - 64} uint16 (begins \"{{'descr': '<i2'," in message()
     shard.unlink()
-    assert message() == f"data: {shard} is missing; copy it again or rerun prepare.py"
+    again = "copy it again or rerun prepare.py"
+    assert message() == f"data: cannot read {shard}: No such file or directory; {again}"
     shard.write_bytes(raw)
     TokenData(tmp_path / "x", "train")
     offsets = tmp_path / "x" / "train_00001.off.npy"
@@ -225,6 +227,55 @@ def test_errors_at_open(tmp_path: Path) -> None:
     assert "was prepared with kind='other 2', not 'text'" in message()
     (tmp_path / "x" / "manifest.json").write_text("{", encoding="utf-8")
     assert "manifest.json is damaged: " in message()
+
+
+WRONG = {  # what a manifest may say that is not so
+    "vocab_size": ["600", -1, None, 1.5, [], True],
+    "eot_id": ["5", {}],
+    "tokenizer_fingerprint": [5, None],
+    "format": [5, [], None],
+    "splits": [[], 5, None, {"train": 5}, {"train": {"shards": 5}}],
+    "sources": [[], 5, {"a": 5}],
+    "info": [[], None],
+}
+WRONG_SHARD = {
+    "tokens": ["5", -1, None], "documents": [[], "5"], "bytes": [None], "source": [5], "sha256": [5, {"a": 5}, None],
+    **dict.fromkeys(("file", "offsets", "sums"), [5, None, "", ".", "../x.npy", "/etc/passwd", "a/../../x", "a\0b"]),
+}  # fmt: skip
+
+
+def test_a_manifest_of_other_types_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the checksum that belongs to it, as somebody else may make one; nothing else is opened."""
+    write(tmp_path, random_documents())
+    good = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    (shard,) = good["splits"]["train"]["shards"]
+    monkeypatch.setattr(token_files, "map_array", None)
+    tries = [(good, key, value) for key, values in WRONG.items() for value in values]
+    tries += [(shard, key, value) for key, values in WRONG_SHARD.items() for value in values]
+    for part, key, value in tries:
+        before = part.get(key)
+        part[key] = value
+        edit(tmp_path, **good)
+        with pytest.raises(UserError, match="manifest.json is damaged: manifest.*=|manifest.json: it has more"):
+            TokenData(tmp_path, "train")
+        part[key] = before
+        if before is None:
+            del part[key]
+    (tmp_path / "manifest.json").write_text(json.dumps(good | {"eot_id": 4}), encoding="utf-8")
+    with pytest.raises(UserError, match="manifest.json is damaged: its crc32 is another"):
+        TokenData(tmp_path, "train")
+
+
+def test_a_pipe_in_place_of_a_file_does_not_wait(tmp_path: Path) -> None:
+    write(tmp_path, random_documents())
+    for path in sorted(tmp_path.iterdir()):
+        raw = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(UserError, match=f"{path.name}: is no regular file"):
+            TokenData(tmp_path, "train")
+        path.unlink()
+        path.write_bytes(raw)
 
 
 def test_id_beyond_the_vocabulary(tmp_path: Path) -> None:
@@ -258,6 +309,21 @@ def test_verify_notices_every_flipped_byte_and_wrong_structure(tmp_path: Path) -
                 verify(tmp_path)
         path.write_bytes(raw)
     verify(tmp_path)
+
+
+def test_an_id_that_changed_is_never_read(tmp_path: Path) -> None:
+    """Of several blocks only those are refused that hold it; each is compared once."""
+    expected = write(tmp_path, [np.arange(4, 1000)] * 100)
+    path, place = tmp_path / "train_00000.npy", 40_000  # in the second block of 32,768 ids
+    raw = bytearray(path.read_bytes())
+    raw[128 + 2 * place] ^= 1
+    path.write_bytes(raw)
+    split = TokenData(tmp_path, "train")
+    for start, length in ((0, 32_768), (65_536, 30_000)):
+        assert np.array_equal(split.window(start, length), expected[start : start + length])
+    for start, length in ((place, 1), (65_535, 1), (32_760, 100)):
+        with pytest.raises(UserError, match=r"train_00000.npy changed since it was written \(tokens from 32768 on\);"):
+            split.window(start, length)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

@@ -140,6 +140,63 @@ def test_a_resumed_run_drops_later_events_and_leaves_damaged_lines(tmp_path):
     assert [event["loss"] for event in read_events(path)] == [1.0, 0.5]
 
 
+def saved_run(tmp_path: Path) -> Path:
+    """The log of a run of 8 steps that saved after 4 and 8, with its step directories."""
+    log = RunLog(str(tmp_path), 12, 0)
+    for step in range(1, 9):
+        log.write("train", step, {"loss": 1.5})
+        if step % 4 == 0:
+            log.write("save", step, {"path": f"step_{step:06d}"})
+            (tmp_path / f"step_{step:06d}").mkdir()
+    log.close()
+    return log.path
+
+
+@pytest.mark.parametrize("resumed_from", [8, 4])
+def test_a_resume_says_nothing_of_a_log_that_is_whole(tmp_path, capsys, resumed_from):
+    path = saved_run(tmp_path)
+    for _ in range(3):
+        RunLog(str(tmp_path), 12, resumed_from).close()
+    assert capsys.readouterr().out == "" and len(read_events(path)) == 5 * resumed_from // 4
+
+
+CUTS = {
+    "emptied": (
+        lambda raw: b"",
+        "lacks the save of step 8: cut, or the run was killed there; its last step is none",
+    ),
+    "cut": (lambda raw: raw[:200], "lacks the save of step 8"),
+    "cut in the middle": (lambda raw: raw[:100] + raw[300:], "the lines up to"),
+    "a digit": (
+        lambda raw: raw.replace(b"1.5", b"1.4", 1),
+        "the lines up to 5 have changed since",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", CUTS)
+def test_a_resume_says_that_a_log_was_changed(tmp_path, capsys, damage):
+    path = saved_run(tmp_path)
+    change, words = CUTS[damage]
+    path.write_bytes(change(path.read_bytes()))
+    RunLog(str(tmp_path), 12, 8).close()
+    assert words in capsys.readouterr().out
+    assert read_events(path)[-1]["event"] == "save" and read_events(path)[-1]["step"] == 8
+
+
+def test_a_save_whose_line_a_kill_prevented_is_logged_at_the_resume(tmp_path, capsys):
+    path = saved_run(tmp_path)
+    before = read_events(path)
+    path.write_bytes(path.read_bytes().rpartition(b'{"event": "save"')[0])
+    RunLog(str(tmp_path), 12, 8).close()
+    assert "lacks the save of step 8" in capsys.readouterr().out
+    assert [(e["event"], e["step"]) for e in read_events(path)] == [
+        (e["event"], e["step"]) for e in before
+    ]
+    RunLog(str(tmp_path), 12, 8).close()
+    assert capsys.readouterr().out == ""
+
+
 def test_two_threads_write_whole_lines(tmp_path):
     log = RunLog(str(tmp_path), 9, 0)
 

@@ -324,6 +324,14 @@ def ours_and_files(tmp_path: Path, trainable: str, cfg: LoRAConfig, kind: str = 
     return base, model, directory
 
 
+def test_an_adapter_is_saved_as_the_same_bytes(tmp_path: Path) -> None:
+    base, model, directory = ours_and_files(tmp_path, "lora,norm", KINDS["all"])
+    first = {path.name: path.read_bytes() for path in directory.iterdir()}
+    for _ in range(4):
+        huggingface.save_adapter(directory, model, str(base))
+        assert first == {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 @pytest.mark.filterwarnings("error:Unexpected keyword")
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
