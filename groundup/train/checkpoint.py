@@ -53,9 +53,8 @@ from model import ModelConfig, Transformer
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
-START_OVER = "start over with --resume=never --overwrite=True"
-
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
+START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 OWN_FILES = re.compile(
