@@ -14,7 +14,7 @@ A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put
 then renamed. A kill at any moment loses at most the save under way, because nothing is removed
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
-Rank 0 alone writes, so machines need not share a file system. At a resume each reads the checkpoint.
+Rank 0 alone writes, so machines need not share a disk. At a resume each reads the checkpoint.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
