@@ -321,8 +321,9 @@ def check_own(out: Path) -> None:
     begun = config.is_file() and config.read_bytes().startswith(b"'Resolved configuration")
     begun = begun or any(out.glob("step_*/checksums.json"))
     if not (out / "log.jsonl").exists():
-        maybe = ["README.md"] if begun else own_names(out)
-        foreign += [name for name in maybe if name[0] != "." and (out / name).exists()]
+        # dpo.py checks a reference itself: it may be a copy, so that it is not computed again.
+        maybe = {"README.md"} if begun else {*own_names(out)} - {"reference.safetensors"}
+        foreign += [name for name in sorted(maybe) if name[0] != "." and (out / name).exists()]
     for name in foreign:
         raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
