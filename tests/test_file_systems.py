@@ -54,7 +54,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, locks: str) -> None:
         (failing(errno.EINVAL) if stat.S_ISDIR(os.fstat(fd).st_mode) else fsync)(fd)
 
     def rmdir_others(path: str | Path, **kwargs: object) -> None:
-        in_use = os.path.basename(path).startswith(".step_")
+        in_use = os.path.basename(path).startswith((".step_", "removed", ".removed"))
         (failing(errno.EBUSY) if in_use else rmdir)(path, **kwargs)
 
     if locks == "absent":
@@ -148,6 +148,17 @@ def test_a_run_continues_there(files: Path, tmp_path: Path, monkeypatch, capsys,
     assert f"continuing {out}/step_000002 after step 2" in capsys.readouterr().out
     assert content(out) == content(tmp_path / "usual")
     assert checkpoint.find_latest(out, pytest.fail).name == "step_000004"
+
+
+def test_a_corpus_is_replaced_there(files: Path, tmp_path: Path, monkeypatch) -> None:
+    """What an earlier command left in the hidden directory cannot be removed."""
+    refuse(monkeypatch, "refused")
+    flags = command("prepare", files, tmp_path / "out")
+    for val_fraction in (0.2, 0.3, 0.1):
+        stage(*flags, f"--val_fraction={val_fraction}", "--overwrite=True")
+    monkeypatch.undo()
+    stage(*command("prepare", files, tmp_path / "usual"))
+    assert content(tmp_path / "out") == content(tmp_path / "usual")
 
 
 def test_files_beside_a_run_stay(files: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groundup.errors import UserError, naming
-from groundup.files.disk import lock_directory
+from groundup.files.disk import free_name, lock_directory
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
 from groundup.tokens.chat_files import map_tokens
@@ -55,8 +55,7 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
 def remove(work: Path) -> None:
     """Remove `work`. What a later run would reuse is first renamed as a whole: a kill in the middle of the removal then
     leaves nothing that looks complete and is not."""
-    aside = work / "removed"
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = free_name(work / "removed", "tmp")
     aside.mkdir()
     for name in ("units", "old"):
         if (work / name).exists():

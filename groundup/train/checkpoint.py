@@ -14,7 +14,7 @@ A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put
 then renamed. A kill at any moment loses at most the save under way, because nothing is removed
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
-Rank 0 alone writes, so machines need not share a file system. At a resume each reads the checkpoint.
+Rank 0 alone writes, so machines need not share a disk. At a resume each reads the checkpoint.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
@@ -53,9 +53,8 @@ from model import ModelConfig, Transformer
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
 SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
-START_OVER = "start over with --resume=never --overwrite=True"
-
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
+START_OVER = "start over with --resume=never --overwrite=True"
 
 # What a run writes in its directory. overwrite=True deletes this; all else is the user's and stays.
 OWN_FILES = re.compile(
@@ -322,8 +321,9 @@ def check_own(out: Path) -> None:
     begun = config.is_file() and config.read_bytes().startswith(b"'Resolved configuration")
     begun = begun or any(out.glob("step_*/checksums.json"))
     if not (out / "log.jsonl").exists():
-        maybe = ["README.md"] if begun else own_names(out)
-        foreign += [name for name in maybe if name[0] != "." and (out / name).exists()]
+        # dpo.py checks a reference itself: it may be a copy, so that it is not computed again.
+        maybe = {"README.md"} if begun else {*own_names(out)} - {"reference.safetensors"}
+        foreign += [name for name in sorted(maybe) if name[0] != "." and (out / name).exists()]
     for name in foreign:
         raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
