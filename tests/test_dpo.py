@@ -24,6 +24,7 @@ import test_pretrain as tp
 import torch
 import torch.nn.functional as F
 from jobs import run_on_ranks
+from no_float64 import on_device
 from safetensors.torch import load_file
 from saved import load_train_state
 
@@ -122,6 +123,11 @@ def batch_of(base: Path, rows: list[dict], tmp_path: Path) -> PairBatch:
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def test_evaluation_needs_no_float64_on_the_device(run, monkeypatch):
+    monkeypatch.setattr(align_losses, "losses_and_metrics", on_device(align_losses.losses_and_metrics))
+    assert run("--max_steps=1") == 0
 
 
 def test_sums_are_over_the_answer_and_its_end_alone(base, tmp_path):

@@ -17,6 +17,7 @@ import pytest
 import test_pretrain as tp
 import torch
 from jobs import run_on_ranks
+from no_float64 import on_device
 from safetensors.torch import load_file
 from saved import load_train_state
 
@@ -193,6 +194,17 @@ def test_a_micro_batch_without_labels_gives_zero_and_finite_gradients(base):
     loss.backward()
     assert loss.item() == 0 and nats.shape == (0,)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
+    monkeypatch.setattr(sft, "stop_signal", SimpleNamespace(received=0), raising=False)
+    model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
+    token_bytes = torch.from_numpy(corpus.tokenizer.token_byte_lengths())
+    scores = []
+    for wrap in (lambda function: function, on_device):
+        monkeypatch.setattr(sft, "token_scores", wrap(sft.token_scores))
+        scores.append(sft.evaluate(model, corpus, token_bytes, torch.device("cpu"), torch.float32))
+    assert scores[0] == scores[1]
 
 
 def test_evaluation_equals_a_count_by_hand(base, monkeypatch):

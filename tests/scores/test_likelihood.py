@@ -4,9 +4,11 @@ import random
 
 import pytest
 import torch
+from no_float64 import on_device
 from transformers import LlamaForCausalLM
 
 from groundup.kernels import cross_entropy
+from groundup.scores import likelihood
 from groundup.scores.likelihood import Scored, score_tokens
 from groundup.tokens.training import train
 from groundup.train import huggingface
@@ -93,6 +95,13 @@ def test_rows_that_read_the_same_are_computed_once(model, monkeypatch):
     assert n_read == 1
     assert [scored.nats for scored in together] == pytest.approx([scored.nats for scored in alone], abs=1e-5)
     assert [scored.n_tokens for scored in together] == [1, 1, 1, 1, 4]
+
+
+def test_scores_need_no_float64_on_the_device(model, monkeypatch):
+    rows = [(list(range(1, 9)), 3), (list(range(2, 6)), 1)]
+    want = score_tokens(model, rows, 2, *CPU)
+    monkeypatch.setattr(likelihood, "token_scores", on_device(likelihood.token_scores))
+    assert score_tokens(model, rows, 2, *CPU) == want
 
 
 def test_the_model_is_left_in_its_mode_and_without_dropout_meanwhile(tokenizer):

@@ -321,6 +321,7 @@ def planned_and_peak(out: Path, *flags: str) -> tuple[float, float]:
     """(planned, peak) GiB of three steps of pretrain.py."""
     common = [
         "--max_steps=3",
+        "--warmup_steps=1",
         "--log_every=1",
         "--eval_steps=1",
         "--save_every=1",
