@@ -56,8 +56,9 @@ STAND_INS = {  # what the reader has already, or has from make demo
 }
 # ---- overrides: an argument of the README with the same key is replaced ----------------------------------------------
 TRAINING = {
-    "max_steps": 2, "batch_size": 2, "block_size": 64, "device": "cpu", "dtype": "float32", "compile": False,
-    "peak_tflops": 1, "eval_every": 2, "log_every": 1, "eval_steps": 1, "resume": "never", "overwrite": True,
+    "max_steps": 2, "warmup_steps": 1, "batch_size": 2, "block_size": 64, "device": "cpu", "dtype": "float32",
+    "compile": False, "peak_tflops": 1, "eval_every": 2, "log_every": 1, "eval_steps": 1, "resume": "never",
+    "overwrite": True,
 }  # fmt: skip
 ANSWERS = {"device": "cpu", "dtype": "float32", "batch_size": 4, "max_new_tokens": 4}
 SMALL = {

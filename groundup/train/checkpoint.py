@@ -323,7 +323,9 @@ def check_own(out: Path) -> None:
     if not (out / "log.jsonl").exists():
         # dpo.py checks a reference itself: it may be a copy, so that it is not computed again.
         maybe = {"README.md"} if begun else {*own_names(out)} - {"reference.safetensors"}
-        foreign += [name for name in sorted(maybe) if name[0] != "." and (out / name).exists()]
+        found = [name for name in sorted(maybe) if (out / name).exists()]
+        # A hidden or temporary file is what a killed run has left.
+        foreign += [name for name in found if name[0] != "." and not name.endswith(".tmp")]
     for name in foreign:
         raise UserError(f"config: {out} holds {name!r}, which no run made; use another out_dir")
 
