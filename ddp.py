@@ -295,7 +295,7 @@ class DDP:
             matrices of the blocks, because Muon needs whole ones.
         bucket_mb: size up to which blocks are merged. 0 = a twelfth of the model, within 1 to 25
             MiB: enough buckets to start early, each large enough to hide a collective's latency.
-            On a single GPU nothing is sent: 0 = 1 GiB, so that the step is few, large kernels.
+            On a single GPU nothing is sent: 0 = 256 MiB, so that the step is few, large kernels.
         """
         # All ranks must agree before the first collective: a mismatch hangs or aborts
         hook = hook or Average()
@@ -318,7 +318,7 @@ class DDP:
         bucket_bytes = bucket_mb * MIB or min(max(n_bytes / 12, MIB), 25 * MIB)
         alone = self.device.type == "cuda" and self.world_size == 1 and overlap_step == "off"
         if alone and not bucket_mb:
-            bucket_bytes = 1024 * MIB
+            bucket_bytes = 256 * MIB
         self.buckets = make_buckets(model, bucket_bytes, self.world_size)
         if zero1 and dist.is_initialized():
             for bucket in self.buckets:

@@ -224,7 +224,7 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
     if plan_only and device != "auto":  # a plan may be for a machine that is not here
         torch_device = torch.device(device)
     else:
@@ -361,7 +361,7 @@ if __name__ == "__main__":
         others = Batches(
             corpus.others(), order, batch_size, accum_steps, world, torch_device, steps_done
         )
-    other = {"warmup_steps": warmup}  # is saved, too
+    other = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):

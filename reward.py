@@ -198,7 +198,7 @@ if __name__ == "__main__":
         refuse(world.world_size > 1, f"{score=} is the work of one process: start it with python")
         score_files(torch_device, torch_dtype)
         sys.exit(0)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
     # a plan may be for other ranks than the one that prints it
     world_size = ranks.planned_world_size() if plan_only else world.world_size
     peak = peak_tflops * 1e12 or peak_flops(torch_device, torch_dtype)
@@ -299,7 +299,7 @@ if __name__ == "__main__":
     log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
-    other = {"warmup_steps": warmup}  # is saved, too
+    other = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):

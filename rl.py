@@ -188,7 +188,7 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
     torch_device = choose_device(device, world.local_rank)
     torch_dtype = choose_dtype(dtype, torch_device)
     # a plan may be for other ranks than the one that prints it
@@ -327,7 +327,7 @@ if __name__ == "__main__":
     sampler = AnswerSampler(
         model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile, stop_signal
     )
-    other = {"warmup_steps": warmup}  # is saved, too
+    other = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):

@@ -224,7 +224,7 @@ if __name__ == "__main__":
 
     # ---- ranks and device
     world = ranks.init(device, timeout_s)
-    stop_signal = ranks.StopSignal()  # Ctrl-C or SIGTERM, say: save, then stop
+    stop_signal = ranks.StopSignal()  # Ctrl-C, SIGTERM and the like: save, then stop
     if plan_only and device != "auto":  # a plan may be for a machine that is not here
         torch_device = torch.device(device)
     else:
@@ -343,7 +343,7 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
-    other = {"warmup_steps": warmup}  # is saved, too
+    other = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -408,7 +408,8 @@ if __name__ == "__main__":
                 saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
-                scores["self_stop"] = share_that_stops(model, tokenizer, questions)
+                if scores:  # else a signal came, on this rank or another
+                    scores["self_stop"] = share_that_stops(model, tokenizer, questions)
                 texts = sample(model, tokenizer, prompts)
                 stopping = ranks.any_rank(stop_signal.received)
                 if not stopping:  # else it was left early: a resumed run does it again

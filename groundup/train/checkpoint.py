@@ -43,7 +43,7 @@ from configurator import write_config
 from groundup.errors import UserError, refuse
 from groundup.files import disk
 from groundup.files.disk import housekeeping
-from groundup.files.untrusted import check_zip, is_name, read_json
+from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.corpus import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.device import seed_everything, set_rng_state
@@ -109,7 +109,7 @@ def check_bytes(step_dir: Path) -> None:
     sums = step_dir / "checksums.json"
     for name, expected in read_json(sums).items():
         # A file from elsewhere must not name files outside its directory.
-        if not all(is_name(part) for part in name.split("/")):
+        if not is_inside(name):
             fail(f"{sums} is damaged: it names {name!r:.80}")
         path = step_dir / name
         try:

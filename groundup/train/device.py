@@ -23,8 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # TFLOP/s of dense matrix products, from the vendors' data sheets: in bfloat16, or in float16 where
 # the GPU has no bfloat16. The first name counts whose words are in the GPU's name.
 GPU_PEAK_TFLOPS = {"GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312}
-GPU_PEAK_TFLOPS |= {"L40S": 362}
-GPU_PEAK_TFLOPS |= {"4090": 165, "3090": 71, "T4": 65}
+GPU_PEAK_TFLOPS |= {"L40S": 362, "4090": 165, "3090": 71, "T4": 65}
 
 # What the card of a run and the results of evaluate.py name with their versions.
 PACKAGES = ("torch", "numpy", "tiktoken", "sentencepiece", "safetensors", "sacrebleu")
