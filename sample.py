@@ -71,7 +71,7 @@ seed = 1337  # sample i of a prompt draws from a hash of seed, prompt and i
 batch_size = 16  # samples generated together; at least 1
 device = "auto"  # auto | cpu | cuda | mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = False  # compile decoding on a GPU: a minute, worth it from some thousand tokens on
+compile = False  # compile decoding on a GPU: 20 seconds, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
 FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}

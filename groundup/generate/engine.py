@@ -30,6 +30,7 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
+from groundup.generate.cuda_graph import RecordedStep
 from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows, row_length
 from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
 from groundup.generate.native import NativeLinear, NativeStep, has_kernels
@@ -53,7 +54,7 @@ def generate(
     each token; if it is true, no result is returned.
 
     tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if step.c does not do it;
-    this takes 10 to 60 s and pays off from some thousand tokens.
+    this takes 5 to 30 s and pays off from some thousand tokens.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
@@ -112,7 +113,7 @@ class Engine:
         packed = copies and not self.compile
         self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies)
         self.model, self.tokenizer = self.view(model), tokenizer
-        self.decode = compiled_step(self.device.type) if self.compile else decode_step
+        self.decode = compiled_step(self.model) if self.compile else decode_step
         if isinstance(self.model.lm_head, NativeLinear):
             self.decode = NativeStep(self.model)
         self.autocast = functools.partial(autocast, self.device, self.dtype)
@@ -308,8 +309,7 @@ class Engine:
             prompts, outputs = zip(*((sample.request.ids, sample.ids) for sample in samples), strict=True)
             penalty = any(p.has_penalty for p in params)
             self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
-        n_out = torch.tensor([len(sample.ids) for sample in samples], device=self.device)
-        processed = sampling.process(logits, self.params, self.seen, n_out)
+        processed = sampling.process(logits, self.params, self.seen, [len(sample.ids) for sample in samples])
         tokens = sampling.choose(processed, self.params, [sample.generator for sample in samples])  # (R,)
         if self.seen is not None:
             self.seen.add(tokens)
@@ -345,8 +345,7 @@ class Engine:
                 torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
         lean = nullcontext() if self.compile else torch.inference_mode()  # a tenth less time per call than no_grad
         with lean, self.autocast():
-            logits = self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
-        return logits.clone() if self.compile else logits  # a CUDA graph overwrites its result at the next step
+            return self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -410,16 +409,19 @@ def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor
     return model.lm_head(hidden)[:, 0].float()
 
 
-@functools.cache
-def compiled_step(device_type: str) -> Callable:
-    """Return decode_step compiled for each number of rows (and width, on a GPU). Raise UserError if it cannot be."""
+def compiled_step(model: Transformer) -> Callable:
+    """Return decode_step, compiled for `model`, a copy for inference. Raise UserError if it cannot be compiled."""
+    device_type = model.embed_tokens.weight.device.type
+    if device_type == "cuda":
+        return RecordedStep(model, decode_step)
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("sample: compile=True needs a C++ compiler; install g++, or set compile=False")
-    if device_type == "cuda":
-        from torch._dynamo import config  # late: its import takes as long as all of torch
+    return compiled_whole()
 
-        config.recompile_limit = 128  # graphs, of all models, rows and widths; beyond torch's 8 a call fails
-        return torch.compile(decode_step, dynamic=False, fullgraph=True, mode="reduce-overhead")
+
+@functools.cache
+def compiled_whole() -> Callable:
+    """Return decode_step compiled for each number of rows."""
     return torch.compile(decode_step, dynamic=False)
 
 

@@ -72,11 +72,8 @@ class KVCache:
     def mark(self) -> None:
         """Tell torch.compile how a step uses the cache."""
         self.compiled = True
-        for layer in self.layers:
-            if layer.is_cuda:
-                torch._dynamo.mark_static_address(layer)  # a CUDA graph writes to it in place
-            else:
-                torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
+        for layer in self.layers if self.keys[0].is_cpu else ():
+            torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
 
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
@@ -146,16 +143,16 @@ class CacheStep:
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:
-        return partial(self.attend, i)
+        return partial(self.attend, [(keys[i], values[i], lengths) for keys, values, lengths, _ in self.parts])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D)."""
+    def attend(self, layer: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D).
+
+        layer: of each cache the keys and values of a layer, and the lengths."""
         found = []
         new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
-        for (keys, values, lengths, _), rows, attention, q, k, v in zip(
-            self.parts, self.rows, self.where, *new, strict=True
-        ):
-            keys, values, n = keys[layer], values[layer], q.shape[0]
+        for (keys, values, lengths), rows, attention, q, k, v in zip(layer, self.rows, self.where, *new, strict=True):
+            n = q.shape[0]
             keys[rows, :, lengths] = k[:, :, 0]
             values[rows, :, lengths] = v[:, :, 0]
             found.append(attention(q, keys[:n], values[:n]))

@@ -189,15 +189,15 @@ class Seen:
         self.counts, self.present = self.counts[rows], self.present[rows]
 
 
-def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: Tensor | int) -> Tensor:
-    """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out (B,): output tokens of each row.
+def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int] | int) -> Tensor:
+    """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out: output tokens of each row, or of all.
 
     Penalties as in arXiv:1909.05858 (repetition) and the OpenAI API (frequency, presence)."""
     x = logits.float()
     if rows.banned is not None:
         x = x.flatten().index_fill(0, rows.banned, -INF).view_as(x)  # on a CPU a tenth of masked_fill's time
     if rows.held is not None and rows.min_new_tokens is not None:
-        n_out = n_out.unsqueeze(1) if isinstance(n_out, Tensor) else n_out
+        n_out = torch.as_tensor(n_out, device=x.device).view(-1, 1)  # not always: the copy waits for a GPU
         x = x.masked_fill(rows.held & (n_out < rows.min_new_tokens), -INF)
     if rows.repetition is not None:
         penalized = torch.where(x < 0, x * rows.repetition, x / rows.repetition)

@@ -163,7 +163,7 @@ def test_an_engine_that_is_kept_draws_with_the_weights_as_they_are(
 
     A CUDA graph reads weights and cache where they were when it was recorded. (Not compiled here.)
     """
-    monkeypatch.setattr(engine, "compiled_step", lambda device_type: engine.decode_step)
+    monkeypatch.setattr(engine, "compiled_step", lambda model: engine.decode_step)
     kernels = native.kernels
     monkeypatch.setattr(native, "kernels", lambda dtype: None)
     policy, found = copy.deepcopy(model), []

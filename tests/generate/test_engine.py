@@ -668,7 +668,29 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
         assert a.completions[0].cumulative_logprob == pytest.approx(b.completions[0].cumulative_logprob, abs=1e-4)
 
 
-def test_a_step_that_attends_by_length_is_one_graph(monkeypatch):
+def test_compiled_blocks_serve_all_layers_and_widths():
+    """As on a GPU, where a step of compiled blocks is recorded for each width: a block has two graphs."""
+    sizes, graphs = {"n_kv_head": 2, "n_layer": 4, "block_size": 400}, []
+    compiled, eager = random_model(tiny_config(**sizes)).eval(), random_model(tiny_config(**sizes)).eval()
+    caches = [KVCache(compiled.cfg, 3, 300, torch.device("cpu"), torch.float32) for _ in range(2)]
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in compiled.layers:
+        block.forward = torch.compile(block.forward, backend=backend)
+    tokens = torch.tensor([1, 2, 3])
+    with torch.no_grad():
+        for lengths in ([3, -1, 17], [4, 5, 18], [70, -1, 100], [150, 3, 130], [250, 1, 1]):
+            steps = zip((compiled, eager), caches, strict=True)
+            got, want = (engine.decode_step(net, tokens, [cache.part(lengths)]) for net, cache in steps)
+            torch.testing.assert_close(got, want)
+    assert len(graphs) == 2  # of the first width, and of any other
+
+
+def test_a_block_that_attends_by_length_is_one_graph(monkeypatch):
     """With torch's own varlen_attn, traced and not run. Idle rows are in it."""
     import torch.nn.attention.varlen  # noqa: F401
 
@@ -678,13 +700,14 @@ def test_a_step_that_attends_by_length_is_one_graph(monkeypatch):
 
     def backend(graph, _inputs):
         graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
-        return lambda *args: (torch.zeros(3, net.cfg.vocab_size),)
+        return lambda *args: (torch.zeros(3, 1, net.cfg.n_embd),)
 
     torch._dynamo.reset()
-    step = torch.compile(engine.decode_step, backend=backend, dynamic=False, fullgraph=True)
+    for block in net.layers:
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     with torch.no_grad():
         for lengths in ([3, -1, 17], [5, 6, 7]):
-            step(net, torch.tensor([1, 2, 3]), [cache.part(lengths)])
+            engine.decode_step(net, torch.tensor([1, 2, 3]), [cache.part(lengths)])
     assert len(graphs) == 1 and any("varlen_attn" in name for name in graphs[0])
 
 
@@ -853,7 +876,6 @@ def test_impossible_calls_are_one_line(net, monkeypatch):
         generate(net, None, [[1]], SamplingParams(), batch_size=-1)
     monkeypatch.setattr(engine.shutil, "which", lambda name: None)
     monkeypatch.setattr(native, "kernels", lambda dtype: None)
-    engine.compiled_step.cache_clear()
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         generate(net, None, [[1]], SamplingParams(), compile=True)
 
