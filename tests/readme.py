@@ -1,9 +1,10 @@
-"""Run the commands of READMEs in their order, with small shapes: python tests/readme.py EMPTY_DIRECTORY README.md ...
+"""Run the commands of pages in their order, with small shapes: python tests/readme.py EMPTY_DIRECTORY README.md ...
 
 Each command runs as `python SCRIPT ARGUMENTS` does, in a fork of one process that has imported torch already: most of
 the time of so small a run is imports. What torchrun would start runs as one process.
 """
 
+import ast
 import gc
 import importlib
 import json
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from signal import SIGTERM
@@ -28,22 +30,16 @@ TRAINERS = ("pretrain", "sft", "reward", "dpo", "rl")
 PROGRAM = r"(?:[A-Z_]+=\S+ )?(?:python|torchrun|make|git|source|pip|apt|for) |\w+\.py "  # a command in a text
 OUTPUTS = (" ", "step  ", "raw text ->")  # how a block begins that is not of commands
 NOT_RUN = {  # what is in a command: why it is not run
-    "git clone": "a download",
     "source .venv": "of the shell",
-    "apt install": "an installation",
     "pip install": "an installation",
-    " ...": "leaves the rest to the reader",
     "=...": "the same",
-    "for f in": "renames files, runs nothing of ours",
     "make install": "an installation",
     "make demo": "minutes; what it runs stands in the Makefile, and .ci does not run it either",
     "make serve": "serves until it is stopped; tests/test_browser.py looks at its page",
-    "make browser": "tests",
     "make race": "minutes of two idle cores",
     "make gpu": "minutes of a GPU; tests/tools/test_gpu_check.py runs it on tiny shapes",
     "curl http": "the server is asked when its own command is run",
     "make test": "runs this",
-    "make quick": "runs this",
     "python tools/bench.py": "a minute, and its figures mean nothing on a busy machine",
 }
 FIRST = [  # of which the stand-ins are copies
@@ -104,6 +100,19 @@ def lines_of(block: str) -> list[str]:
         except ValueError:  # a quotation that is open
             line += "\n"
     assert not line, f"this does not end: {line}"
+    return found
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def settings_of(script: Path) -> set[str]:
+    """Return the names that a script assigns literals to at its top level: its settings."""
+    found = set()
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.UnaryOp):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return found
 
 
@@ -171,6 +180,7 @@ def make_data() -> None:
         write_rows(path, asked)
     write_rows("zhihu/a.jsonl", [{"INSTRUCTION": t[0]["content"], "RESPONSE": t[1]["content"]} for t in talks])
     write_rows("pairs.jsonl", debug_pairs(talks))
+    write_rows("labelled.jsonl", [row | {"label": k % 2 == 0} for k, row in enumerate(asked)])
     answers = [row | {"index": k, "completions": [{"text": "A list.", "finish_reason": "stop"}]}
                for k, row in enumerate(asked)]  # fmt: skip
     for name in ("dpo", "sft"):
@@ -247,32 +257,33 @@ def ask(child: int, port: int) -> None:
             break
         except OSError:
             time.sleep(0.05)
-    os.kill(child, SIGTERM)
+    with suppress(ProcessLookupError):  # it has ended by itself, and its status says why
+        os.kill(child, SIGTERM)
 
 
-def main(top: Path, *readmes: Path) -> int:
-    """Run all commands of each README, in a directory of its own below `top`; return how many failed."""
+def main(top: Path, *pages: Path) -> int:
+    """Run all commands of these pages in the empty directory `top`; return how many failed."""
     for name in (*SCRIPTS, "datasketch", "matplotlib.pyplot", "uvicorn", "starlette.applications"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy what it walks
+    os.chdir(top)
+    for name in [f"{script}.py" for script in SCRIPTS] + ["config", "docs", "groundup", "tools"]:
+        Path(name).symlink_to(ROOT / name)
+    make_data()
     failed = 0
-    for readme in readmes:
-        (top / readme.stem).mkdir()
-        os.chdir(top / readme.stem)
-        for name in [f"{script}.py" for script in SCRIPTS] + ["config", "docs", "groundup", "tools"]:
-            Path(name).symlink_to(ROOT / name)
-        make_data()
-        for command in [*FIRST, *commands(readme.read_text(encoding="utf-8"))]:
-            if reason_not_run(command):
-                continue
-            status, seconds, output = run(*arguments(command))
-            print(f"{seconds:5.1f} s  status {status}  {' '.join(command.split())[:150]}", flush=True)
-            if status:
-                failed += 1
-                print(output[-1500:], flush=True)
-            if command == FIRST[-1]:
-                stand_in()
+    of_pages = [command for page in pages for command in commands(page.read_text(encoding="utf-8"))]
+    # What two pages have is run once, whatever their comments
+    for command in {tuple(words_of(command)): command for command in [*FIRST, *of_pages]}.values():
+        if reason_not_run(command):
+            continue
+        status, seconds, output = run(*arguments(command))
+        print(f"{seconds:5.1f} s  status {status}  {' '.join(command.split())[:150]}", flush=True)
+        if status:
+            failed += 1
+            print(output[-1500:], flush=True)
+        if command == FIRST[-1]:
+            stand_in()
     return failed
 
 

@@ -12,21 +12,22 @@ import readme
 
 ROOT = Path(__file__).parent.parent
 READMES = ("README.md", "README.zh.md")
+RUN = ("README.md", "docs/serving.md", "docs/post_training.md")  # the Chinese pages have the same commands
 FIGURE = r"\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+"
 
 
 @pytest.mark.slow
 def test_every_command_runs_with_small_shapes(tmp_path):
-    """Each in a fork of one process, see readme.py. Both READMEs in one: importing torch takes long."""
-    command = [sys.executable, ROOT / "tests/readme.py", tmp_path, *(ROOT / name for name in READMES)]
+    """Each in a fork of one process, see readme.py: importing torch takes long."""
+    command = [sys.executable, ROOT / "tests/readme.py", tmp_path, *(ROOT / name for name in RUN)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_command_is_run_or_listed_with_its_reason():
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in READMES]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in RUN]
     found = [readme.commands(text) for text in texts]
-    assert min(map(len, found)) > 30
+    assert sum(map(len, found)) > 50
     for command in sum(found, []):
         assert readme.reason_not_run(command) or (ROOT / readme.arguments(command)[0]).exists(), command
     for part in readme.NOT_RUN:  # none is left over
@@ -87,25 +88,62 @@ def test_make_demo_begins_what_is_older_than_its_data_anew(tmp_path):
     assert begun() == ["demo", "demo_sft", "demo_reward", "demo_dpo"] and not answers.exists()
 
 
-def test_figures_of_the_chinese_readme_stand_in_english_too():
+CHINESE = (ROOT / "README.zh.md", *sorted(ROOT.glob("docs/zh/*.md")))
+
+
+def test_figures_in_chinese_stand_in_english_too():
     """Decimals and numbers with separators: in README.md, docs or config."""
     others = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("config/*.py")]
     known = set(re.findall(FIGURE, "".join(path.read_text(encoding="utf-8") for path in others)))
-    for line in (ROOT / "README.zh.md").read_text(encoding="utf-8").splitlines():
-        assert not [figure for figure in re.findall(FIGURE, line) if figure not in known], line
+    for path in CHINESE:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not [figure for figure in re.findall(FIGURE, line) if figure not in known], line
 
 
-def test_a_paragraph_of_the_chinese_readme_is_one_line():
+@pytest.mark.parametrize("path", CHINESE, ids=lambda path: path.name)
+def test_a_paragraph_in_chinese_is_one_line(path):
     """A line break would be shown as a space between two characters."""
-    text = (ROOT / "README.zh.md").read_text(encoding="utf-8")
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     for one, other in itertools.pairwise(text.splitlines()):
-        assert not one or not other or one.startswith(("|", "-", "#")) and other.startswith(("|", "-")), (one, other)
+        is_list = one.startswith(("|", "-", "#")) and other.startswith(("|", "-"))
+        assert not one or not other or is_list, (one, other)
 
 
-def test_both_readmes_have_the_same_rows():
-    """Of the stages, the common errors and the folders: as many in each."""
-    rows = [[len(re.findall(r"^\|", part, re.MULTILINE)) for part in re.split(r"^## ", text, flags=re.MULTILINE)
-             if part.startswith(("The road", "全流程", "Common errors", "常见错误", "Reading order", "从哪里读起"))]
-            for text in ((ROOT / name).read_text(encoding="utf-8") for name in READMES)]  # fmt: skip
-    assert sorted(rows[0]) == sorted(rows[1]) and len(rows[0]) == 3
+def test_the_chinese_readme_is_the_english_one():
+    """The same sections, tables, commands (without their comments) and figures, in the same order."""
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in READMES)
+    lines_of = [re.sub(r" +#.*", "", "\n".join(readme.commands(text))).splitlines() for text in (english, chinese)]
+    assert lines_of[0] == lines_of[1]
+    for pattern in (r"^(#+) ", r"^(\|[-|]+\|)$", r"^```(\w*)$"):
+        assert re.findall(pattern, english, re.MULTILINE) == re.findall(pattern, chinese, re.MULTILINE), pattern
+    assert sorted(re.findall(FIGURE, english)) == sorted(re.findall(FIGURE, chinese))
+    for name in ("common_errors.md", "cost.md"):
+        tables = [re.findall(r"^\|", (ROOT / path / name).read_text("utf-8"), re.M) for path in ("docs", "docs/zh")]
+        assert len(tables[0]) == len(tables[1]) > 10
+
+
+def test_a_newcomer_can_read_it_on_one_screen_after_the_other():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200 and max(map(len, text.splitlines())) <= 100
+
+
+PAGES = [ROOT / "README.md", *CHINESE, *sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_settings_of_a_page_exist(path):
+    """Every link to a file, every script and config of a command, and every key that it sets."""
+    text = path.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (path.parent / link).exists(), link
+    for command in readme.commands(text):
+        words = readme.words_of(command)
+        script = next((ROOT / word for word in words if word.endswith(".py")), None)
+        if readme.reason_not_run(command) or script is None or script.name == "train.py":  # nanoGPT's
+            continue
+        known = readme.settings_of(script)
+        for word in words[words.index(str(script.relative_to(ROOT))) + 1 :]:
+            if word.startswith("--") and known:
+                assert word[2:].partition("=")[0] in known, (command, word)
+            elif word.startswith("config/"):
+                assert (ROOT / word).exists(), command
