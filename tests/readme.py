@@ -180,7 +180,8 @@ def make_data() -> None:
         write_rows(path, asked)
     write_rows("zhihu/a.jsonl", [{"INSTRUCTION": t[0]["content"], "RESPONSE": t[1]["content"]} for t in talks])
     write_rows("pairs.jsonl", debug_pairs(talks))
-    write_rows("labelled.jsonl", [row | {"label": k % 2 == 0} for k, row in enumerate(asked)])
+    many = islice(docs_conversations(), 0, 1200, 6)  # some of them are for validation
+    write_rows("labelled.jsonl", [{"messages": talk, "label": k % 2 == 0} for k, talk in enumerate(many)])
     answers = [row | {"index": k, "completions": [{"text": "A list.", "finish_reason": "stop"}]}
                for k, row in enumerate(asked)]  # fmt: skip
     for name in ("dpo", "sft"):
