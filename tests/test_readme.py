@@ -117,7 +117,7 @@ def test_the_chinese_readme_is_the_english_one():
     for pattern in (r"^(#+) ", r"^(\|[-|]+\|)$", r"^```(\w*)$"):
         assert re.findall(pattern, english, re.MULTILINE) == re.findall(pattern, chinese, re.MULTILINE), pattern
     assert sorted(re.findall(FIGURE, english)) == sorted(re.findall(FIGURE, chinese))
-    for name in ("common_errors.md", "cost.md"):
+    for name in ("common_errors.md", "cost.md", "help.md"):
         tables = [re.findall(r"^\|", (ROOT / path / name).read_text("utf-8"), re.M) for path in ("docs", "docs/zh")]
         assert len(tables[0]) == len(tables[1]) > 10
 
