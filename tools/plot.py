@@ -8,7 +8,7 @@
 
 A run is its directory or its log.jsonl, or a pattern of such names. In y, `+` puts keys into one panel and `*` matches
 any letters: --y='val_bpb/*'. Each run has a color, each key of a panel a line style. Markers are evaluations; pale
-lines are training values, thick ones their moving average.
+lines are training values, thick ones their average over the neighbours on both sides.
 """
 
 import math
@@ -35,7 +35,7 @@ out = "plot.png"  # the picture: .png, .svg or .pdf
 x = "steps"  # steps | tokens | hours (of training, without evaluations and saves)
 y = ""  # panels, comma-separated; keys joined by + share one; patterns allowed; "" = the usual
 reference = False  # also draw the curve of the nearest config (docs/curves) and compare
-smooth = 0.8  # weight of the past in the moving average of training values; 0 = none
+smooth = 0.8  # weight of the neighbours in the average of training values; 0 = none
 
 X_LABELS = {"steps": "step", "tokens": "tokens", "hours": "hours of training"}
 PANELS = (
@@ -132,14 +132,21 @@ def run_of(name: str, events: Sequence[dict], kind: str) -> Run:
 
 
 def moving_average(values: np.ndarray, decay: float) -> np.ndarray:
-    """Return the exponential moving average, weights decay^age, with the bias correction of Adam (arXiv:1412.6980,
-    section 3), so that the weights sum to one from the first value on. NaN stays NaN and counts nowhere."""
-    mean, weight, averages = 0.0, 0.0, []
-    for value in values:
-        if not math.isnan(value):
-            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
-        averages.append(math.nan if math.isnan(value) else mean / weight)
-    return np.array(averages)
+    """Return the mean around each value, with weights decay^distance on both sides.
+
+    An average of the past alone lags: it would draw a falling loss too high. NaN stays NaN and
+    counts nowhere."""
+
+    def sums(values: np.ndarray) -> np.ndarray:  # of each value and all before it: (n, 2)
+        total, found = np.zeros(2), []
+        for value in values:
+            total = decay * total + ([0, 0] if math.isnan(value) else [value, 1])
+            found.append(total)
+        return np.array(found).reshape(-1, 2)
+
+    own = np.stack([np.nan_to_num(values), ~np.isnan(values)], axis=1)
+    both = sums(values) + sums(values[::-1])[::-1] - own  # each value's own is in both
+    return np.where(np.isnan(values), np.nan, both[:, 0] / np.maximum(both[:, 1], 1e-300))
 
 
 # ---- panels ---------------------------------------------------------------------------------------------------------
@@ -203,6 +210,8 @@ def draw(panels: Sequence[Panel], names: Sequence[str], x_label: str) -> "Figure
                     axes.plot(curve.x, curve.y, color=style["color"], linewidth=0.8, alpha=0.35)
                 parts = [names[curve.run]] if len(names) > 1 or len(panel.keys) == 1 else []
                 parts += [panel.keys[curve.key]] if len(panel.keys) > 1 else []
+                if any(other.points != curve.points for other in panel.curves):
+                    parts.append("validation" if curve.points else "training")
                 axes.plot(curve.x, curve.mean, label=" ".join(parts), **style)
             axes.set_title(panel.title.replace("+", ", "), fontsize=10)
             axes.set_xlabel(x_label, fontsize=9)
@@ -234,8 +243,9 @@ def main(config: dict) -> None:
         drawn.append(run_of(events[0], events[1], config["x"]))
         names.append(events[0])
     panels, label, path = panels_of(config["y"], drawn, config["smooth"]), X_LABELS[config["x"]], config["out"]
+    figure = draw(panels, names, label)
     try:
-        draw(panels, names, label).savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
+        figure.savefig(path + ".tmp", format=Path(path).suffix[1:], dpi=110)
         os.replace(path + ".tmp", path)  # a viewer sees the old picture or the new one
     except (OSError, ValueError) as error:  # a directory, an unknown suffix
         raise UserError(f"plot: cannot write {path}: {error}") from None

@@ -81,23 +81,28 @@ def test_a_resumed_run_has_the_same_curve_as_its_log(tmp_path):
 
 
 def test_moving_average_by_hand():
-    # decay 1/2: 1; (1/2 + 2) / (3/2); (1/4 + 2/2 + 6) / (7/4)
-    np.testing.assert_allclose(plot.moving_average(np.array([1.0, 2.0, 6.0]), 0.5), [1, 5 / 3, 29 / 7])
+    # decay 1/2: (1 + 2/2 + 6/4) / (7/4); (1/2 + 2 + 6/2) / 2; (1/4 + 2/2 + 6) / (7/4)
+    np.testing.assert_allclose(plot.moving_average(np.array([1.0, 2.0, 6.0]), 0.5), [2, 11 / 4, 29 / 7])
     assert plot.moving_average(np.array([3.0, 7.0]), 0.0).tolist() == [3, 7]
     assert plot.moving_average(np.array([]), 0.9).tolist() == []
 
 
-def test_moving_average_is_the_weighted_mean_of_the_past():
+def test_moving_average_is_the_weighted_mean_of_both_sides():
     values = np.random.default_rng(0).normal(size=50)
     for decay in (0.3, 0.9, 0.99):
         for i, smoothed in enumerate(plot.moving_average(values, decay)):
-            weights = decay ** np.arange(i, -1, -1)
-            assert smoothed == pytest.approx(np.average(values[: i + 1], weights=weights))
+            weights = decay ** np.abs(np.arange(50) - i)
+            assert smoothed == pytest.approx(np.average(values, weights=weights))
+
+
+def test_moving_average_does_not_lag():
+    line = np.linspace(9, 3, 61)
+    np.testing.assert_allclose(plot.moving_average(line, 0.8)[20:40], line[20:40], atol=0.02)
 
 
 def test_moving_average_passes_over_gaps():
     smoothed = plot.moving_average(np.array([math.nan, 1.0, math.nan, 2.0]), 0.5)
-    np.testing.assert_allclose(smoothed, [math.nan, 1, math.nan, 5 / 3])
+    np.testing.assert_allclose(smoothed, [math.nan, 6 / 5, math.nan, 9 / 5])
 
 
 # ---- x ---------------------------------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ def test_curves_of_two_runs_have_their_numbers_and_the_schedule_is_not_smoothed(
             for name in "ab"]  # fmt: skip
     drawn = plot.panel_of("", ["loss", "val_loss"], runs, 0.5).curves
     assert [(c.run, c.key, c.points) for c in drawn] == [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
-    assert drawn[0].mean.tolist() == [4, pytest.approx(8 / 3)] and drawn[0].y.tolist() == [4, 2]
+    assert drawn[0].mean.tolist() == pytest.approx([10 / 3, 8 / 3]) and drawn[0].y.tolist() == [4, 2]
     schedule = plot.panel_of("", ["lr"], runs, 0.5).curves[0]
     assert drawn[1].mean is drawn[1].y and schedule.mean is schedule.y
 
