@@ -82,7 +82,8 @@ demo-chat: demo
 SCORE_REAL = $(PY) evaluate.py --tasks=generation --data=data/real_chat/val.jsonl --max_new_tokens=64
 
 demo-real: $(VENV)/real
-	$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
+	test -e out/smollm2 || \
+		$(PY) tools/from_gguf.py $$(find $(VENV)/ -name 'SmolLM2-135M-Instruct*.gguf') out/smollm2
 	$(PREPARE) --input=python-docs --kind=chat --hold_out=0.05 --out_dir=data/real_chat --tokenizer_dir=out/smollm2
 	$(SCORE_REAL) --init_from=out/smollm2
 	$(PY) sft.py config/real_sft.py $(call begin,real_chat,real_sft)

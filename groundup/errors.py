@@ -22,6 +22,8 @@ from typing import TextIO
 # control characters without tab and newline, and marks that reverse the direction of text
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
+REQUIREMENTS |= {"safetensors"}
 
 
 class UserError(ValueError):
@@ -115,6 +117,9 @@ def line_of(error: BaseException) -> str:
         return text
     if isinstance(error, KeyboardInterrupt):
         return f"{script}: interrupted; run the same command again"
+    if isinstance(error, ModuleNotFoundError) and error.name in REQUIREMENTS:
+        fix = "run: source .venv/bin/activate (make install creates it)"
+        return f"{script}: {sys.executable} has no package {error.name}; {fix}"
     # Of the system: "pretrain: out/log.jsonl: Permission denied".
     if isinstance(error, OSError) and error.strerror:
         return ": ".join(str(word) for word in (script, error.filename, error.strerror) if word)

@@ -37,6 +37,7 @@ def ended(code: str, **options) -> subprocess.CompletedProcess:
             r"out\x1b]0;x: Permission denied",
         ),
         (MemoryError(), "out of memory; lower batch_size"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "source .venv/bin/activate"),
     ],
 )
 def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
@@ -46,11 +47,21 @@ def test_what_the_user_or_the_machine_did_is_one_line(error, line, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [np.exceptions.AxisError("not ours"), KeyError("a mistake in the code")]
+    "error",
+    [
+        np.exceptions.AxisError("not ours"),
+        KeyError("a mistake in the code"),
+        ModuleNotFoundError("No module named 'groundup.x'", name="groundup.x"),
+    ],
 )
 def test_a_mistake_in_the_code_keeps_its_traceback(error, capsys):
     assert errors.report(error, sys.stderr) == 1
     assert type(error).__name__ in capsys.readouterr().err and errors.line_of(error) == ""
+
+
+def test_the_packages_are_those_of_requirements():
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    assert {line.partition("=")[0] for line in text.splitlines() if "==" in line} == errors.REQUIREMENTS
 
 
 @pytest.mark.parametrize("reason", [
