@@ -1,18 +1,18 @@
-"""A page to talk to a model, and a server for any OpenAI client: /v1/chat/completions, /v1/completions, /v1/models,
-/health, /metrics.
+"""A page to talk to a model, and a server for any OpenAI client: /v1/chat/completions,
+/v1/completions, /v1/models, /health, /metrics.
 
 python serve.py                                            # the newest run, at http://127.0.0.1:8000
 python serve.py --init_from=out/demo_sft --port=8001
 python serve.py --init_from=sft=out/sft,dpo=out/dpo        # two models, by these names; the page compares them
 python serve.py --host=0.0.0.0 --api_key=SECRET            # for other machines
 
-Each model has a thread that runs its engine (generate/engine.py); requests come and go between two tokens. What a body
-may say is in generate/openai_format.py, the page in generate/page.html. An answer depends on its request and seed, not
-on other requests, and is sample.py's for the same prompt, parameters and seed (but for near ties in bfloat16 and
-float16).
+Each model has a thread that runs its engine (generate/engine.py); requests come and go between
+two tokens. What a body may say is in generate/openai_format.py, the page in generate/page.html.
+An answer depends on its request and seed, not on other requests, and is sample.py's for the same
+prompt, parameters and seed (but for near ties in bfloat16 and float16).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
@@ -48,7 +48,7 @@ from groundup.train import checkpoint, huggingface
 from groundup.train.device import autocast, choose_device, choose_dtype
 from tokenizer import Tokenizer
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint, Hugging Face directory, or NAME=DIR,NAME=DIR; empty = newest run
 host = "127.0.0.1"  # address to listen at; any but this machine's own needs api_key
 port = 8000  # port to listen at
@@ -57,7 +57,9 @@ insecure = False  # listen to other machines without api_key
 cors_origins = ""  # other sites whose pages may ask: https://a.example,https://b.example; * = all
 preferences = "data/preferences.jsonl"  # comparisons made on the page, for dpo.py and reward.py
 max_batch = 16  # samples generated together; the others wait
-max_queue = 64  # samples that wait or are generated; beyond them clients are told to come back (429)
+max_queue = (
+    64  # samples that wait or are generated; beyond them clients are told to come back (429)
+)
 max_body_kb = 1024  # of a request
 max_seconds = 600  # for a request, with its wait
 drain_seconds = 30  # after SIGTERM, for requests that run
@@ -95,10 +97,14 @@ class Job:
 class Model(threading.Thread):
     """A model and its engine, which runs in this thread; jobs come by `commands`."""
 
-    def __init__(self, name: str, directory: Path, device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    def __init__(
+        self, name: str, directory: Path, device: torch.device, dtype: torch.dtype, rows: int
+    ) -> None:
         super().__init__(name=name, daemon=True)
         if reward_model.is_reward_model(directory):
-            raise UserError(f"serve: {directory} is a reward model, which writes no text; give another init_from")
+            raise UserError(
+                f"serve: {directory} is a reward model, which writes no text; give another init_from"
+            )
         self.created = int(time.time())
         self.tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory))
         net = huggingface.load_model(directory, device, dtype=dtype)
@@ -106,8 +112,9 @@ class Model(threading.Thread):
             self.engine = Engine(net, self.tokenizer, rows)
         self.cfg = net.cfg
         self.own = {
-            "eos_ids": self.tokenizer.stop_ids, "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size)
-        }  # fmt: skip
+            "eos_ids": self.tokenizer.stop_ids,
+            "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
+        }
         self.commands: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -117,7 +124,9 @@ class Model(threading.Thread):
                 self.obey(jobs, *self.commands.get())
             try:
                 drawn = self.engine.step()
-            except Exception as error:  # of the model or its device; the next requests may fare better
+            except (
+                Exception
+            ) as error:  # of the model or its device; the next requests may fare better
                 traceback.print_exc()
                 self.engine.clear()
                 for job in set(jobs.values()):
@@ -142,15 +151,20 @@ class Model(threading.Thread):
                 job.send(error)
 
     def requests(self, asked: Asked, system: str) -> list[Request]:
-        """Return a request for each prompt. Raise Refused with the numbers if one does not fit the context."""
+        """Return a request for each prompt. Raise Refused with the numbers if one does not fit
+        the context."""
         every, C = encode(self.tokenizer, asked, system), self.cfg.block_size
         params = replace(asked.params, **self.own)
         for ids in every:
             n_new = asked.params.max_new_tokens if asked.limited else 1
             if len(ids) + n_new - 1 > C:
-                words = f"This model's maximum context length is {C} tokens; the prompt has {len(ids)}"
+                words = (
+                    f"This model's maximum context length is {C} tokens; the prompt has {len(ids)}"
+                )
                 words += f" and {n_new} more are asked for" if asked.limited else ""
-                raise Refused(400, words, "messages" if asked.chat else "prompt", "context_length_exceeded")
+                raise Refused(
+                    400, words, "messages" if asked.chat else "prompt", "context_length_exceeded"
+                )
         try:
             return [check(i, ids, params, self.cfg, self.tokenizer) for i, ids in enumerate(every)]
         except UserError as error:
@@ -179,10 +193,14 @@ class Server:
 
         async def refused(http: Any, error: Exception) -> Any:
             if isinstance(error, HTTPException):
-                error = Refused(error.status_code, f"{error.detail}: {http.method} {http.url.path[:200]}")
+                error = Refused(
+                    error.status_code, f"{error.detail}: {http.method} {http.url.path[:200]}"
+                )
             elif not isinstance(error, Refused):
                 error = Refused(500, "The server had an error while processing your request")
-            return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
+            return JSONResponse(
+                error.body, error.status, {"Retry-After": "1"} if error.status == 429 else None
+            )
 
         async def health(_http: Any) -> Any:
             alive = all(model.is_alive() for model in self.models.values())
@@ -191,21 +209,29 @@ class Server:
         async def metrics(_http: Any) -> Any:
             engines = [model.engine for model in self.models.values()]
             running = sum(len(engine.running) + len(engine.reading) for engine in engines)
-            return PlainTextResponse(self.metrics.text(running), media_type="text/plain; version=0.0.4")
+            return PlainTextResponse(
+                self.metrics.text(running), media_type="text/plain; version=0.0.4"
+            )
 
         async def models(_http: Any) -> Any:
-            return JSONResponse({"object": "list", "data": [self.card(name) for name in self.models]})
+            return JSONResponse({
+                "object": "list",
+                "data": [self.card(name) for name in self.models],
+            })
 
         async def model(http: Any) -> Any:
             return JSONResponse(self.card(self.named(http.path_params["name"]).name))
 
         routes = [
-            Route("/", home), Route("/health", health), Route("/metrics", metrics), Route("/v1/models", models),
+            Route("/", home),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/preferences", self.prefer, methods=["POST"]),
-        ]  # fmt: skip
+        ]
         handlers = {Refused: refused, HTTPException: refused, Exception: refused}
         inner = Starlette(routes=routes, exception_handlers=handlers)
         paths = {route.path for route in routes}
@@ -231,8 +257,9 @@ class Server:
         return CORSMiddleware(guarded, **cors) if origins else guarded
 
     def stranger(self, scope: dict) -> Refused | None:
-        """Return what is wrong with who asks. Without a key only this machine is answered, and by its own name: a web
-        page that gives its host's name this address cannot talk to the server (DNS rebinding)."""
+        """Return what is wrong with who asks. Without a key only this machine is answered, and
+        by its own name: a web page that gives its host's name this address cannot talk to the
+        server (DNS rebinding)."""
         headers = dict(scope["headers"])
         key = self.config["api_key"]
         if key and scope["path"] not in ("/", "/health"):  # the page asks for the key
@@ -243,12 +270,20 @@ class Server:
         name = headers.get(b"host", b"").decode("latin-1").rpartition(":")
         name = name[0] if name[0] and name[2].isdigit() else "".join(name)
         if not key and not self.config["insecure"] and name not in (*HERE, self.config["host"]):
-            return Refused(403, f"this server answers to {self.config['host']}, not to {name[:80]!r}")
+            return Refused(
+                403, f"this server answers to {self.config['host']}, not to {name[:80]!r}"
+            )
         return None
 
     def card(self, name: str) -> dict:
-        return {"id": name, "object": "model", "created": self.models[name].created, "owned_by": "groundup",
-                "max_model_len": self.models[name].cfg.block_size, "defaults": self.defaults}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.models[name].created,
+            "owned_by": "groundup",
+            "max_model_len": self.models[name].cfg.block_size,
+            "defaults": self.defaults,
+        }
 
     def named(self, name: str) -> Model:
         """Return the model of this name; "" = the first."""
@@ -287,17 +322,23 @@ class Server:
         requests = await asyncio.to_thread(model.requests, asked, self.config["system"])
         n_samples, most = len(requests) * asked.params.n, self.config["max_queue"]
         if n_samples > most:
-            raise Refused(400, f"{n_samples} samples are asked for at once, max_queue is {most}", "n")
+            raise Refused(
+                400, f"{n_samples} samples are asked for at once, max_queue is {most}", "n"
+            )
         if self.metrics.samples + n_samples > most:
             raise Refused(429, "The server is busy; try again soon", None, "rate_limit_exceeded")
         job = Job(requests, asyncio.get_running_loop())
         head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12), "created": int(time.time()),
-            "model": model.name, "object": "chat.completion" if chat else "text_completion",
-        }  # fmt: skip
+            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model.name,
+            "object": "chat.completion" if chat else "text_completion",
+        }
         events = self.events(model, job, n_samples, began)
         if asked.stream:
-            response = StreamingResponse(self.streamed(model, asked, job, events, head), media_type="text/event-stream")
+            response = StreamingResponse(
+                self.streamed(model, asked, job, events, head), media_type="text/event-stream"
+            )
             response.headers["Cache-Control"] = "no-cache"
             return Watched(response, events)
         async with contextlib.aclosing(events):
@@ -305,13 +346,19 @@ class Server:
         return Response(status_code=400) if body is None else JSONResponse(head | body)
 
     async def read_body(self, http: Any) -> bytes:
-        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not whole."""
+        """Return the body. Raise Refused if it is not JSON by its type, too large, slow or not
+        whole."""
         from starlette.requests import ClientDisconnect
 
         most = 1024 * self.config["max_body_kb"]
         # A page of another site may send a form without asking, but not this type.
-        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(400, "send the body as JSON, with the header Content-Type: application/json")
+        if (
+            http.headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
+            raise Refused(
+                400, "send the body as JSON, with the header Content-Type: application/json"
+            )
         raw = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -325,7 +372,9 @@ class Server:
             raise Refused(400, "the client went away") from None
         return bytes(raw)
 
-    async def events(self, model: Model, job: Job, n_samples: int, began: float) -> AsyncIterator[Event]:
+    async def events(
+        self, model: Model, job: Job, n_samples: int, began: float
+    ) -> AsyncIterator[Event]:
         """Yield the tokens of a job. When this is closed, the engine forgets what is left of it."""
         left, first = n_samples, True
         self.metrics.tokens["prompt"] += sum(len(request.ids) for request in job.requests)
@@ -337,7 +386,9 @@ class Server:
                     remaining = self.config["max_seconds"] - (time.monotonic() - began)
                     event = await asyncio.wait_for(job.events.get(), remaining)
                 except TimeoutError:
-                    raise Refused(504, f"the answer was not complete after {self.config['max_seconds']} s") from None
+                    raise Refused(
+                        504, f"the answer was not complete after {self.config['max_seconds']} s"
+                    ) from None
                 if isinstance(event, UserError):
                     raise Refused(400, str(event).removeprefix("sample: "))
                 if isinstance(event, Exception):
@@ -353,11 +404,15 @@ class Server:
             if left:
                 model.commands.put(("cancel", job))
 
-    async def whole(self, model: Model, asked: Asked, job: Job, events: AsyncIterator[Event]) -> dict:
+    async def whole(
+        self, model: Model, asked: Asked, job: Job, events: AsyncIterator[Event]
+    ) -> dict:
         n, n_new = asked.params.n, 0
         choices = [Choice(model.tokenizer, asked, i) for i in range(len(job.requests) * n)]
         async for sample, token, logprobs in events:
-            choices[sample.request.index * n + sample.index].push(token, logprobs, ends(sample, token))
+            choices[sample.request.index * n + sample.index].push(
+                token, logprobs, ends(sample, token)
+            )
             n_new += 1
         n_prompt = sum(len(request.ids) for request in job.requests)
         answers = []
@@ -378,7 +433,10 @@ class Server:
         try:
             for choice in choices if asked.chat else ():
                 delta = {"role": "assistant", "content": ""}
-                yield sse(head | {"choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]})
+                yield sse(
+                    head
+                    | {"choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]}
+                )
             async for sample, token, logprobs in events:
                 n_new += 1
                 place = sample.request.index * n + sample.index
@@ -431,13 +489,18 @@ def sse(body: dict) -> str:
 
 
 def directories(value: str) -> dict[str, Path]:
-    """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives the name of its run."""
+    """Return the checkpoint of each name: "a=out/sft,b=out/dpo", or one directory, which gives
+    the name of its run."""
     if "=" not in value:
         value = value or str(checkpoint.newest_run())
         return {Path(value).absolute().name: checkpoint.resolve(value)}
     pairs = [part.strip().partition("=") for part in value.split(",")]
-    if not all(name and path for name, _, path in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
-        raise UserError(f"serve: init_from={value!r} must be a directory or NAME=DIR,NAME=DIR with names that differ")
+    if not all(name and path for name, _, path in pairs) or len({pair[0] for pair in pairs}) < len(
+        pairs
+    ):
+        raise UserError(
+            f"serve: init_from={value!r} must be a directory or NAME=DIR,NAME=DIR with names that differ"
+        )
     return {name: checkpoint.resolve(path) for name, _, path in pairs}
 
 
@@ -452,8 +515,12 @@ def check_config(config: dict) -> None:
     if not 0 <= config["port"] < 2**16:
         raise UserError(f"serve: port must be from 0 to 65535, got {config['port']}")
     for origin in origins_of(config["cors_origins"]):
-        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):  # a browser sends it without a path
-            raise UserError(f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}")
+        if origin != "*" and not re.fullmatch(
+            r"https?://[^/\s]+", origin
+        ):  # a browser sends it without a path
+            raise UserError(
+                f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}"
+            )
     if config["host"] not in HERE and not config["api_key"] and not config["insecure"]:
         raise UserError(
             f"serve: host={config['host']} lets other machines in; give --api_key=SECRET, or --insecure=True"
@@ -461,13 +528,16 @@ def check_config(config: dict) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket of this address, before the models are loaded. Raise UserError if another program has it."""
+    """Return a socket of this address, before the models are loaded. Raise UserError if another
+    program has it."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise UserError(f"serve: cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}") from None
+        raise UserError(
+            f"serve: cannot listen at {host}:{port}: {error.strerror}; try --port={port + 1}"
+        ) from None
     return listening
 
 
@@ -478,19 +548,28 @@ if __name__ == "__main__":
         import starlette  # noqa: F401  (Server.app imports it)
         import uvicorn
     except ImportError:
-        raise UserError("serve: this needs two libraries; pip install -r requirements-serve.txt") from None
+        raise UserError(
+            "serve: this needs two libraries; pip install -r requirements-serve.txt"
+        ) from None
     listening = bind(host, port)
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     found = directories(init_from)
-    models = {name: Model(name, path, torch_device, torch_dtype, max_batch) for name, path in found.items()}
+    models = {
+        name: Model(name, path, torch_device, torch_dtype, max_batch)
+        for name, path in found.items()
+    }
     for model in models.values():
         model.start()
     print(f"serving {', '.join(models)} at http://{host}:{port} (API: /v1)", file=sys.stderr)
     how = uvicorn.Config(
-        Server(models, config).app(), log_level="warning", server_header=False, limit_concurrency=4 * max_queue,
-        timeout_graceful_shutdown=drain_seconds, timeout_keep_alive=KEEP_SECONDS,
-    )  # fmt: skip
+        Server(models, config).app(),
+        log_level="warning",
+        server_header=False,
+        limit_concurrency=4 * max_queue,
+        timeout_graceful_shutdown=drain_seconds,
+        timeout_keep_alive=KEEP_SECONDS,
+    )
     try:
         uvicorn.Server(how).run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn has let the answers under way come to their end

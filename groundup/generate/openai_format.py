@@ -1,4 +1,5 @@
-"""OpenAI's formats: the body of a request -> prompts and sampling parameters; tokens -> choices. No HTTP: see serve.py.
+"""OpenAI's formats: the body of a request -> prompts and sampling parameters; tokens -> choices. No
+HTTP: see serve.py.
 
 A field that is not understood is refused, so that no wish of a client is passed over in silence.
 """
@@ -18,15 +19,32 @@ from groundup.generate.completion import Token, begin_prompt, prompt_ids
 from groundup.generate.sampling import SamplingParams
 from tokenizer import Tokenizer
 
-# Fields that have the names of sampling parameters; top_k, min_p and repetition_penalty are vLLM's additions.
+# Fields that have the names of sampling parameters; top_k, min_p and repetition_penalty are vLLM's
+# additions.
 SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+)
 WITHOUT_EFFECT = {  # fields that change no answer, with the values that they may have, () = any
-    "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (),
-    "parallel_tool_calls": (), "logit_bias": ({},),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
-}  # fmt: skip
+    "user": (),
+    "metadata": (),
+    "store": (),
+    "service_tier": (),
+    "safety_identifier": (),
+    "prompt_cache_key": (),
+    "parallel_tool_calls": (),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+}
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
@@ -35,12 +53,16 @@ MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
 class Refused(Exception):
     """A request that is answered with an error, in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status = status
-        self.body = {"error": {"message": message[:1000], "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {"message": message[:1000], "type": kind, "param": param, "code": code}
+        }
 
 
 @dataclass
@@ -59,7 +81,8 @@ class Asked:
 
 
 def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
-    """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for. Raise Refused.
+    """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for. Raise
+    Refused.
 
     defaults: sampling parameters of what it leaves open; seed: where it has none."""
     body = read_object(raw)
@@ -68,11 +91,20 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
         if value is not None and allowed and value not in allowed:
             raise Refused(400, f"{name}={value!r:.80} is not supported", name)
     model = take(body, "model", str, "")
-    prompts = [conversation(body.pop("messages", None))] if chat else texts_or_ids(body.pop("prompt", None))
+    prompts = (
+        [conversation(body.pop("messages", None))]
+        if chat
+        else texts_or_ids(body.pop("prompt", None))
+    )
     choice, tools = body.pop("tool_choice", "auto"), take(body, "tools", list, []) if chat else []
     if choice not in ("none", "auto") or not all(is_tool(tool) for tool in tools):
-        raise Refused(400, "tools must be functions with a name, and tool_choice auto or none", "tools")
-    stream, echo = take(body, "stream", bool, False), take(body, "echo", bool, False) if not chat else False
+        raise Refused(
+            400, "tools must be functions with a name, and tool_choice auto or none", "tools"
+        )
+    stream, echo = (
+        take(body, "stream", bool, False),
+        take(body, "echo", bool, False) if not chat else False,
+    )
     options = take(body, "stream_options", dict, {})
     limits = [take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body]
     values = defaults | {name: body.pop(name) for name in SAMPLING if name in body}
@@ -87,10 +119,16 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
     else:
         top = take(body, "logprobs", int, -1)
     if top > MAX_TOP_LOGPROBS:
-        raise Refused(400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs")
+        raise Refused(
+            400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs"
+        )
     values |= {"logprobs": top} | ({"prompt_logprobs": top} if echo else {})
     if body:
-        raise Refused(400, f"Unrecognized request argument supplied: {next(iter(body))!r:.80}", next(iter(body))[:80])
+        raise Refused(
+            400,
+            f"Unrecognized request argument supplied: {next(iter(body))!r:.80}",
+            next(iter(body))[:80],
+        )
     if echo and stream:
         raise Refused(400, "echo is not supported with stream", "echo")
     for name, value in values.items():  # NaN is no number of JSON; a bool is an int to Python
@@ -139,7 +177,9 @@ def conversation(messages: Any) -> list[dict]:
         raise Refused(400, f"messages must be a list of messages, got {messages!r:.80}", "messages")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(400, f"message {i} must be an object with a role, got {message!r:.80}", "messages")
+            raise Refused(
+                400, f"message {i} must be an object with a role, got {message!r:.80}", "messages"
+            )
         others = {k for k, v in message.items() if k not in MESSAGE and v not in (None, [], {})}
         if others:
             raise Refused(400, f"message {i}: {min(others)!r:.80} is not supported", "messages")
@@ -150,7 +190,9 @@ def conversation(messages: Any) -> list[dict]:
 
 
 def is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    function = (
+        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    )
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -159,7 +201,11 @@ def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
     prompt = "" if prompt is None else prompt
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
-        raise Refused(400, "prompt must be a text, a list of texts, token ids or a list of lists of them", "prompt")
+        raise Refused(
+            400,
+            "prompt must be a text, a list of texts, token ids or a list of lists of them",
+            "prompt",
+        )
     return listed
 
 
@@ -169,8 +215,14 @@ def is_ids(value: Any) -> bool:
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
-    if not isinstance(stops, tuple) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise Refused(400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop")
+    if (
+        not isinstance(stops, tuple)
+        or len(stops) > MAX_STOPS
+        or not all(isinstance(s, str) and s for s in stops)
+    ):
+        raise Refused(
+            400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop"
+        )
     return stops
 
 
@@ -180,17 +232,25 @@ def encode(tokenizer: Tokenizer, asked: Asked, system: str) -> list[list[int]]:
         if asked.chat:
             prompts = (with_tools(messages, system, asked.tools) for messages in asked.prompts)
             return [prompt_ids(tokenizer, True, system, messages) for messages in prompts]
-        return [begin_prompt(tokenizer, one) if isinstance(one, str) else one for one in asked.prompts]
+        return [
+            begin_prompt(tokenizer, one) if isinstance(one, str) else one for one in asked.prompts
+        ]
     except UserError as error:
-        raise Refused(400, str(error).partition(": ")[2], "messages" if asked.chat else "prompt") from None
+        raise Refused(
+            400, str(error).partition(": ")[2], "messages" if asked.chat else "prompt"
+        ) from None
 
 
 def with_tools(messages: list[dict], system: str, tools: list[dict]) -> list[dict]:
     own = messages[0]["role"] == "system"
-    return with_system(messages, {"system": "" if own else system, "tools": tools}) if tools else messages
+    return (
+        with_system(messages, {"system": "" if own else system, "tools": tools})
+        if tools
+        else messages
+    )
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 class Choice:
@@ -199,7 +259,9 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, asked: Asked, index: int) -> None:
         self.tokenizer, self.asked, self.index = tokenizer, asked, index
         self.texts: list[str] = []
-        self.found: list[dict[int, float] | None] = []  # log-probabilities of the tokens that are shown
+        self.found: list[
+            dict[int, float] | None
+        ] = []  # log-probabilities of the tokens that are shown
         self.finish: str | None = None
         self.caller = CallReader() if asked.tools else None
         self.calls: list[dict] = []
@@ -217,13 +279,22 @@ class Choice:
             return None
         if self.asked.chat:
             calls = [{"index": i, **call} for i, call in enumerate(self.calls)]
-            delta = ({"content": text} if text or found else {}) | ({"tool_calls": calls} if calls else {})
+            delta = ({"content": text} if text or found else {}) | (
+                {"tool_calls": calls} if calls else {}
+            )
             body = {"delta": delta}
         else:
             body = {"text": text}
-        return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
+        return {
+            "index": self.index,
+            **body,
+            "logprobs": self.logprobs(found),
+            "finish_reason": self.finish,
+        }
 
-    def whole(self, prompt: str = "", prompt_logprobs: list[dict[int, float] | None] | None = None) -> dict:
+    def whole(
+        self, prompt: str = "", prompt_logprobs: list[dict[int, float] | None] | None = None
+    ) -> dict:
         """Return the finished choice. prompt: that is repeated before it."""
         text = prompt + "".join(self.texts)
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -231,7 +302,12 @@ class Choice:
             message |= {"content": text or None, "tool_calls": self.calls}
         body = {"message": message} if self.asked.chat else {"text": text}
         found = [*(prompt_logprobs or []), *self.found]
-        return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
+        return {
+            "index": self.index,
+            **body,
+            "logprobs": self.logprobs(found),
+            "finish_reason": self.finish,
+        }
 
     def logprobs(self, found: list[dict[int, float] | None]) -> dict | None:
         k = self.asked.params.logprobs
@@ -240,21 +316,31 @@ class Choice:
         if self.asked.chat:
             entries = ([entry(self.tokenizer, *pair) for pair in one.items()] for one in found)
             likeliest = ((list(one.items()), own) for one, own in zip(found, entries, strict=True))
-            return {"content": [own[0] | {"top_logprobs": top(pairs, own, k)} for pairs, own in likeliest]}
-        pairs = [[(piece(self.tokenizer, i), at_least(p)) for i, p in (one or {}).items()] for one in found]
+            return {
+                "content": [
+                    own[0] | {"top_logprobs": top(pairs, own, k)} for pairs, own in likeliest
+                ]
+            }
+        pairs = [
+            [(piece(self.tokenizer, i), at_least(p)) for i, p in (one or {}).items()]
+            for one in found
+        ]
         tokens = [one[0][0] if one else "" for one in pairs]  # the chosen token stands first
         return {
             "tokens": tokens,
             "token_logprobs": [one[0][1] if one else None for one in pairs],
-            "top_logprobs": [dict(reversed(one)) or None for one in pairs],  # it wins over others of the same text
+            "top_logprobs": [
+                dict(reversed(one)) or None for one in pairs
+            ],  # it wins over others of the same text
             "text_offset": offsets(tokens),
         }
 
 
 class CallReader:
-    """Divides an answer that comes piece by piece into what is said and what is called. Three forms are calls, as the
-    templates of these models write them: <tool_call>{...}</tool_call> (Qwen, and our own), and a whole answer that is a
-    call (Llama 3) or a list of calls (Mistral). Text is held back as long as it may become a call."""
+    """Divides an answer that comes piece by piece into what is said and what is called. Three
+    forms are calls, as the templates of these models write them: <tool_call>{...}</tool_call>
+    (Qwen, and our own), and a whole answer that is a call (Llama 3) or a list of calls
+    (Mistral). Text is held back as long as it may become a call."""
 
     OPEN, CALL = "<tool_call>", re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>\s*|\Z)", re.S)
 
@@ -269,7 +355,11 @@ class CallReader:
         if not self.said and self.held.lstrip()[:1] in ("", "{", "["):
             return "", []
         begun = (k for k in range(1, len(self.OPEN)) if self.held.endswith(self.OPEN[:k]))
-        at = self.held.find(self.OPEN) if self.OPEN in self.held else len(self.held) - max(begun, default=0)
+        at = (
+            self.held.find(self.OPEN)
+            if self.OPEN in self.held
+            else len(self.held) - max(begun, default=0)
+        )
         text, self.held = self.held[:at], self.held[at:]
         self.said |= bool(text)
         return text, []
@@ -299,19 +389,28 @@ def read_calls(text: str) -> list[dict]:
         if not isinstance(arguments, dict):
             return []
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        calls.append({
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": function,
+        })
     return calls
 
 
 def top(pairs: list[tuple[int, float]], entries: list[dict], k: int) -> list[dict]:
-    """Return the entries of the k likeliest of a token's ids: all but the chosen one, unless that is among them."""
+    """Return the entries of the k likeliest of a token's ids: all but the chosen one, unless
+    that is among them."""
     order = sorted(range(len(pairs)), key=lambda i: pairs[i][1], reverse=True)
     return [entries[i] for i in order[:k]]
 
 
 def entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
     raw = tokenizer.pieces.get(token, b"")
-    return {"token": raw.decode("utf-8", "replace"), "logprob": at_least(logprob), "bytes": list(raw)}
+    return {
+        "token": raw.decode("utf-8", "replace"),
+        "logprob": at_least(logprob),
+        "bytes": list(raw),
+    }
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
