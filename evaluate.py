@@ -171,7 +171,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
             if len(answers := readers.find_files(source)) != 2:
                 what = f"win_rate needs two files of answers, got {source!r}"
                 raise UserError(f"config: {what}; give --data=A.jsonl,B.jsonl")
-            judging.matches_of(*map(judging.read_answers, answers))
+            judging.matches_of(*judging.read_both(*answers))
         elif task == "generation":
             text_metrics.check_libraries()
             if "-" not in read:  # standard input can be read once
@@ -271,7 +271,7 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
     paths = readers.find_files(source)
-    of_a, of_b = (judging.read_answers(path)[: limit or None] for path in paths)
+    of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")

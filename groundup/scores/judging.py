@@ -130,33 +130,52 @@ def shared_scores(
 
 
 def read_answers(path: str) -> list[dict]:
-    """Return [{"prompt": messages, "answer": the first completion, "finish_reason"}, ...] of a
-    file of sample.py, in the order of the prompts: the messages that the model answered, so
-    without the data's own answer at their end. A text to continue counts as a user's message.
-    Raise UserError for any other line."""
+    """Return [{"prompt", "answer", "finish_reason"}, ...] of a file of sample.py, by prompt number.
+
+    prompt: the messages that the model was given: with the system message in the settings beside
+    the file, without the data's own answer at their end. A text to continue counts as a user's
+    message. answer: the first completion. Raise UserError for any other line."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge: cannot read {path!r}: {error}") from None
+    settings = answer_files.need_settings(path)
+    bad = (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair)
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            if not line.strip():
-                continue
-            row = loads(line)
-            fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
-            text, first = answer_files.continued_text(fields, chat=True), row["completions"][0]
-            messages, _ = answer_files.conversation_of(
-                fields if text is None else {"prompt": text}, {}
-            )
-            answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
-            found.append((row["index"], {"prompt": messages} | answer))
-        except (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair) as error:
-            what = (
-                f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
-            )
+            index, answer = read_answer(loads(line), settings)
+        except bad as error:
+            what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
             raise UserError(f"judge: {what}; give what its --out has written") from None
+        found.append((index, answer))
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+
+
+def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
+    """Return (number of the prompt, an item of `read_answers`)."""
+    fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
+    text = answer_files.continued_text(fields, settings.get("chat", True))
+    if text is None:
+        messages, _ = answer_files.conversation_of(fields, settings)
+    else:
+        messages = [{"role": "user", "content": text}]
+    first = row["completions"][0]
+    answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
+    return row["index"], {"prompt": messages} | answer
+
+
+def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
+    """Return the answers of two files. Raise UserError if their system messages differ."""
+    a, b = (answer_files.need_settings(path).get("system", "") for path in (path_a, path_b))
+    if a != b:
+        raise UserError(
+            f"judge: {path_a} was answered with system={a!r:.60}, {path_b} with system={b!r:.60}; "
+            "compare answers to the same conversations"
+        )
+    return read_answers(path_a), read_answers(path_b)
 
 
 def matches_of(
