@@ -16,7 +16,7 @@ from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate.completion import never_sampled, prompt_ids
 from groundup.generate.engine import generate
-from groundup.generate.openai_format import CallReader, Choice, Refused, parse
+from groundup.generate.openai_format import Choice, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import huggingface
 from tokenizer import Tokenizer
@@ -154,26 +154,7 @@ TOOLS = [{"type": "function", "function": {"name": "wetter", "parameters": {"typ
 CALL = '{"name": "wetter", "arguments": {"ort": "北京"}}'
 
 
-HERMES, ONE_LINE = f"<tool_call>\n{CALL}\n</tool_call>", f"<tool_call>{CALL}</tool_call>"
-NO_CALLS = [
-    "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", ONE_LINE + " 完", f"see {CALL}", "", "[" * 5000,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("answer", "said", "calls"), [
-    (HERMES, "", 1), (f"好。\n{HERMES}\n{ONE_LINE}", "好。", 2), (f"<tool_call>\n{CALL}", "", 1),
-    (CALL.replace("arguments", "parameters"), "", 1), (f"[{CALL}, {CALL}]", "", 2), (f"[TOOL_CALLS][{CALL}]", "", 1),
-    *((answer, answer, 0) for answer in NO_CALLS),
-])  # fmt: skip
-@pytest.mark.parametrize("size", [1, 3, 10_000])
-def test_calls_are_found_in_an_answer_however_it_comes(answer, said, calls, size):
-    reader = CallReader()
-    parts = [answer[i : i + size] for i in range(0, len(answer), size)] or [""]
-    found = [reader.push(part, False) for part in parts[:-1]] + [reader.push(parts[-1], True)]
-    assert "".join(text for text, _ in found).rstrip() == said
-    assert not any(called for _, called in found[:-1])
-    functions = [call["function"] for call in found[-1][1]]
-    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [("wetter", {"ort": "北京"})] * calls
+HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
 
 
 def test_tools_are_asked_as_in_training_and_calls_come_back(server, client, alone, monkeypatch):

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from groundup.errors import UserError
 from groundup.generate.kv_cache import Row
 from groundup.generate.sampling import RowParams, SamplingParams
+from groundup.generate.text_parts import StopStrings
 from groundup.tokens.mixture import hash_words
 from model import ModelConfig
 from tokenizer import StreamDecoder, Tokenizer
@@ -83,10 +84,26 @@ def prompt_ids(
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that neither add to a text nor end it: padding, reserved ones, those beyond
-    the tokenizer's."""
+    """Return the ids that neither add to a text, end it nor begin a call of a tool.
+
+    These are padding, reserved ids, those that open a turn, and those beyond the tokenizer's."""
     silent = (tokenizer.token_byte_lengths() == 0).nonzero()[0].tolist()
-    return tuple({*silent, *range(tokenizer.vocab_size, vocab_size)} - tokenizer.stop_ids)
+    banned = {*silent, *range(tokenizer.vocab_size, vocab_size)}
+    return tuple(banned - tokenizer.stop_ids - call_ids(tokenizer))
+
+
+def call_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special ids that the chat template writes in an answer that calls a tool."""
+    if not tokenizer.foreign_template:
+        return frozenset()
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'  # our form, see templates.py
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": call}]
+    try:
+        pieces = tokenizer.template.pieces(talk)
+    except UserError:  # a template without calls
+        return frozenset()
+    names = [piece.text for piece in pieces if piece.special and piece.learned]
+    return frozenset(tokenizer.special_tokens[name] for name in names) - tokenizer.stop_ids
 
 
 @dataclass(eq=False)
@@ -157,31 +174,22 @@ class Text:
     """The text of one sample, token by token; `stopped` is the stop string that ended it."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self.tokenizer, self.stop, self.skip_special = (
-            tokenizer,
-            params.stop,
-            params.skip_special_tokens,
-        )
+        self.tokenizer, self.skip_special = tokenizer, params.skip_special_tokens
         self.decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self.stops = StopStrings(params.stop)
         self.shown = ""
-        self.held = ""  # the end of the text so far, as long as it may become a stop string
+        self.pending = ""  # the end of the text so far, as long as it may become a stop string
         self.stopped: str | None = None
 
     def push(self, token: int, may_stop: bool) -> str:
         """Return what may be shown now. The first complete stop string ends the text before it."""
-        self.held += self.decode(token)
-        ends = (
-            [(at + len(s), -len(s), s) for s in self.stop if (at := self.held.find(s)) >= 0]
-            if may_stop
-            else []
-        )
-        if ends:
-            end, _, self.stopped = min(ends)
-            return self.show(end - len(self.stopped))
-        begun = (
-            k for stop in self.stop for k in range(1, len(stop)) if self.held.endswith(stop[:k])
-        )
-        return self.show(len(self.held) - max(begun, default=0))
+        for char in self.decode(token):
+            self.pending += char
+            stop = self.stops.push(char)
+            if stop and may_stop:
+                self.stopped = stop
+                return self.show(len(self.pending) - len(stop))
+        return self.show(len(self.pending) - self.stops.n_pending)
 
     def decode(self, token: int) -> str:
         if self.tokenizer is None or token >= self.tokenizer.vocab_size:
@@ -191,7 +199,7 @@ class Text:
         return self.decoder.push(token)
 
     def show(self, n: int) -> str:
-        piece, self.held = self.held[:n], self.held[n:]
+        piece, self.pending = self.pending[:n], self.pending[n:]
         self.shown += piece
         return piece
 
@@ -199,8 +207,8 @@ class Text:
         """Return what was held back, as nothing follows; U+FFFD for a broken character."""
         if self.stopped is not None:
             return ""
-        self.held += self.decoder.flush() if self.decoder else ""
-        return self.show(len(self.held))
+        self.pending += self.decoder.flush() if self.decoder else ""
+        return self.show(len(self.pending))
 
 
 class Sample:

@@ -182,7 +182,7 @@ def test_a_judge_sees_the_system_message_that_the_models_were_given(judge, tmp_p
     assert verdict.scores[0] == pytest.approx(reward_model.score(*judge, [talk])[0])
     assert "Answer in French." in judging.judge_prompt(matches[1], swapped=False)
     other = write_answers(tmp_path / "c.jsonl", lines, system="")
-    with pytest.raises(UserError, match="a.jsonl was answered with system='Answer in French.', .*c.jsonl with system=''"):
+    with pytest.raises(UserError, match="with system='Answer in French.', .*c.jsonl with system=''"):
         judging.read_both(paths[0], other)
     (tmp_path / "b.jsonl.config.json").unlink()
     with pytest.raises(UserError, match="b.jsonl.config.json is missing"):
