@@ -48,12 +48,8 @@ system = ""  # system message of every chat that has none
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are kept; 0 = n
-best_of_by = (
-    "sum"  # sum | mean | reward: rank by log-probabilities of the tokens, or by reward_from
-)
-reward_from = (
-    ""  # run, checkpoint or transformers directory of a reward model, for best_of_by=reward
-)
+best_of_by = "sum"  # sum | mean | reward: rank by log-probabilities, or by reward_from
+reward_from = ""  # run, checkpoint or directory of a reward model, for best_of_by=reward
 presence_penalty = 0.0  # subtracted from the logits of tokens in the output
 frequency_penalty = 0.0  # subtracted for each time that a token is in the output
 repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multiply if < 0); 1 = off
@@ -67,9 +63,7 @@ stop = ""  # texts that end a sample, separated by |; \n, \t, \| and \\ are one 
 stop_token_ids = ""  # further ids that end a sample, comma-separated
 ignore_eos = False  # go on after the end of a text or a turn
 num_beams = 1  # > 1: beam search, with temperature 0; gives its n best
-length_penalty = (
-    1.0  # beam search: scores are divided by length to this power; > 0 favours long ones
-)
+length_penalty = 1.0  # beam search: divide scores by length to this power; > 0 favours long ones
 early_stopping = "false"  # false (better unlikely) | true (num_beams results) | never: beam search
 logprobs = -1  # k >= 0: log-probabilities of each token and of the k likeliest, as JSON; -1 = off
 prompt_logprobs = -1  # the same for the tokens of the prompt

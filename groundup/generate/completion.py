@@ -78,9 +78,14 @@ def prompt_ids(
             )
         return begin_prompt(tokenizer, prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return tokenizer.render(messages, add_generation_prompt=True)[0]
+    return tokenizer.render(begin_with(system, messages), add_generation_prompt=True)[0]
+
+
+def begin_with(system: str, messages: list[dict]) -> list[dict]:
+    """Return the messages with a system message, if there is one and they have none."""
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

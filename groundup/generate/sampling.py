@@ -60,11 +60,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            if not fits or (isinstance(value, bool) and kind is not bool):
-                raise UserError(
-                    f"sample: {field.name} must be of type {kind.__name__}, got {value!r}"
-                )
+            if kind is float and type(value) is int:
+                try:
+                    value = float(value)
+                except OverflowError:
+                    value = INF  # no range below takes it
+                object.__setattr__(self, field.name, value)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                what = f"must be of type {kind.__name__}, got {value!r}"
+                raise UserError(f"sample: {field.name} {what}")
         for name, fine, allowed in self._ranges():
             if not fine:
                 got = getattr(self, name)
@@ -92,7 +96,7 @@ class SamplingParams:
         several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
         for_beams = (self.length_penalty, self.early_stopping) != (1, "false")
         alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
-        # Logits divided by a temperature below 1e-6 could overflow float32.
+        # Logits divided or multiplied by more could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (
@@ -102,14 +106,18 @@ class SamplingParams:
             ),
             (
                 "temperature",
-                self.temperature == 0 or 1e-6 <= self.temperature < INF,
-                "0 (greedy) or from 1e-6 up",
+                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+                "0 (greedy) or from 1e-6 to 1e6",
             ),
             ("top_k", self.top_k >= -1, "positive, or -1 or 0 for off"),
             *((name, 0 <= getattr(self, name) <= 1, "from 0 to 1") for name in ("top_p", "min_p")),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < INF, "above 0 (1 is off)"),
+            (
+                "repetition_penalty",
+                1e-6 <= self.repetition_penalty <= 1e6,
+                "from 1e-6 to 1e6 (1 is off)",
+            ),
             (
                 "stop",
                 all(isinstance(s, str) and s for s in self.stop),
