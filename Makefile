@@ -119,7 +119,8 @@ browser: $(VENV)/tests
 
 # Rooms that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
-	groundup/train groundup/kernels groundup/tokens tools/reading.py tests/golden tests/test_golden.py
+	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/tokens \
+	groundup/generate groundup/scores tools/reading.py tests/golden tests/test_golden.py
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

@@ -1,7 +1,7 @@
 """How good a model is: scores of any checkpoint of ours or any Hugging Face directory.
 
 python evaluate.py --init_from=out/demo --tasks=perplexity --data='zh=zh/*.txt,code=code.jsonl'
-python evaluate.py --init_from=out/sft --tasks=mmlu,perplexity --data='mmlu: DIR; perplexity: a.txt' --out=scores.json
+python evaluate.py --init_from=out/sft --tasks=mmlu,perplexity --data='mmlu: DIR; perplexity: a.txt'
 python evaluate.py --init_from=out/demo --score=rows.jsonl --out=scored.jsonl      # for prepare.py's --score
 torchrun --standalone --nproc_per_node=8 evaluate.py ...                           # the ranks share the work
 
@@ -14,10 +14,11 @@ torchrun --standalone --nproc_per_node=8 evaluate.py ...                        
     win_rate                two files of answers of sample.py, 'a.jsonl,b.jsonl';     judging.py
                             init_from is the reward model that judges them
 
-Prints a table. `out` is a JSON file with settings, model, versions and all results, also those of single questions.
+Prints a table. `out` is a JSON file with settings, model, versions and all results, also those
+of single questions.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
@@ -53,7 +54,7 @@ from groundup.train.device import autocast, choose_device, choose_dtype, hardwar
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 tasks = "perplexity"  # comma-separated, see above
 data = ""  # what the task is measured on; of several tasks 'task: data; task: data'
@@ -77,13 +78,19 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 JUDGED = ("preference", "win_rate")  # by a reward model
 TASKS = ("perplexity", *choices.TASKS, "generation", *JUDGED)
 USED_BY = {  # settings that mean nothing to other tasks, with their defaults
-    ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"}, choices.TASKS: {"shots": 5},
+    ("perplexity",): {"stride": 0, "text_key": "", "txt_split": "file"},
+    choices.TASKS: {"shots": 5},
     ("win_rate",): {"judge": "", "base_url": "", "api_key_env": ""},
-}  # fmt: skip
+}
 DOMAIN_COLUMNS = {
-    "documents": "documents", "tokens": "tokens", "nats_per_token": "nats/token", "perplexity": "perplexity",
-    "bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "nats_per_document": "nats/doc",
-}  # fmt: skip
+    "documents": "documents",
+    "tokens": "tokens",
+    "nats_per_token": "nats/token",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits/byte",
+    "bits_per_character": "bits/char",
+    "nats_per_document": "nats/doc",
+}
 
 
 def parse_data(tasks: str, data: str) -> dict[str, str]:
@@ -91,16 +98,22 @@ def parse_data(tasks: str, data: str) -> dict[str, str]:
     names = [name.strip() for name in tasks.split(",")]
     for name in names:
         if name not in TASKS:
-            raise UserError(f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}")
+            raise UserError(
+                f"config: tasks={tasks!r}: there is no task {name!r}; choose from {', '.join(TASKS)}"
+            )
     parts = [part.partition(":") for part in data.split(";") if part.strip()]
     if len(names) == 1 and not data.strip().startswith(f"{names[0]}:"):
         parts = [(names[0], ":", data)]
     found = {name.strip(): text.strip() for name, _, text in parts}
     if len(set(names)) < len(names) or len(found) < len(parts):
-        raise UserError(f"config: tasks={tasks!r} or data={data!r} names a task twice; texts are domains of one task")
+        raise UserError(
+            f"config: tasks={tasks!r} or data={data!r} names a task twice; texts are domains of one task"
+        )
     if found.keys() != set(names) or not all(found.values()):
         example = "; ".join(f"{name}: FILES" for name in names) if names[1:] else "FILES"
-        raise UserError(f"config: data={data!r} must be for tasks={tasks!r}; give --data='{example}'")
+        raise UserError(
+            f"config: data={data!r} must be for tasks={tasks!r}; give --data='{example}'"
+        )
     return {name: found[name] for name in names}
 
 
@@ -108,11 +121,17 @@ def text_settings(config: dict, cfg: ModelConfig) -> domains.Settings:
     """Return how texts are read."""
     size = config["block_size"] or cfg.block_size
     if not 0 < size <= cfg.block_size:
-        raise UserError(f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that")
+        raise UserError(
+            f"config: block_size={size} must be from 1 to the model's {cfg.block_size}, or 0 for that"
+        )
     if not 0 <= config["stride"] <= size:
-        raise UserError(f"config: stride={config['stride']} must be from 1 to block_size={size}, or 0 for that")
+        raise UserError(
+            f"config: stride={config['stride']} must be from 1 to block_size={size}, or 0 for that"
+        )
     keys = ("batch_size", "limit", "text_key", "txt_split")
-    return domains.Settings(block_size=size, stride=config["stride"] or size, **{key: config[key] for key in keys})
+    return domains.Settings(
+        block_size=size, stride=config["stride"] or size, **{key: config[key] for key in keys}
+    )
 
 
 def check_config(config: dict, wanted: dict[str, str]) -> None:
@@ -127,15 +146,19 @@ def check_config(config: dict, wanted: dict[str, str]) -> None:
         is_used = wanted.keys() & set(users) or config["score"] and "perplexity" in users
         for key, usual in defaults.items():
             if config[key] != usual and not is_used:
-                raise UserError(f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out")
+                raise UserError(
+                    f"config: {key}={config[key]!r} is only for {', '.join(users)}; leave it out"
+                )
     if bool(config["judge"]) != bool(config["base_url"]) or config["judge"] and not config["out"]:
-        raise UserError("config: judge, base_url and out belong together: a model, its service, a file for its replies")
+        raise UserError(
+            "config: judge, base_url and out belong together: a model, its service, a file for its replies"
+        )
     read_key(config["api_key_env"])
 
 
 def check_files(config: dict, wanted: dict[str, str]) -> None:
-    """Look at all files that will be read and at where the results go, before anything is loaded: a mistake in the last
-    task should not show after hours of the others."""
+    """Look at all files that will be read and at where the results go, before anything is
+    loaded: a mistake in the last task should not show after hours of the others."""
     read = readers.find_files(config["score"])
     for task, source in wanted.items():
         if task == "perplexity":
@@ -148,7 +171,7 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
             if len(answers := readers.find_files(source)) != 2:
                 what = f"win_rate needs two files of answers, got {source!r}"
                 raise UserError(f"config: {what}; give --data=A.jsonl,B.jsonl")
-            judging.matches_of(*map(judging.read_answers, answers))
+            judging.matches_of(*judging.read_both(*answers))
         elif task == "generation":
             text_metrics.check_libraries()
             if "-" not in read:  # standard input can be read once
@@ -157,14 +180,20 @@ def check_files(config: dict, wanted: dict[str, str]) -> None:
         return
     out = Path(config["out"])
     if out.is_dir():
-        raise UserError(f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}")
+        raise UserError(
+            f"config: out={config['out']!r} is a directory; name a file, such as {out / 'scores.json'}"
+        )
     check_replaceable(out)
     if os.path.realpath(out) in map(os.path.realpath, read):
-        raise UserError(f"config: out={config['out']!r} would be written over what is read; name another file")
+        raise UserError(
+            f"config: out={config['out']!r} would be written over what is read; name another file"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}") from None
+        raise UserError(
+            f"config: out={config['out']!r}: no directory {out.parent}: {error.strerror}"
+        ) from None
 
 
 def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
@@ -173,7 +202,9 @@ def kind_of_model(config: dict, wanted: dict[str, str]) -> str:
     others = wanted.keys() - set(JUDGED)
     if judged and others:
         what = f"{min(judged)} measures a reward model, {min(others)} a language model"
-        raise UserError(f"config: tasks={config['tasks']!r}: {what}; start them one after the other")
+        raise UserError(
+            f"config: tasks={config['tasks']!r}: {what}; start them one after the other"
+        )
     return "reward model" if judged else "language model" if others or config["score"] else ""
 
 
@@ -192,13 +223,22 @@ def load(kind: str, config: dict, device: torch.device, dtype: torch.dtype) -> L
     """Return the model in init_from, which must be what `kind` says."""
     if not kind:
         return Loaded(device, dtype)
-    directory = checkpoint.resolve(config["init_from"] or checkpoint.newest_run(rewards=kind == "reward model"))
+    directory = checkpoint.resolve(
+        config["init_from"] or checkpoint.newest_run(rewards=kind == "reward model")
+    )
     if kind == "reward model":
         model = reward_model.load(directory, device, dtype)
-        return Loaded(device, dtype, directory, Tokenizer.load(huggingface.tokenizer_dir(directory)), model)
+        return Loaded(
+            device, dtype, directory, Tokenizer.load(huggingface.tokenizer_dir(directory)), model
+        )
     if reward_model.is_reward_model(directory):
-        raise UserError(f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}")
-    tokenizer, cfg = Tokenizer.load(huggingface.tokenizer_dir(directory)), huggingface.load_config(directory)
+        raise UserError(
+            f"config: {directory} holds a reward model, which is for the tasks {' and '.join(JUDGED)}"
+        )
+    tokenizer, cfg = (
+        Tokenizer.load(huggingface.tokenizer_dir(directory)),
+        huggingface.load_config(directory),
+    )
     tokenizer = tokenizer.with_template_settings(config["chat_template_kwargs"])
     if tokenizer.vocab_size > cfg.vocab_size:
         sizes = f"its tokenizer has {tokenizer.vocab_size} ids, the model {cfg.vocab_size}"
@@ -216,31 +256,43 @@ def measure(task: str, source: str, loaded: Loaded, config: dict) -> dict:
         return evaluate_domains(model, tokenizer, parse_domains(source), texts, device, dtype)
     if task in choices.TASKS:
         shots, block_size = config["shots"], texts.block_size
-        return evaluate_choices(model, tokenizer, task, source, shots, size, device, dtype, limit, block_size)
+        return evaluate_choices(
+            model, tokenizer, task, source, shots, size, device, dtype, limit, block_size
+        )
     if task == "generation":
         params = SamplingParams(
-            max_new_tokens=config["max_new_tokens"], temperature=0, eos_ids=tokenizer.stop_ids,
+            max_new_tokens=config["max_new_tokens"],
+            temperature=0,
+            eos_ids=tokenizer.stop_ids,
             banned_ids=never_sampled(tokenizer, model.cfg.vocab_size),
-        )  # fmt: skip
+        )
         with autocast(device, dtype):
             return evaluate_generation(model, tokenizer, source, params, limit, size)
     if task == "preference":
         return judging.evaluate_preference(model, tokenizer, source, size, limit, dtype)
     paths = readers.find_files(source)
-    of_a, of_b = (judging.read_answers(path)[: limit or None] for path in paths)
+    of_a, of_b = (found[: limit or None] for found in judging.read_both(*paths))
     if config["judge"]:
         endpoint = Endpoint(config["base_url"], config["judge"], read_key(config["api_key_env"]))
         ask = partial(judging.endpoint_judge, endpoint=endpoint, journal=config["out"] + ".judge")
     else:
-        ask = partial(judging.reward_judge, model=model, tokenizer=tokenizer, batch_size=size, dtype=dtype)
+        ask = partial(
+            judging.reward_judge, model=model, tokenizer=tokenizer, batch_size=size, dtype=dtype
+        )
     return dict(zip("AB", paths, strict=True)) | judging.win_rate(of_a, of_b, ask)
 
 
 def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
     """Write the rows with their losses, and print what became of them."""
-    source, out, (device, dtype, directory, tokenizer, model, texts) = config["score"], Path(config["out"]), loaded
+    source, out, (device, dtype, directory, tokenizer, model, texts) = (
+        config["score"],
+        Path(config["out"]),
+        loaded,
+    )
     key = rows.loss_key(directory, tokenizer, source, texts, dtype)
-    problems, notes = rows.write_losses(model, tokenizer, source, out, key, texts, device, dtype, is_main)
+    problems, notes = rows.write_losses(
+        model, tokenizer, source, out, key, texts, device, dtype, is_main
+    )
     n, scored = problems.total(), problems[""]
     left = f", {n - scored:,} not: {rows.reasons(problems)}" if n > scored else ""
     if is_main:
@@ -248,7 +300,8 @@ def score_rows(loaded: Loaded, config: dict, is_main: bool) -> None:
 
 
 def describe(task: str, found: dict) -> str:
-    """Return the results as text for people: single figures in lines, then dicts; lists are for the JSON file only."""
+    """Return the results as text for people: single figures in lines, then dicts; lists are for
+    the JSON file only."""
     if task == "perplexity":
         return f"{task}\n{describe_domains(found)}"
     if task in choices.TASKS:
@@ -257,7 +310,9 @@ def describe(task: str, found: dict) -> str:
     parts = [task, table(["", ""], figures).lstrip()]
     for key, of in found.items():
         if isinstance(of, dict) and of:
-            parts.append(f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items()))
+            parts.append(
+                f"{key}: " + ", ".join(f"{name} {shown(item)}" for name, item in of.items())
+            )
     return "\n".join(parts)
 
 
@@ -269,14 +324,17 @@ def describe_domains(found: dict) -> str:
 
 
 def describe_choices(found: dict) -> str:
-    """Return the accuracies in per cent with their standard errors: of all questions, by group, by subject."""
+    """Return the accuracies in per cent with their standard errors: of all questions, by group,
+    by subject."""
     mean, subjects = found["subject_mean"], found["subjects"] if len(found["subjects"]) > 1 else {}
     lines = [f"{found['task']}, {found['shots']} shots", *(f"  {note}" for note in found["notes"])]
     for key, what in (("fewer_shots", "had fewer examples"), ("cut", "lost their beginning")):
         lines += [f"  {found[key]} prompts {what} to fit"] if found[key] else []
     cells = []
     for name, of in ({"overall": found["overall"]} | found["groups"] | subjects).items():
-        errors = ("" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean)
+        errors = (
+            "" if of[f"{m}_stderr"] is None else f" +- {100 * of[f'{m}_stderr']:.1f}" for m in mean
+        )
         accuracies = [f"{100 * of[m]:.1f}{error}" for m, error in zip(mean, errors, strict=True)]
         cells.append([name, of["n"], f"{100 * of['chance']:.1f}", *accuracies])
     if subjects:
@@ -285,9 +343,13 @@ def describe_choices(found: dict) -> str:
 
 
 def table(header: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """Return aligned columns: the first to the left, others to the right. Chinese characters are two places wide."""
+    """Return aligned columns: the first to the left, others to the right. Chinese characters are
+    two places wide."""
     lines = [list(header), *([shown(cell) for cell in row] for row in cells)]
-    width = [[len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row] for row in lines]
+    width = [
+        [len(cell) + sum(unicodedata.east_asian_width(c) in "WF" for c in cell) for cell in row]
+        for row in lines
+    ]
     widest = [max(column) for column in zip(*width, strict=True)]
     padded = []
     for row, own in zip(lines, width, strict=True):
@@ -309,7 +371,10 @@ def shown(cell: object) -> str:
 
 def describe_model(directory: Path) -> dict:
     """Return what identifies a model."""
-    found = {"directory": str(directory.resolve()), "weights": huggingface.weights_fingerprint(directory)}
+    found = {
+        "directory": str(directory.resolve()),
+        "weights": huggingface.weights_fingerprint(directory),
+    }
     if huggingface.is_adapter(directory):
         found["base_weights"] = huggingface.weights_fingerprint(huggingface.base_of(directory))
     found["tokenizer"] = Tokenizer.load(huggingface.tokenizer_dir(directory)).fingerprint()
@@ -321,16 +386,19 @@ def write_results(path: Path, results: dict) -> None:
     try:
         write_json(path, json.loads(json.dumps(results), parse_constant=lambda name: None))
     except OSError as error:
-        raise UserError(f"config: cannot write out={str(path)!r}: {error.strerror}; name another file") from None
+        raise UserError(
+            f"config: cannot write out={str(path)!r}: {error.strerror}; name another file"
+        ) from None
 
 
 def tell(text: str, out: str) -> None:
-    """Print. That the reader has gone (| head) does not end a call whose results also go to `out`."""
+    """Print. That the reader has gone (| head) does not end a call whose results also go to
+    `out`."""
     with contextlib.suppress(*[BrokenPipeError] if out else []):
         print(text, flush=True)
 
 
-# ---- command line ---------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     config = configure(globals())
@@ -340,7 +408,9 @@ if __name__ == "__main__":
     check_files(config, wanted)
     torch_device = choose_device(device, ranks.described_world().local_rank)
     loaded = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
-    world = ranks.init(torch_device.type, timeout_s=3600)  # a rank may wait for another one's long answers
+    world = ranks.init(
+        torch_device.type, timeout_s=3600
+    )  # a rank may wait for another one's long answers
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
         tell(f"{loaded.directory or judge}: {where}", out)
@@ -351,10 +421,20 @@ if __name__ == "__main__":
         results[task] = measure(task, source, loaded, config)
         if world.is_main and out:  # after each task: an error in a later one does not cost this one
             described = describe_model(loaded.directory) if loaded.directory else {}
-            run = {"hardware": hardware(torch_device), "ranks": world.world_size, "versions": versions()}
-            run |= {"dtype": str(loaded.dtype).removeprefix("torch."), "seconds": time.perf_counter() - begin}
+            run = {
+                "hardware": hardware(torch_device),
+                "ranks": world.world_size,
+                "versions": versions(),
+            }
+            run |= {
+                "dtype": str(loaded.dtype).removeprefix("torch."),
+                "seconds": time.perf_counter() - begin,
+            }
             try:
-                write_results(Path(out), {"settings": config, "model": described, "run": run, "results": results})
+                write_results(
+                    Path(out),
+                    {"settings": config, "model": described, "run": run, "results": results},
+                )
             finally:  # on a full disk the figures are at least seen
                 tell(f"\n{describe(task, results[task])}", out)
         elif world.is_main:

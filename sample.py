@@ -5,12 +5,13 @@ python sample.py --init_from=out/demo --prompt="def main" --n=3 --temperature=0.
 python sample.py --prompts=questions.jsonl --out=answers.jsonl       # give it again to continue after an interruption
 python sample.py --prompt="What is a list?" --best_of=8 --best_of_by=reward --reward_from=out/reward
 
-In a chat a prompt is a user's message; without one the conversation is in the terminal (generate/chat.py). Files of
-prompts and answers are described in generate/answers.py. An answer depends on the prompt, the parameters and the seed,
-not on other prompts or the batch size (but for near ties in bfloat16 and float16, see generate/engine.py).
+In a chat a prompt is a user's message; without one the conversation is in the terminal
+(generate/chat.py). Files of prompts and answers are described in generate/answers.py. An answer
+depends on the prompt, the parameters and the seed, not on other prompts or the batch size (but
+for near ties in bfloat16 and float16, see generate/engine.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C is one line from here on
+if __name__ == "__main__":  # before the slow imports: Ctrl-C is then one line
     from groundup.errors import end_in_one_line
 
     end_in_one_line()
@@ -37,7 +38,7 @@ from groundup.train.device import autocast, choose_device, choose_dtype
 from model import Transformer
 from tokenizer import Tokenizer
 
-# ---- config: override with a config file or --key=value; see --help -------------------------------------------------
+# ---- config: override with a config file or --key=value; see --help ------------------------------
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
 prompts = ""  # jsonl file with a prompt on each line
@@ -47,8 +48,8 @@ system = ""  # system message of every chat that has none
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 n = 1  # samples of each prompt
 best_of = 0  # samples generated, of which the n best are kept; 0 = n
-best_of_by = "sum"  # sum | mean | reward: rank by log-probabilities of the tokens, or by reward_from
-reward_from = ""  # run, checkpoint or transformers directory of a reward model, for best_of_by=reward
+best_of_by = "sum"  # sum | mean | reward: rank by log-probabilities, or by reward_from
+reward_from = ""  # run, checkpoint or directory of a reward model, for best_of_by=reward
 presence_penalty = 0.0  # subtracted from the logits of tokens in the output
 frequency_penalty = 0.0  # subtracted for each time that a token is in the output
 repetition_penalty = 1.0  # divide logits of tokens in prompt or output (multiply if < 0); 1 = off
@@ -62,7 +63,7 @@ stop = ""  # texts that end a sample, separated by |; \n, \t, \| and \\ are one 
 stop_token_ids = ""  # further ids that end a sample, comma-separated
 ignore_eos = False  # go on after the end of a text or a turn
 num_beams = 1  # > 1: beam search, with temperature 0; gives its n best
-length_penalty = 1.0  # beam search: scores are divided by length to this power; > 0 favours long ones
+length_penalty = 1.0  # beam search: divide scores by length to this power; > 0 favours long ones
 early_stopping = "false"  # false (better unlikely) | true (num_beams results) | never: beam search
 logprobs = -1  # k >= 0: log-probabilities of each token and of the k likeliest, as JSON; -1 = off
 prompt_logprobs = -1  # the same for the tokens of the prompt
@@ -74,21 +75,35 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = False  # compile decoding on a GPU: 20 seconds, worth it from some thousand tokens on
 
 # Keys that do not decide the answers, or that deciding_settings records in another form.
-FREE_KEYS = {"init_from", "prompt", "prompts", "out", "chat", "reward_from", "batch_size", "device", "dtype", "compile"}
+FREE_KEYS = {
+    "init_from",
+    "prompt",
+    "prompts",
+    "out",
+    "chat",
+    "reward_from",
+    "batch_size",
+    "device",
+    "dtype",
+    "compile",
+}
 
 
 def sampling_params(config: dict, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
-    """Return the parameters among the settings, with the tokenizer's end tokens. If a reward model is to rank the
-    samples, ask for all that are drawn."""
+    """Return the parameters among the settings, with the tokenizer's end tokens. If a reward
+    model is to rank the samples, ask for all that are drawn."""
     by_reward = config["best_of_by"] == "reward"
     keys = [field.name for field in dataclasses.fields(SamplingParams) if field.name in config]
-    params = SamplingParams(**{key: config[key] for key in keys} | {
-        "best_of_by": "sum" if by_reward else config["best_of_by"],
-        "stop": stop_texts(config["stop"]),
-        "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
-        "eos_ids": tokenizer.stop_ids,
-        "banned_ids": never_sampled(tokenizer, vocab_size),
-    })  # fmt: skip
+    params = SamplingParams(
+        **{key: config[key] for key in keys}
+        | {
+            "best_of_by": "sum" if by_reward else config["best_of_by"],
+            "stop": stop_texts(config["stop"]),
+            "stop_token_ids": frozenset(map(int, re.findall(r"\d+", config["stop_token_ids"]))),
+            "eos_ids": tokenizer.stop_ids,
+            "banned_ids": never_sampled(tokenizer, vocab_size),
+        }
+    )
     return dataclasses.replace(params, n=params.n_samples, best_of=0) if by_reward else params
 
 
@@ -103,13 +118,16 @@ def choose_chat(value: str, directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether prompts are user messages."""
     able = tokenizer.turn_end_id >= 0
     if value == "yes" and not able:
-        raise UserError(f"sample: chat=yes, but the tokenizer of {directory} has no chat template and no <|im_end|>")
+        raise UserError(
+            f"sample: chat=yes, but the tokenizer of {directory} has no chat template and no <|im_end|>"
+        )
     return able and (value == "yes" or value == "auto" and is_tuned(directory, tokenizer))
 
 
 def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
-    """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat template, so its run's
-    config.py tells, which names the script that wrote it; any other model is tuned if it has a template of its own."""
+    """Return whether a model has been tuned to answer. A checkpoint of ours always has a chat
+    template, so its run's config.py tells, which names the script that wrote it; any other model
+    is tuned if it has a template of its own."""
     own, config = directory / "config.py", directory.resolve().parent / "config.py"
     config = own if own.exists() else config  # tools/merge.py takes it along
     first_line = config.read_text(encoding="utf-8").partition("\n")[0] if config.exists() else ""
@@ -121,27 +139,57 @@ def is_tuned(directory: Path, tokenizer: Tokenizer) -> bool:
 
 def check_settings(config: dict, talk: bool, as_json: bool) -> None:
     """Raise UserError if the settings contradict each other."""
-    by, source, K, ids = (config[key] for key in ("best_of_by", "reward_from", "num_beams", "stop_token_ids"))
+    by, source, K, ids = (
+        config[key] for key in ("best_of_by", "reward_from", "num_beams", "stop_token_ids")
+    )
     in_terminal = talk and not config["prompt"] and not config["prompts"]
     for wrong, words in (
-        (re.search(r"[^\d, ]", ids), f"stop_token_ids must be numbers separated by commas, got {ids!r}"),
-        (config["prompt"] and config["prompts"], "both prompt and prompts are given; give one of them"),
-        (config["system"] and not talk and not config["prompts"], "system needs a chat; give --chat=yes"),
-        (in_terminal and as_json, "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT"),
-        ((by == "reward") != bool(source), f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}"),
+        (
+            re.search(r"[^\d, ]", ids),
+            f"stop_token_ids must be numbers separated by commas, got {ids!r}",
+        ),
+        (
+            config["prompt"] and config["prompts"],
+            "both prompt and prompts are given; give one of them",
+        ),
+        (
+            config["system"] and not talk and not config["prompts"],
+            "system needs a chat; give --chat=yes",
+        ),
+        (
+            in_terminal and as_json,
+            "a chat in the terminal has no out, logprobs or prompt_logprobs; give --prompt=TEXT",
+        ),
+        (
+            (by == "reward") != bool(source),
+            f"best_of_by=reward and reward_from=DIR go together, got {by}, {source!r}",
+        ),
         (source and K > 1, f"best_of_by=reward ranks samples, not beams; got num_beams={K}"),
-        (source and in_terminal, "best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT"),
-        (source and not talk, "best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes"),
+        (
+            source and in_terminal,
+            "best_of_by=reward cannot stream a chat in the terminal; give --prompt=TEXT",
+        ),
+        (
+            source and not talk,
+            "best_of_by=reward needs a chat, and prompts are continued here; give --chat=yes",
+        ),
     ):
         if wrong:
             raise UserError(f"sample: {words}")
 
 
 def print_samples(
-    model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
-    prompt: str, rank: Rank | None,
-) -> None:  # fmt: skip
-    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt` begins each of them."""
+    model: Transformer,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    params: SamplingParams,
+    batch_size: int,
+    compile: bool,
+    prompt: str,
+    rank: Rank | None,
+) -> None:
+    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt`
+    begins each of them."""
     if params.n_samples == params.num_beams == 1 and not rank:
         engine = Engine(model, tokenizer, rows=1, compile=compile)
         tokens = engine.stream(ids, params)
@@ -151,23 +199,37 @@ def print_samples(
         print(flush=True)
         return
     result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
-    texts = [prompt + completion.text + "\n" for completion in (rank(result) if rank else result).completions]
+    texts = [
+        prompt + completion.text + "\n"
+        for completion in (rank(result) if rank else result).completions
+    ]
     print(("-" * 80 + "\n").join(texts), end="", flush=True)
 
 
 def deciding_settings(
-    config: dict, talk: bool, directory: Path, reward_dir: Path | None, device: torch.device, dtype: torch.dtype
+    config: dict,
+    talk: bool,
+    directory: Path,
+    reward_dir: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict:
     """Return the settings that decide the answers, for the file beside them."""
-    return {key: value for key, value in config.items() if key not in FREE_KEYS} | {
-        "chat": talk,
-        "model": huggingface.model_name(directory),
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-    } | ({"reward_model": huggingface.model_name(reward_dir)} if reward_dir else {}) | (
-        # Files begun when sample i drew from seed + i are not continued: all their prompts share their noise.
-        {"noise": "hash of seed, prompt and sample"} if config["temperature"] > 0 else {}
-    )  # fmt: skip
+    return (
+        {key: value for key, value in config.items() if key not in FREE_KEYS}
+        | {
+            "chat": talk,
+            "model": huggingface.model_name(directory),
+            "device": device.type,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        | ({"reward_model": huggingface.model_name(reward_dir)} if reward_dir else {})
+        | (
+            # Files begun when sample i drew from seed + i are not continued: all their prompts
+            # share their noise.
+            {"noise": "hash of seed, prompt and sample"} if config["temperature"] > 0 else {}
+        )
+    )
 
 
 if __name__ == "__main__":
@@ -175,15 +237,21 @@ if __name__ == "__main__":
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)
     directory = checkpoint.resolve(init_from or checkpoint.newest_run())
-    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory)).with_template_settings(chat_template_kwargs)
+    tokenizer = Tokenizer.load(huggingface.tokenizer_dir(directory)).with_template_settings(
+        chat_template_kwargs
+    )
     if reward_model.is_reward_model(directory):
-        raise UserError(f"sample: {directory} is a reward model, which writes no text; give another init_from")
+        raise UserError(
+            f"sample: {directory} is a reward model, which writes no text; give another init_from"
+        )
     cfg = huggingface.load_config(directory)
     params = sampling_params(config, tokenizer, cfg.vocab_size)
     talk = choose_chat(chat, directory, tokenizer)
     as_json = bool(prompts or out) or logprobs >= 0 or prompt_logprobs >= 0
     check_settings(config, talk, as_json)
-    reward_dir = reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
+    reward_dir = (
+        reward_model.find_model(reward_from, tokenizer, "reward_from") if reward_from else None
+    )
     if as_json:
         settings = deciding_settings(config, talk, directory, reward_dir, torch_device, torch_dtype)
         answers = Answers(prompts, prompt, out, settings)
@@ -191,13 +259,18 @@ if __name__ == "__main__":
         rows = num_beams if num_beams > 1 else batch_size
         gib = cache_bytes(cfg, rows, cfg.block_size, torch_dtype) / 2**30
         cache = f"cache up to {rows} rows of {cfg.block_size} tokens, {gib:.2f} GiB"
-        print(f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}", file=sys.stderr)
+        print(
+            f"{len(answers.lines)} prompts, {len(answers.done)} answered already; {cache}",
+            file=sys.stderr,
+        )
     if not init_from:
         print(f"from {directory}, the newest run", file=sys.stderr)
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     ranker = None
     if reward_dir:
-        ranker = Ranker(reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype)
+        ranker = Ranker(
+            reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype
+        )
     rank = partial(ranker.rank, n=n) if ranker else None
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     with autocast(torch_device, torch_dtype):
@@ -207,8 +280,12 @@ if __name__ == "__main__":
             converse(Chat(model, tokenizer, params, system, compile))
         else:
             repeated = "" if talk else prompt
-            print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
+            print_samples(
+                model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank
+            )
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
-    if as_json and answers.problems == len(answers.lines):  # some that cannot be answered are named, no failure
+    if as_json and answers.problems == len(
+        answers.lines
+    ):  # some that cannot be answered are named, no failure
         raise SystemExit(1)

@@ -18,6 +18,7 @@ import evaluate
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
+from groundup.files.answer_files import write_settings
 from groundup.files.text_keys import as_score
 from groundup.scores import domains, likelihood
 from groundup.scores import rows as row_scores
@@ -454,6 +455,7 @@ def test_the_other_tasks_are_reached(base, monkeypatch):
 def test_win_rate_by_a_reward_model(run, base, tmp_path):
     for name, texts in {"a": ["one", "two", "same"], "b": ["1", "22222", "same"]}.items():
         rows = [{"prompt": f"Q{i}", "index": i, "completions": [{"text": t}]} for i, t in enumerate(texts)]
+        write_settings(tmp_path / f"{name}.jsonl", {"model": "m"})
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     data = f"--data={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
     out = f"--out={tmp_path}/found.json"
@@ -467,6 +469,7 @@ def test_win_rate_by_a_reward_model(run, base, tmp_path):
     assert re.search(rf"A +{tmp_path}/a.jsonl\nB +{tmp_path}/b.jsonl", printed)
     cut = [{"text": "x", "finish_reason": "length"}]
     cut = [{"prompt": f"Q{i}", "index": i, "completions": cut} for i in range(3)]
+    write_settings(tmp_path / "c.jsonl", {"model": "m"})
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, cut)), encoding="utf-8")
     run("--tasks=win_rate", f"--data={tmp_path}/c.jsonl,{tmp_path}/b.jsonl", f"--init_from={base}/reward", out)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["results"]["win_rate"]
@@ -485,6 +488,7 @@ def test_an_endpoint_that_judges_gets_its_address_and_key(monkeypatch, run, base
     monkeypatch.setenv("A_KEY", "secret\n")
     for name in "ab":
         row = {"prompt": "Q", "index": 0, "completions": [{"text": name}]}
+        write_settings(tmp_path / f"{name}.jsonl", {"model": "m"})
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row), encoding="utf-8")
     flags = ["--tasks=win_rate", f"--data={tmp_path}/a.jsonl,{tmp_path}/b.jsonl", f"--out={tmp_path}/x.json"]
     flags += ["--judge=big", "--base_url=http://localhost:1/v1", "--api_key_env=A_KEY", "--init_from=nowhere"]

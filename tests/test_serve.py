@@ -14,9 +14,10 @@ from test_sample import save_run
 import serve
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
-from groundup.generate.completion import never_sampled, prompt_ids
+from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
+from groundup.generate.connections import bounded_protocol
 from groundup.generate.engine import generate
-from groundup.generate.openai_format import CallReader, Choice, Refused, parse
+from groundup.generate.openai_format import Choice, Position, Refused, parse
 from groundup.generate.sampling import SamplingParams
 from groundup.train import huggingface
 from tokenizer import Tokenizer
@@ -43,7 +44,8 @@ def serving(directory, *others, **changes):
     app = serve.Server(models, config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app.app(), log_level="error", timeout_graceful_shutdown=2))
+        how = {"log_level": "error", "timeout_graceful_shutdown": 2, "limit_concurrency": 4 * config["max_queue"]}
+        server = uvicorn.Server(uvicorn.Config(app.app(), http=bounded_protocol(2 * config["max_queue"]), **how))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         while not server.started:
@@ -139,41 +141,74 @@ def test_a_prompt_is_scored_as_lm_eval_asks(client, alone):
     assert found.text == "The cat sat" + want.completions[0].text and found.logprobs.token_logprobs[0] is None
     scored = [next(iter(entry.values())) for entry in want.prompt_logprobs[1:]]
     assert found.logprobs.token_logprobs[1 : 1 + len(scored)] == pytest.approx(scored, abs=1e-4)
-    assert len(found.logprobs.tokens) == len(found.logprobs.top_logprobs) == len(found.logprobs.text_offset)
+    logprobs = found.logprobs
+    n = len(scored) + 1  # then comes half a character of the tiny model's
+    assert "".join(logprobs.tokens[:n]) == "The cat sat" and logprobs.text_offset[n] == len("The cat sat")
+    assert all(found.text[logprobs.text_offset[i] :].startswith(logprobs.tokens[i]) for i in range(n))
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == n + 1
+    how = {"model": "tiny", "prompt": "The cat sat", "temperature": 0, "logprobs": 1, "echo": True}
+    alone = client.completions.create(max_tokens=0, **how)  # no token at all
+    assert alone.choices[0].text == "The cat sat" and alone.usage.completion_tokens == 0
+    assert alone.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[: 1 + len(scored)]
+    chunks = [chunk.choices[0] for chunk in client.completions.create(max_tokens=5, stream=True, **how)]
+    whole = client.completions.create(max_tokens=5, **how).choices[0]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        assert sum((getattr(chunk.logprobs, name) for chunk in chunks), []) == getattr(whole.logprobs, name)
 
 
 def test_tokens_of_the_same_text_keep_their_own_logprobs(directory):
     """Ids without a text, and broken characters, share a key of the object in which OpenAI gives the likeliest."""
-    tokenizer = Tokenizer.load(directory)
-    asked = parse(b'{"prompt": "a", "logprobs": 2}', False, {}, 1)
-    found = Choice(tokenizer, asked, 0).logprobs([{999_998: -9.0, 999_999: -1.0, 999_997: -2.0}])
+    choice = choice_of(directory, b'{"prompt": "a", "logprobs": 2}')
+    found = choice.logprobs([Position(999_998, {999_998: -9.0, 999_999: -1.0, 999_997: -2.0}, 0)])
     assert found["token_logprobs"] == [-9.0] and found["top_logprobs"] == [{"": -9.0}]
+
+
+def choice_of(directory, body: bytes, chat: bool = False) -> Choice:
+    tokenizer = Tokenizer.load(directory)
+    asked = parse(body, chat, {}, 1)
+    return Choice(tokenizer, asked, 0, Request(0, tokenizer.encode("The cat"), asked.params, 99))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_logprobs_are_of_the_tokens_that_are_shown(directory, chat):
+    """Not of a stop string that is cut, nor before the text that waits for one is shown."""
+    body = {"messages": ASKED, "logprobs": True} if chat else {"prompt": "", "logprobs": 0}
+    choice = choice_of(directory, json.dumps(body).encode(), chat)
+    ids = choice.tokenizer.encode("The cat sat 在垫子上 on")
+    params = SamplingParams(stop=(" sat 在垫子",), logprobs=0)
+    sample = Sample(Request(0, [1], params, 99), 0, choice.tokenizer)
+    said, streamed = "", []
+    for token in ids:
+        drawn = sample.push([token], [-1.0])
+        chunk = choice.push(drawn, {token: -1.0}, False)
+        if chunk:
+            said += chunk["delta"].get("content", "") if chat else chunk["text"]
+            streamed += (chunk["logprobs"]["content"] if chat else chunk["logprobs"]["tokens"])
+            if not chat and chunk["logprobs"]["text_offset"]:
+                assert chunk["logprobs"]["text_offset"][0] < len(said)
+        if drawn.finish:
+            break
+    whole = choice.whole()["logprobs"]
+    names = [one["token"] for one in whole["content"]] if chat else whole["tokens"]
+    assert said == "The cat" == "".join(names) and drawn.finish == "stop" and len(streamed) == len(names)
+
+
+def test_a_character_in_several_tokens_has_one_place(directory):
+    choice = choice_of(directory, b'{"prompt": "", "logprobs": 0}')
+    ids = [i for byte in "é猫x".encode() for i in choice.tokenizer.encode_token(bytes([byte]))]
+    sample = Sample(Request(0, [1], SamplingParams(), len(ids)), 0, choice.tokenizer)
+    for token in ids:
+        choice.push(sample.push([token], [-1.0]), {token: -1.0}, False)
+    found = choice.whole()
+    assert found["text"] == "é猫x" and found["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 
 
 TOOLS = [{"type": "function", "function": {"name": "wetter", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '{"name": "wetter", "arguments": {"ort": "北京"}}'
 
 
-HERMES, ONE_LINE = f"<tool_call>\n{CALL}\n</tool_call>", f"<tool_call>{CALL}</tool_call>"
-NO_CALLS = [
-    "a < b, <tool", '{"name": 1}', "<tool_call>{</tool_call>", ONE_LINE + " 完", f"see {CALL}", "", "[" * 5000,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("answer", "said", "calls"), [
-    (HERMES, "", 1), (f"好。\n{HERMES}\n{ONE_LINE}", "好。", 2), (f"<tool_call>\n{CALL}", "", 1),
-    (CALL.replace("arguments", "parameters"), "", 1), (f"[{CALL}, {CALL}]", "", 2), (f"[TOOL_CALLS][{CALL}]", "", 1),
-    *((answer, answer, 0) for answer in NO_CALLS),
-])  # fmt: skip
-@pytest.mark.parametrize("size", [1, 3, 10_000])
-def test_calls_are_found_in_an_answer_however_it_comes(answer, said, calls, size):
-    reader = CallReader()
-    parts = [answer[i : i + size] for i in range(0, len(answer), size)] or [""]
-    found = [reader.push(part, False) for part in parts[:-1]] + [reader.push(parts[-1], True)]
-    assert "".join(text for text, _ in found).rstrip() == said
-    assert not any(called for _, called in found[:-1])
-    functions = [call["function"] for call in found[-1][1]]
-    assert [(f["name"], json.loads(f["arguments"])) for f in functions] == [("wetter", {"ort": "北京"})] * calls
+HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
 
 
 def test_tools_are_asked_as_in_training_and_calls_come_back(server, client, alone, monkeypatch):
@@ -229,13 +264,22 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, alone, server):
 
 @pytest.mark.parametrize(("fields", "words"), [
     ({"model": "other"}, (404, "other", "tiny")), ({"max_tokens": 600}, (400, "512", "600")),
-    ({"max_tokens": 0}, (400, "max_new_tokens", "at least 1")), ({"temperature": -1}, (400, "temperature")),
+    ({"max_tokens": 0}, (400, "max_tokens", "at least 1")), ({"temperature": -1}, (400, "temperature")),
+    ({"max_completion_tokens": 0}, (400, "max_completion_tokens")),
+    ({"min_tokens": 9, "max_tokens": 3}, (400, "min_tokens", "max_tokens")),
+    ({"temperature": 10**400}, (400, "temperature")), ({"repetition_penalty": 10**30}, (400, "repetition_penalty")),
+    ({"repetition_penalty": 1e-9}, (400, "repetition_penalty")), ({"ignore_eos": 1}, (400, "ignore_eos")),
+    ({"stop_token_ids": ["a"]}, (400, "stop_token_ids")), ({"stop_token_ids": [10**9]}, (400, "stop_token_ids")),
+    ({"chat_template_kwargs": 1}, (400, "chat_template_kwargs")), ({"reasoning_effort": 1}, (400, "reasoning_effort")),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": 5}]}, (400, "tool_calls")),
+    ({"messages": [{"role": "user", "content": "a", "name": {}}]}, (400, "name")),
+    ({"response_format": {"type": "json_schema"}}, (400, "response_format")), ({"seed": "a"}, (400, "seed")),
     ({"n": 17}, (400, "n must", "17")), ({"temperature": True}, (400, "temperature")),
     ({"logit_bias": {"5": 1}}, (400, "logit_bias")), ({"stop": [""]}, (400, "stop")), ({"seed": 1.5}, (400, "seed")),
     ({"messages": []}, (400, "messages")), ({"messages": [{"role": "king", "content": ""}]}, (400, "king")),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, (400, "not text")),
     ({"messages": [{"role": "user", "content": "cat " * 2000}]}, (400, "maximum context length is 512")),
-    ({"tools": [{"type": "function"}]}, (400, "tools")), ({"surprise": 1}, (400, "Unrecognized", "surprise")),
+    ({"tools": [{"type": "function"}]}, (400, "tools")),
     ({"response_format": {"type": "json_object"}}, (400, "response_format")), ({"stream": "yes"}, (400, "stream")),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_said_in_openais_form(client, fields, words):
@@ -322,16 +366,16 @@ def test_what_a_body_leaves_open_is_the_servers():
         parse(b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}', True, {}, 9)
 
 
-def test_a_model_that_breaks_answers_500_and_goes_on(directory, monkeypatch):
+def test_a_model_that_breaks_answers_500_and_goes_on(server, monkeypatch):
     httpx = library("httpx")
-    with serving(directory) as (url, app):
-        engine = app.models["tiny"].engine
-        broken = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
-        monkeypatch.setattr(engine, "feed", broken)
-        body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
-        assert httpx.post(url + "/v1/completions", json=body).status_code == 500
-        monkeypatch.undo()
-        assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+    engine = server[1].models["tiny"].engine
+    broken = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
+    monkeypatch.setattr(engine, "feed", broken)
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    assert httpx.post(server[0] + "/v1/completions", json=body).status_code == 500
+    monkeypatch.undo()
+    assert httpx.post(server[0] + "/v1/completions", json=body).status_code == 200
+    assert server[1].metrics.samples == 0
 
 
 def test_a_port_that_is_taken_is_one_line_before_the_models_are_loaded():
@@ -342,3 +386,161 @@ def test_a_port_that_is_taken_is_one_line_before_the_models_are_loaded():
         serve.bind("127.0.0.1", port)
     taken.close()
     serve.bind("127.0.0.1", port).close()
+
+
+# ---- fields that vLLM and llama.cpp take -----------------------------------------------------------------------------
+
+
+def text_of(client, **fields) -> str:
+    fields = {"temperature": 0, "max_tokens": 12} | fields
+    return client.completions.create(model="tiny", prompt="The cat", extra_body=fields).choices[0].text
+
+
+def test_fields_of_vllm_are_obeyed(client, alone, directory):
+    tokenizer = Tokenizer.load(directory)
+    greedy = {"temperature": 0, "max_new_tokens": 12}
+    ids = alone("The cat", **greedy).completions[0].ids
+    for sent, ours in (
+        ({"stop_token_ids": [ids[5]]}, {"stop_token_ids": frozenset([ids[5]])}),
+        ({"stop_token_ids": [ids[0]], "min_tokens": 4}, {"stop_token_ids": frozenset([ids[0]]), "min_new_tokens": 4}),
+        ({"ignore_eos": True, "max_tokens": 60}, {"ignore_eos": True, "max_new_tokens": 60}),
+        ({"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 60},
+         {"skip_special_tokens": False, "ignore_eos": True, "max_new_tokens": 60}),
+        ({"max_tokens": 2, "seed": 2**70}, {"max_new_tokens": 2}),
+    ):  # fmt: skip
+        assert text_of(client, **sent) == alone("The cat", **greedy | ours).completions[0].text
+    assert tokenizer.decode(ids).startswith(text_of(client, max_tokens=3))
+
+
+def test_the_newer_name_of_the_limit_wins(client):
+    both = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=9, max_completion_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert both.usage.completion_tokens == 3
+
+
+def test_greedy_choices_are_copies(client, alone):
+    want = alone(ASKED, temperature=0, max_new_tokens=6).completions[0]
+    how = {"model": "tiny", "messages": ASKED, "temperature": 0, "n": 3, "max_tokens": 6}
+    found = client.chat.completions.create(**how)
+    assert [choice.message.content for choice in found.choices] == [want.text] * 3
+    assert found.usage.completion_tokens == 3 * len(want.ids)
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(stream=True, **how):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [want.text] * 3
+
+
+def test_a_seed_of_minus_one_is_none(client):
+    ask = {"model": "tiny", "prompt": "The cat", "max_tokens": 20, "temperature": 1.0}
+    texts = {client.completions.create(seed=-1, **ask).choices[0].text for _ in range(3)}
+    assert len(texts) > 1
+    assert len({client.completions.create(seed=-7, **ask).choices[0].text for _ in range(3)}) == 1
+
+
+def test_unknown_fields_change_nothing_and_are_named_once(client, alone, capfd):
+    answer = {"role": "assistant", "content": "ok", "id": "m1", "reasoning_content": "why"}
+    turns = [ASKED[0] | {"surprise": 1}, answer, *ASKED]
+    sent = {"surprise": 1, "user": "u", "metadata": {}, "reasoning_effort": "low"}
+    sent["chat_template_kwargs"] = {"odd": True}
+    want = alone([ASKED[0], {"role": "assistant", "content": "ok"}, *ASKED], temperature=0, max_new_tokens=4)
+    for _ in range(2):
+        how = {"temperature": 0, "max_tokens": 4, "stream_options": {"new": 1}, "extra_body": sent}
+        found = client.chat.completions.create(model="tiny", messages=turns, **how)
+        assert found.choices[0].message.content == want.completions[0].text
+    lines = [line for line in capfd.readouterr().err.splitlines() if "changes nothing" in line]
+    for name in ("'surprise'", "messages[].'surprise'", "stream_options.'new'", "'odd'", "'reasoning_effort'"):
+        assert sum(f" {name}" in line or f".{name}" in line for line in lines) >= 1, name
+    assert len(lines) == len(set(lines)) and not any("user" in line or "metadata" in line for line in lines)
+
+
+def test_thoughts_come_apart(client, monkeypatch):
+    """The tiny model has none: its words are replaced."""
+    push = Choice.push
+    said = lambda self, token, *rest: push(self, token._replace(text=next(texts, "")), *rest)  # noqa: E731
+    monkeypatch.setattr(Choice, "push", said)
+    ask = {"model": "tiny", "messages": ASKED, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    words = ["<thi", "nk>we", "ll</th", "ink>", "\n\n", "yes", "!"]
+    texts = iter(words)
+    message = client.chat.completions.create(**ask).choices[0].message
+    assert (message.reasoning_content, message.content) == ("well", "yes!")
+    texts = iter(words)
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **ask)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "well"
+    assert "".join(delta.content or "" for delta in deltas) == "yes!"
+
+
+# ---- clients that would stop the server for others -------------------------------------------------------------------
+
+
+def test_long_stop_strings_do_not_hold_up_others(server):
+    httpx = library("httpx")
+    stops = [chr(97 + i) * 60_000 for i in range(16)]
+    began = time.monotonic()
+    body = {"prompt": "The cat", "max_tokens": 5, "stop": stops}
+    assert httpx.post(server[0] + "/v1/completions", json=body).status_code == 200
+    assert time.monotonic() - began < 2
+
+
+def test_simultaneous_arrivals_stay_within_the_queue(server, monkeypatch):
+    """Those that are being encoded count, too."""
+    httpx, app = library("httpx"), server[1]
+    model, most = app.models["tiny"], app.config["max_queue"]
+    seen, requests = [], model.requests
+    slow = lambda *args: time.sleep(0.2) or seen.append(app.metrics.samples) or requests(*args)  # noqa: E731
+    monkeypatch.setattr(model, "requests", slow)
+
+    async def ask_all() -> list[int]:
+        body = {"prompt": "a", "max_tokens": 1, "temperature": 1, "n": 8}
+        async with httpx.AsyncClient(timeout=60) as client:
+            asks = [client.post(server[0] + "/v1/completions", json=body) for _ in range(20)]
+            return [found.status_code for found in await asyncio.gather(*asks)]
+
+    statuses = asyncio.run(ask_all())
+    assert max(seen) <= most and statuses.count(200) == most // 8 and statuses.count(429) == 20 - most // 8
+    assert app.metrics.samples == 0
+
+
+def test_many_prompts_are_refused_before_they_are_encoded(server, monkeypatch):
+    httpx = library("httpx")
+    monkeypatch.setattr(server[1].models["tiny"], "requests", lambda *_: pytest.fail("encoded"))
+    body = {"prompt": ["a"] * 150_000, "max_tokens": 1}
+    found = httpx.post(server[0] + "/v1/completions", json=body, timeout=30)
+    assert found.status_code == 400 and "max_queue" in found.json()["error"]["message"]
+
+
+def test_a_client_that_does_not_read_gives_its_place_back(server):
+    """When its answer is generated, not when it has read it."""
+    body = json.dumps({"prompt": "a", "max_tokens": 120, "n": 16, "logprobs": 20, "stream": True, "ignore_eos": True})
+    host, port = server[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        silent.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        metrics, end = server[1].metrics, time.monotonic() + 30
+        while not metrics.samples and time.monotonic() < end:
+            time.sleep(0.01)
+        while metrics.samples and time.monotonic() < end:
+            time.sleep(0.01)
+        assert metrics.samples == 0
+
+
+def test_silent_connections_do_not_keep_others_out(server):
+    """More of them than uvicorn would hold: without a byte, with half a head, with half of a second head."""
+    httpx = library("httpx")
+    host, port = server[0].removeprefix("http://").split(":")
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with contextlib.ExitStack() as stack:
+        for i in range(4 * server[1].config["max_queue"] + 20):
+            one = stack.enter_context(socket.create_connection((host, int(port))))
+            one.sendall((b"", request, request + b"\r\nGET")[i % 3])
+        assert httpx.get(server[0] + "/health", timeout=5).status_code == 200
+
+
+def test_this_machines_name_in_capitals(server):
+    httpx = library("httpx")
+    for host in ("LOCALHOST", "Localhost:8000", "127.0.0.1", "[::1]:80"):
+        assert httpx.get(server[0] + "/health", headers={"Host": host}).status_code == 200
+    for host in ("localhost.evil.example", "evil.example:8000", "", "localhost:"):
+        assert httpx.get(server[0] + "/health", headers={"Host": host}).status_code == 403

@@ -1,9 +1,11 @@
-"""Answers to a file of prompts: read line by line, written as they finish, continued after an interruption.
+"""Answers to a file of prompts: read line by line, written as they finish, continued after an
+interruption.
 
-A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or a conversation, a
-question or a preference pair in any format of files/row_formats.py, read as in training: what stands before the
-assistant's last answer is asked. The answer is the same line with its number (from 0) as "index" and with "completions"
-(format: files/answer_files.py); the line keeps its own answer.
+A line of prompts is a JSON string, {"prompt": text or messages}, {"text": text to continue}, or
+a conversation, a question or a preference pair in any format of files/row_formats.py, read as in
+training: what stands before the assistant's last answer is asked. The answer is the same line
+with its number (from 0) as "index" and with "completions" (format: files/answer_files.py); the
+line keeps its own answer.
 """
 
 import contextlib
@@ -26,22 +28,33 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
-OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
+OWN_KEYS = (
+    "index",
+    "completions",
+    "prompt_logprobs",
+)  # what an answer has beside the fields of its prompt
 
-Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
+Encode = Callable[
+    [str | list[dict], bool], list[int]
+]  # (prompt, whether it is a text to continue) -> ids
 Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
 
 
 class Answers:
-    """The answers in `out` ("" = standard output) to a file of prompts or, if `prompts` is "", to `prompt`.
+    """The answers in `out` ("" = standard output) to a file of prompts or, if `prompts` is "", to
+    `prompt`.
 
-    Raise UserError if the prompts cannot be read, or if `out` is damaged or has other prompts or settings.
-    """
+    Raise UserError if the prompts cannot be read, or if `out` is damaged or has other prompts or
+    settings."""
 
     def __init__(self, prompts: str, prompt: str, out: str, settings: dict) -> None:
         self.name, self.out, self.settings = prompts or "prompt", out, settings
         try:
-            lines = Path(prompts).read_bytes().split(b"\n") if prompts else [json_line({"prompt": prompt}).encode()]
+            lines = (
+                Path(prompts).read_bytes().split(b"\n")
+                if prompts
+                else [json_line({"prompt": prompt}).encode()]
+            )
         except OSError as error:
             raise UserError(f"sample: cannot read {prompts!r}: {error.strerror}") from None
         self.lines = {index: line for index, line in enumerate(lines) if line.strip()}
@@ -55,11 +68,20 @@ class Answers:
             self.done = self._read_done()
 
     def write(
-        self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, encode: Encode, batch_size: int,
-        compile: bool, rank: Rank | None = None,
-    ) -> None:  # fmt: skip
-        """Append the answer to each prompt as it finishes: a kill loses only the unfinished ones."""
-        begun: list[tuple[int, dict]] = []  # line number and fields of each prompt given to the engine
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        encode: Encode,
+        batch_size: int,
+        compile: bool,
+        rank: Rank | None = None,
+    ) -> None:
+        """Append the answer to each prompt as it finishes: a kill loses only the unfinished
+        ones."""
+        begun: list[
+            tuple[int, dict]
+        ] = []  # line number and fields of each prompt given to the engine
 
         def prompts() -> Iterator[list[int]]:
             for index, fields, ids in self._rows(encode, model.cfg.block_size):
@@ -68,14 +90,21 @@ class Answers:
 
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
-            for number, result in generate_each(model, tokenizer, prompts(), params, batch_size, compile):
+            for number, result in generate_each(
+                model, tokenizer, prompts(), params, batch_size, compile
+            ):
                 index, fields = begun[number]
-                answer = answer_fields(rank(result) if rank else result, tokenizer, params, bool(rank))
+                answer = answer_fields(
+                    rank(result) if rank else result, tokenizer, params, bool(rank)
+                )
                 file.write(json_line({"index": index} | fields | answer))
                 file.flush()
                 bar.update()
         if self.problems and len(self.lines) > 1:
-            print(f"sample: {self.problems} of {len(self.lines)} prompts are not answered, see above", file=sys.stderr)
+            print(
+                f"sample: {self.problems} of {len(self.lines)} prompts are not answered, see above",
+                file=sys.stderr,
+            )
 
     @contextlib.contextmanager
     def _output(self) -> Iterator:
@@ -88,11 +117,14 @@ class Answers:
             try:
                 lock(file)
             except BlockingIOError:
-                raise UserError(f"sample: another process is writing {self.out}; wait, or use another out") from None
+                raise UserError(
+                    f"sample: another process is writing {self.out}; wait, or use another out"
+                ) from None
             yield file
 
     def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, list[int]]]:
-        """Yield (line, fields, ids) of the prompts that are not done; print and count those that cannot be answered."""
+        """Yield (line, fields, ids) of the prompts that are not done; print and count those that
+        cannot be answered."""
         for index, line in self.lines.items():
             if index in self.done:
                 continue
@@ -101,7 +133,9 @@ class Answers:
                 asked = asked_of(fields, self.settings)
                 ids = encode(asked, isinstance(asked, str))
                 if len(ids) > context:
-                    raise ValueError(f"the prompt has {len(ids)} tokens, the context {context}; shorten it")
+                    raise ValueError(
+                        f"the prompt has {len(ids)} tokens, the context {context}; shorten it"
+                    )
             except ValueError as error:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
@@ -109,7 +143,8 @@ class Answers:
                 yield index, fields, ids
 
     def _read_done(self) -> set[int]:
-        """Return the lines that `out` answers; cut off a half line at its end. Raise UserError for other prompts."""
+        """Return the lines that `out` answers; cut off a half line at its end. Raise UserError
+        for other prompts."""
         if not os.path.exists(self.out):
             return set()
         done = set()
@@ -119,20 +154,28 @@ class Answers:
         for number, line in enumerate(lines, 1):
             try:
                 fields = loads(line)
-                index, asked = int(fields["index"]), {k: v for k, v in fields.items() if k not in OWN_KEYS}
+                index, asked = (
+                    int(fields["index"]),
+                    {k: v for k, v in fields.items() if k not in OWN_KEYS},
+                )
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise UserError(f"sample: {self.out}:{number} is damaged; remove that line") from None
+                raise UserError(
+                    f"sample: {self.out}:{number} is damaged; remove that line"
+                ) from None
             with contextlib.suppress(ValueError):
                 if json_line(asked) == json_line(parse(self.lines.get(index, b""))):
                     done.add(index)
                     continue
             where = f"line {index + 1} of {self.name}"
-            raise UserError(f"sample: {self.out} answers a prompt that is not in {where}; use another out")
+            raise UserError(
+                f"sample: {self.out} answers a prompt that is not in {where}; use another out"
+            )
         return done
 
 
 def parse(line: bytes) -> dict:
-    """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with them."""
+    """Return the fields of a line of prompts. Raise ValueError, which says what is wrong with
+    them."""
     row = loads(line)
     row = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(row, dict):
@@ -143,13 +186,16 @@ def parse(line: bytes) -> dict:
 
 
 def asked_of(fields: dict, settings: dict) -> str | list[dict]:
-    """Return the text to continue or the messages to answer. Raise ValueError, which says what is wrong."""
+    """Return the text to continue or the messages to answer. Raise ValueError, which says what
+    is wrong."""
     fields = streams.mended(fields)
     try:
         text = continued_text(fields, settings.get("chat", True))
         return conversation_of(fields, settings)[0] if text is None else text
     except NoPair as problem:
-        words = problem.detail.replace("; chat is known by", "; give prompt, messages or text; a chat is known by")
+        words = problem.detail.replace(
+            "; chat is known by", "; give prompt, messages or text; a chat is known by"
+        )
         raise ValueError(words) from None
 
 
@@ -158,10 +204,16 @@ def json_line(value: dict) -> str:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
-def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams, rewarded: bool) -> dict:
+def answer_fields(
+    result: Result, tokenizer: Tokenizer, params: SamplingParams, rewarded: bool
+) -> dict:
     fields: dict = {"completions": []}
     for found in result.completions:
-        completion = {"text": found.text, "finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
+        completion = {
+            "text": found.text,
+            "finish_reason": found.finish_reason,
+            "stop_reason": found.stop_reason,
+        }
         if rewarded:
             completion["reward"] = found.reward
         if params.logprobs >= 0:
@@ -173,7 +225,17 @@ def answer_fields(result: Result, tokenizer: Tokenizer, params: SamplingParams, 
     return fields
 
 
-def named(positions: list[dict[int, float] | None], tokenizer: Tokenizer) -> list[list[dict] | None]:
-    """Return log-probabilities with the texts of their tokens, "" for ids beyond the tokenizer's."""
-    text = {i: tokenizer.pieces.get(i, b"").decode("utf-8", "replace") for found in positions for i in found or ()}
-    return [found and [{"id": i, "token": text[i], "logprob": found[i]} for i in found] for found in positions]
+def named(
+    positions: list[dict[int, float] | None], tokenizer: Tokenizer
+) -> list[list[dict] | None]:
+    """Return log-probabilities with the texts of their tokens, "" for ids beyond the
+    tokenizer's."""
+    text = {
+        i: tokenizer.pieces.get(i, b"").decode("utf-8", "replace")
+        for found in positions
+        for i in found or ()
+    }
+    return [
+        found and [{"id": i, "token": text[i], "logprob": found[i]} for i in found]
+        for found in positions
+    ]

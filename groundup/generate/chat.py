@@ -1,7 +1,7 @@
 """A chat in the terminal: streamed answers, commands, Ctrl-C, and a history that fits the context.
 
-Standard input is read line by line, so that a chat can be scripted. Answers go to standard output, everything else to
-standard error.
+Standard input is read line by line, so that a chat can be scripted. Answers go to standard
+output, everything else to standard error.
 """
 
 import contextlib
@@ -17,18 +17,28 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
-COMMANDS = "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; Ctrl-C stops an answer."
+COMMANDS = (
+    "/reset forgets the conversation; /system TEXT; /temp NUMBER; /exit; Ctrl-C stops an answer."
+)
 
 
 class Chat:
-    """A conversation. Each prompt repeats what was said before, so that the engine's cache holds most of it."""
+    """A conversation. Each prompt repeats what was said before, so that the engine's cache holds
+    most of it."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, params: SamplingParams, system: str = "", compile: bool = False
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        system: str = "",
+        compile: bool = False,
     ) -> None:
         """Raise UserError for parameters that make no sense in a chat."""
         if max(params.n, params.num_beams, params.best_of) > 1:
-            raise UserError("sample: a chat has one answer at a time; leave out n, num_beams and best_of")
+            raise UserError(
+                "sample: a chat has one answer at a time; leave out n, num_beams and best_of"
+            )
         self.tokenizer, self.params, self.system = tokenizer, params, system
         self.context = model.cfg.block_size
         self.kept = min(params.max_new_tokens, self.context // 2)  # tokens for the answer
@@ -37,7 +47,8 @@ class Chat:
         self.dropped = 0  # questions that did not fit before the last answer
 
     def ask(self, message: str) -> Iterator[str]:
-        """Yield the answer in pieces. If it is closed early, what was said so far stays in the history."""
+        """Yield the answer in pieces. If it is closed early, what was said so far stays in the
+        history."""
         question = {"role": "user", "content": message}
         prompt = self._fitted(question)
         texts = []
@@ -55,24 +66,33 @@ class Chat:
         system = [{"role": "system", "content": self.system}] if self.system else []
         self.dropped = 0
         while True:
-            ids, _ = self.tokenizer.render([*system, *self.turns, question], add_generation_prompt=True)
+            ids, _ = self.tokenizer.render(
+                [*system, *self.turns, question], add_generation_prompt=True
+            )
             if len(ids) <= room or not self.turns:
                 break
             del self.turns[:2]
             self.dropped += 1
         if len(ids) > self.context:
-            raise UserError(f"chat: message and system message have {len(ids)} tokens, over {self.context}; shorten it")
+            raise UserError(
+                f"chat: message and system message have {len(ids)} tokens, over {self.context}; shorten it"
+            )
         return ids
 
 
 def converse(chat: Chat) -> None:
-    """Read messages and print answers until /exit, the end of the input or a Ctrl-C between answers."""
+    """Read messages and print answers until /exit, the end of the input or a Ctrl-C between
+    answers."""
     terminal = sys.stdin.isatty()
-    sys.stdin.reconfigure(encoding=None if terminal else "utf-8", errors="replace")  # None: as the terminal has it
+    sys.stdin.reconfigure(
+        encoding=None if terminal else "utf-8", errors="replace"
+    )  # None: as the terminal has it
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)
-        note(f"A context of {chat.context:,} tokens, {chat.kept:,} of them for the answer. {COMMANDS}")
+        note(
+            f"A context of {chat.context:,} tokens, {chat.kept:,} of them for the answer. {COMMANDS}"
+        )
     while True:
         try:
             message = input("> ") if terminal else next(sys.stdin, "/exit").rstrip("\n")
@@ -110,14 +130,19 @@ def obey(chat: Chat, command: str, argument: str) -> None:
 
 
 def show(chat: Chat, pieces: Iterator[str]) -> None:
-    """Print an answer as it is generated; Ctrl-C ends it after the token at work, so that no token is cut in half."""
+    """Print an answer as it is generated; Ctrl-C ends it after the token at work, so that no
+    token is cut in half."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         with contextlib.closing(pieces):
             for number, piece in enumerate(pieces):
                 if number == 0 and chat.dropped:
-                    forgotten = "the oldest turn is" if chat.dropped == 1 else f"the {chat.dropped} oldest turns are"
+                    forgotten = (
+                        "the oldest turn is"
+                        if chat.dropped == 1
+                        else f"the {chat.dropped} oldest turns are"
+                    )
                     kept = f"{chat.kept} of {chat.context} tokens are kept for the answer (max_new_tokens)"
                     note(f"The context is full, as {kept}: {forgotten} forgotten.")
                 print(piece, end="", flush=True)

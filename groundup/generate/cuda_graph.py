@@ -1,8 +1,9 @@
 """A decoding step on a GPU, recorded once and replayed for each token.
 
-At one row a step is a few hundred short kernels, and Python takes longer to launch them than the GPU to run them. A
-CUDA graph launches all of them at once. It reads and writes the addresses of its recording: tokens and lengths are
-copied into its own tensors; weights and cache stay where they were.
+At one row a step is a few hundred short kernels, and Python takes longer to launch them than the
+GPU to run them. A CUDA graph launches all of them at once. It reads and writes the addresses of
+its recording: tokens and lengths are copied into its own tensors; weights and cache stay where
+they were.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,16 @@ from model import Transformer
 class RecordedStep:
     """`step(model, tokens, parts)` of one cache with a fixed number of rows, with compiled blocks.
 
-    A graph is recorded for each width of the cache. All blocks share one compiled function, so that it takes seconds,
-    not a minute."""
+    A graph is recorded for each width of the cache. All blocks share one compiled function, so
+    that it takes seconds, not a minute."""
 
     def __init__(self, model: Transformer, step: Callable) -> None:
         """Compile the blocks of `model`, a copy for inference."""
         from torch._dynamo import config  # late: its import takes as long as all of torch
 
-        config.recompile_limit = 128  # of all models and numbers of rows; beyond torch's 8 a call fails
+        config.recompile_limit = (
+            128  # of all models and numbers of rows; beyond torch's 8 a call fails
+        )
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
         self.step = step
@@ -38,7 +41,9 @@ class RecordedStep:
             self.keys, self.graphs = keys, {}
         width = span.shape[0]
         if width not in self.graphs:
-            self.graphs[width] = self.record(model, tokens.clone(), (keys, values, lengths.clone(), span))
+            self.graphs[width] = self.record(
+                model, tokens.clone(), (keys, values, lengths.clone(), span)
+            )
         graph, own_tokens, own_lengths, logits = self.graphs[width]
         own_tokens.copy_(tokens)
         own_lengths.copy_(lengths)
@@ -49,7 +54,9 @@ class RecordedStep:
         self, model: Transformer, tokens: Tensor, part: Part
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
         """Return (graph, its tokens, its lengths, its logits)."""
-        self.step(model, tokens, [part])  # compiles; what it writes to the cache, the replay writes again
+        self.step(
+            model, tokens, [part]
+        )  # compiles; what it writes to the cache, the replay writes again
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = self.step(model, tokens, [part])

@@ -1,18 +1,21 @@
-"""Generation: plain functions from (model, tokenizer, prompts, parameters) to texts, ids and log-probabilities.
+"""Generation: plain functions from (model, tokenizer, prompts, parameters) to texts, ids and
+log-probabilities.
 
     generate(...)       -> a Result for each prompt
     generate_each(...)  -> results in the order of finishing, for files of prompts of any length
     Engine.stream(...)  -> the tokens of one text as they are drawn; only what is new of the prompt is read
     Engine.add, .step, .cancel: requests that come and go while others generate
 
-Each step draws a token of each text that generates; a text that ends makes room for the next (continuous batching).
-Each sample of a prompt draws from its own generator, seeded by a hash of the seed, the prompt's ids and the sample's
-number: independent of other prompts, samples and seeds. torch's global generators are not touched.
+Each step draws a token of each text that generates; a text that ends makes room for the next
+(continuous batching). Each sample of a prompt draws from its own generator, seeded by a hash of the
+seed, the prompt's ids and the sample's number: independent of other prompts, samples and seeds.
+torch's global generators are not touched.
 
-On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were alone. Elsewhere, and
-in the pieces in which a prompt is read, the number of rows changes the rounding: log-probabilities differ by some 5e-6
-in float32 and 0.03 in bfloat16, so another id is next to never drawn in float32, now and then in bfloat16 and float16.
-Products and cache have the dtype of the autocast around the call, else that of the weights.
+On a CPU a step is a single call of step.c, in which a row is computed to the bit as if it were
+alone. Elsewhere, and in the pieces in which a prompt is read, the number of rows changes the
+rounding: log-probabilities differ by some 5e-6 in float32 and 0.03 in bfloat16, so another id is
+next to never drawn in float32, now and then in bfloat16 and float16. Products and cache have the
+dtype of the autocast around the call, else that of the weights.
 """
 
 import functools
@@ -46,20 +49,30 @@ MIN_SHARED = 8  # copying the cache of fewer tokens gains nothing over reading t
 
 
 def generate(
-    model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]], params: Params,
-    batch_size: int = 0, compile: bool = False, copies: bool = True, stop: Callable[[], bool] | None = None,
-) -> list[Result]:  # fmt: skip
-    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a time, 0 = all.
-    copies=False: use the matrices as they are, without faster copies of them, in half the memory. stop: asked before
-    each token; if it is true, no result is returned.
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: list[list[int]],
+    params: Params,
+    batch_size: int = 0,
+    compile: bool = False,
+    copies: bool = True,
+    stop: Callable[[], bool] | None = None,
+) -> list[Result]:
+    """Return one Result per prompt. params: for all prompts, or one for each. batch_size: rows at a
+    time, 0 = all. copies=False: use the matrices as they are, without faster copies of them, in
+    half the memory. stop: asked before each token; if it is true, no result is returned.
 
-    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if step.c does not do it;
-    this takes 5 to 30 s and pays off from some thousand tokens.
-    """
+    tokenizer=None: ids only. compile=True: compile the decoding step for each number of rows, if
+    step.c does not do it; this takes 5 to 30 s and pays off from some thousand tokens."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     if not prompts or len(each) != len(prompts) or batch_size < 0:
-        raise UserError(f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}")
-    requests = [check(i, ids, p, model.cfg, tokenizer) for i, (ids, p) in enumerate(zip(prompts, each, strict=True))]
+        raise UserError(
+            f"sample: cannot take {len(prompts)} prompts, {len(each)} sets of parameters, {batch_size=}"
+        )
+    requests = [
+        check(i, ids, p, model.cfg, tokenizer)
+        for i, (ids, p) in enumerate(zip(prompts, each, strict=True))
+    ]
     n_samples = sum(request.params.n_samples for request in requests)
     rows = min(batch_size or n_samples, n_samples)
     results = dict(run_all(model, tokenizer, requests, rows, compile, copies, stop))
@@ -69,10 +82,15 @@ def generate(
 
 
 def generate_each(
-    model: Transformer, tokenizer: Tokenizer | None, prompts: Iterable[list[int]], params: SamplingParams,
-    batch_size: int, compile: bool = False,
-) -> Iterator[tuple[int, Result]]:  # fmt: skip
-    """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become free.
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: Iterable[list[int]],
+    params: SamplingParams,
+    batch_size: int,
+    compile: bool = False,
+) -> Iterator[tuple[int, Result]]:
+    """Yield (index of the prompt, Result) in the order of finishing; take prompts as rows become
+    free.
 
     A bad prompt raises UserError when its turn comes."""
     requests = (check(i, ids, params, model.cfg, tokenizer) for i, ids in enumerate(prompts))
@@ -80,9 +98,14 @@ def generate_each(
 
 
 def run_all(
-    model: Transformer, tokenizer: Tokenizer | None, requests: Iterable[Request], rows: int, compile: bool,
-    copies: bool = True, stop: Callable[[], bool] | None = None,
-) -> Iterator[tuple[int, Result]]:  # fmt: skip
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    requests: Iterable[Request],
+    rows: int,
+    compile: bool,
+    copies: bool = True,
+    stop: Callable[[], bool] | None = None,
+) -> Iterator[tuple[int, Result]]:
     """Yield (index, Result) in the order of finishing. rows: of the engine that draws samples."""
     engines: dict[int, Engine] = {}
     for K, run in itertools.groupby(requests, lambda request: request.params.num_beams):
@@ -98,20 +121,27 @@ def run_all(
 class Engine:
     """Texts that generate together. Requests come (`add`) and go (`cancel`) between steps (`step`).
 
-    A prompt is read in pieces, between which the others go on. What the cache has of it already is copied: the
-    beginning of a text that runs, or of one of the last that ended; requests that begin alike wait for the first of
-    them to read it. A text's cache grows as it does, and serves others as soon as it ends."""
+    A prompt is read in pieces, between which the others go on. What the cache has of it already
+    is copied: the beginning of a text that runs, or of one of the last that ended; requests that
+    begin alike wait for the first of them to read it. A text's cache grows as it does, and
+    serves others as soon as it ends."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, rows: int, compile: bool = False,
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        rows: int,
+        compile: bool = False,
         copies: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """rows: the most texts at a time; copies: see `generate`."""
         self.device = model.embed_tokens.weight.device
         self.dtype = compute_dtype(next(p for p in model.layers.parameters() if p.ndim == 2))
         self.compile = compile and not (copies and has_kernels(model.cfg, self.device, self.dtype))
         packed = copies and not self.compile
-        self.view = functools.partial(for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies)
+        self.view = functools.partial(
+            for_inference, dtype=self.dtype, packed=packed, rows=rows, merged=copies
+        )
         self.model, self.tokenizer = self.view(model), tokenizer
         self.decode = compiled_step(self.model) if self.compile else decode_step
         if isinstance(self.model.lm_head, NativeLinear):
@@ -122,7 +152,9 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all requests and all that the cache holds."""
-        self.cache = Rows(self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0)
+        self.cache = Rows(
+            self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
+        )
         self.kept: list[KeptText] = []  # texts that have ended, the last of them last
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read
@@ -132,9 +164,12 @@ class Engine:
         self.seen: Seen | None = None
 
     def update(self, model: Transformer) -> None:
-        """Take the weights that `model` has now, between requests, with compiled steps. They stay in their place: a
-        CUDA graph reads them, and the cache, where they were when it was recorded."""
-        assert self.compile and not self.busy, "an answer would begin with one model and end with another"
+        """Take the weights that `model` has now, between requests, with compiled steps. They
+        stay in their place: a CUDA graph reads them, and the cache, where they were when it was
+        recorded."""
+        assert self.compile and not self.busy, (
+            "an answer would begin with one model and end with another"
+        )
         self.kept = []
         for old, new in zip(self.model.parameters(), self.view(model).parameters(), strict=True):
             old.data.copy_(new.data)
@@ -144,19 +179,23 @@ class Engine:
         return bool(self.waiting or self.reading or self.running)
 
     def add(self, request: Request) -> None:
-        """Take a request, see `check`. Raise UserError if not even one of its samples fits into the memory."""
+        """Take a request, see `check`. Raise UserError if not even one of its samples fits into
+        the memory."""
         self.check_memory(1, row_length(self.model.cfg, request.length))
         self.waiting.extend((request, s) for s in range(request.params.n_samples))
 
     def cancel(self, request: Request) -> None:
         """Forget a request; its rows and their memory are free."""
         self.waiting = deque(pair for pair in self.waiting if pair[0] is not request)
-        for sample in [sample for sample in self.reading + self.running if sample.request is request]:
+        for sample in [
+            sample for sample in self.reading + self.running if sample.request is request
+        ]:
             self.leave(sample)
 
     @torch.no_grad()
     def step(self, whole: bool = False) -> list[tuple[Sample, Token]]:
-        """Return the next token of every sample that generates. Read a piece of the prompts; whole: all of them."""
+        """Return the next token of every sample that generates. Read a piece of the prompts;
+        whole: all of them."""
         logits = self.feed()  # after the last tokens
         self.admit()
         while self.reading:
@@ -166,14 +205,16 @@ class Engine:
         return self.draw(logits)
 
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[Token]:
-        """Yield the continuation of `ids`. May be closed at any token; the next call reuses the cache."""
+        """Yield the continuation of `ids`. May be closed at any token; the next call reuses the
+        cache."""
         request = check(0, ids, params, self.model.cfg, self.tokenizer)
         return (token for _, token in self.run([request]))
 
     def run(
         self, requests: Iterable[Request], stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Sample, Token]]:
-        """Yield every token of every sample, until `stop` is true; take requests as rows become free."""
+        """Yield every token of every sample, until `stop` is true; take requests as rows become
+        free."""
         requests, mine = iter(requests), set()
         try:
             while True:
@@ -193,10 +234,11 @@ class Engine:
             for request in mine:
                 self.cancel(request)
 
-    # ---- from waiting to running ------------------------------------------------------------------------------------
+    # ---- from waiting to running -----------------------------------------------------------------
 
     def admit(self) -> None:
-        """Let waiting samples begin as long as there are rows, and memory for all that they may generate."""
+        """Let waiting samples begin as long as there are rows, and memory for all that they may
+        generate."""
         while self.waiting and len(self.reading) + len(self.running) < self.n_rows:
             request, s = self.waiting[0]
             while (short := self.bytes_of(request) > self.spare_bytes()) and self.kept:
@@ -215,21 +257,33 @@ class Engine:
                 before.append(sample)
 
     def place(self, sample: Sample, before: list[Sample]) -> None:
-        """Give a sample a row, with what the cache has of its prompt, unless a sample before it is to read more."""
+        """Give a sample a row, with what the cache has of its prompt, unless a sample before it
+        is to read more."""
         request = sample.request
         if any(other.request is request for other in before):
             return
         known = request.logits is not None  # the prompt was read for another sample
         # The last token is read for its logits, all tokens if the prompt is to be scored.
-        ids = request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
+        ids = (
+            request.ids if known else request.ids[: -1 if request.params.prompt_logprobs < 0 else 0]
+        )
         texts = [*(other.row for other in self.running + self.reading if other.row), *self.kept]
-        n, source = max(((n_shared(text.held, ids), text) for text in texts), key=itemgetter(0), default=(0, None))
-        if not known and any(n_shared(other.request.ids, ids) >= n + MIN_SHARED for other in before):
+        n, source = max(
+            ((n_shared(text.held, ids), text) for text in texts),
+            key=itemgetter(0),
+            default=(0, None),
+        )
+        if not known and any(
+            n_shared(other.request.ids, ids) >= n + MIN_SHARED for other in before
+        ):
             return
         n = n if known or n >= MIN_SHARED else 0
         length = request.length if self.compile else len(request.ids)
         size = row_length(self.model.cfg, length)
-        together = sum(s.row is None and row_length(self.model.cfg, len(s.request.ids)) == size for s in self.reading)
+        together = sum(
+            s.row is None and row_length(self.model.cfg, len(s.request.ids)) == size
+            for s in self.reading
+        )
         sample.row = Row()
         self.cache.fit(sample.row, length, together)
         sample.row.held = ids[:n]
@@ -240,16 +294,22 @@ class Engine:
             self.running.append(sample)
 
     def read(self, whole: bool) -> None:
-        """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole: of CHUNK_ROWS of
-        about the same length."""
+        """Read a piece of the prompts: up to CHUNK_TOKENS of them in the order of coming; whole:
+        of CHUNK_ROWS of about the same length."""
         begun = [sample for sample in self.reading if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
         begin, cache = len(begun[0].row.held), begun[0].row.cache
         # A few tokens that a row has are read again with others that lack them.
-        group = [s for s in begun if s.row.cache is cache and begin <= len(s.row.held) < begin + MIN_SHARED]
+        group = [
+            s
+            for s in begun
+            if s.row.cache is cache and begin <= len(s.row.held) < begin + MIN_SHARED
+        ]
         T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
-        n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][-1]
+        n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][
+            -1
+        ]
         group, end = group[:n_rows], begin + max(T[:n_rows])
         self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
         for sample in group:
@@ -259,10 +319,15 @@ class Engine:
                 self.running.append(sample)
         self.admit()  # samples that wait for these
 
-    def read_piece(self, cache: KVCache, slots: list[int], requests: list[Request], begin: int, end: int) -> None:
-        """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of the cache."""
+    def read_piece(
+        self, cache: KVCache, slots: list[int], requests: list[Request], begin: int, end: int
+    ) -> None:
+        """Read tokens begin to end of the prompts, all longer than `begin`, into these rows of
+        the cache."""
         pieces = [request.ids[begin:end] for request in requests]
-        idx = torch.tensor([ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device)
+        idx = torch.tensor(
+            [ids + [0] * (end - begin - len(ids)) for ids in pieces], device=self.device
+        )
         rows = torch.tensor(slots, device=self.device)
         with self.autocast():
             hidden = self.model.hidden(idx, cache.chunk(begin, end - begin, rows))  # (n, T, C)
@@ -278,25 +343,34 @@ class Engine:
         size = max(1, CHUNK_ELEMENTS // self.model.cfg.vocab_size)
         targets = torch.tensor(following, device=self.device).split(size)
         for h, t in zip(hidden[: len(following)].split(size), targets, strict=True):
-            ids, logps = sampling.top_logprobs(self.model.lm_head(h).float(), t, request.params.prompt_logprobs)
+            ids, logps = sampling.top_logprobs(
+                self.model.lm_head(h).float(), t, request.params.prompt_logprobs
+            )
             request.prompt_logprobs += map(dict, map(zip, ids.tolist(), logps.tolist()))
 
     def leave(self, sample: Sample) -> None:
-        """Free the row of a sample; keep a copy of its text, as long as there is memory, for texts that begin so."""
+        """Free the row of a sample; keep a copy of its text, as long as there is memory, for
+        texts that begin so."""
         (self.running if sample in self.running else self.reading).remove(sample)
         row = sample.row
-        if row is None or row.cache is None or row not in row.cache.texts:  # the last two: Ctrl-C while it was placed
+        if (
+            row is None or row.cache is None or row not in row.cache.texts
+        ):  # the last two: Ctrl-C while it was placed
             return
         if not any(text.held[: len(row.held)] == row.held for text in self.kept):
             self.kept = [text for text in self.kept if row.held[: len(text.held)] != text.held]
-            if row.held and cache_bytes(self.model.cfg, 1, len(row.held), self.dtype) < self.spare_bytes():
+            if (
+                row.held
+                and cache_bytes(self.model.cfg, 1, len(row.held), self.dtype) < self.spare_bytes()
+            ):
                 self.kept = [*self.kept, KeptText(row)][-self.n_rows :]
         self.cache.leave(row.cache, row.slot)
 
-    # ---- one token of each ------------------------------------------------------------------------------------------
+    # ---- one token of each -----------------------------------------------------------------------
 
     def draw(self, logits: Tensor | None) -> list[tuple[Sample, Token]]:
-        """Draw the next token of every running sample; those that end leave. logits (R, V) of those that go on."""
+        """Draw the next token of every running sample; those that end leave. logits (R, V) of
+        those that go on."""
         samples = list(self.running)
         if not samples:
             return []
@@ -306,18 +380,27 @@ class Engine:
         if samples != self.drawn_for:
             V, params = self.model.cfg.vocab_size, [sample.request.params for sample in samples]
             self.drawn_for, self.params = samples, RowParams(params, V, self.device)
-            prompts, outputs = zip(*((sample.request.ids, sample.ids) for sample in samples), strict=True)
+            prompts, outputs = zip(
+                *((sample.request.ids, sample.ids) for sample in samples), strict=True
+            )
             penalty = any(p.has_penalty for p in params)
             self.seen = Seen(prompts, V, self.device, outputs) if penalty else None
-        processed = sampling.process(logits, self.params, self.seen, [len(sample.ids) for sample in samples])
-        tokens = sampling.choose(processed, self.params, [sample.generator for sample in samples])  # (R,)
+        processed = sampling.process(
+            logits, self.params, self.seen, [len(sample.ids) for sample in samples]
+        )
+        tokens = sampling.choose(
+            processed, self.params, [sample.generator for sample in samples]
+        )  # (R,)
         if self.seen is not None:
             self.seen.add(tokens)
         k = max(sample.request.params.logprobs for sample in samples)
         ids, logps = (x.tolist() for x in sampling.top_logprobs(logits, tokens, max(k, 0)))
         if not all(math.isfinite(of_row[0]) for of_row in logps):
             sampling.check_logits(logits)
-        drawn = [(sample, sample.push(*found)) for sample, *found in zip(samples, ids, logps, strict=True)]
+        drawn = [
+            (sample, sample.push(*found))
+            for sample, *found in zip(samples, ids, logps, strict=True)
+        ]
         for sample, token in drawn:
             if token.finish:
                 self.leave(sample)
@@ -343,15 +426,19 @@ class Engine:
         if self.compile and self.device.type != "cuda":
             for *_, span in parts:
                 torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
-        lean = nullcontext() if self.compile else torch.inference_mode()  # a tenth less time per call than no_grad
+        lean = (
+            nullcontext() if self.compile else torch.inference_mode()
+        )  # a tenth less time per call than no_grad
         with lean, self.autocast():
             return self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
 
-    # ---- memory -----------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def bytes_of(self, request: Request) -> int:
         """Return the memory that a sample may need."""
-        return cache_bytes(self.model.cfg, 1, row_length(self.model.cfg, request.length), self.dtype)
+        return cache_bytes(
+            self.model.cfg, 1, row_length(self.model.cfg, request.length), self.dtype
+        )
 
     def spare_bytes(self) -> float:
         """Return the free memory that no sample may need."""
@@ -361,7 +448,11 @@ class Engine:
     def check_memory(self, rows: int, length: int) -> None:
         """Raise UserError if the cache of these rows is more than the memory."""
         needed = cache_bytes(self.model.cfg, rows, length, self.dtype)
-        free = free_bytes(self.device) + self.cache.n_bytes() + sum(text.layers.nbytes for text in self.kept)
+        free = (
+            free_bytes(self.device)
+            + self.cache.n_bytes()
+            + sum(text.layers.nbytes for text in self.kept)
+        )
         if needed > free:
             raise UserError(
                 f"sample: a cache of {rows} x {length} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
@@ -379,7 +470,9 @@ class Engine:
         for begin in range(0, n, CHUNK_TOKENS):
             self.read_piece(cache, [0], [request], begin, min(begin + CHUNK_TOKENS, n))
         cache.select(torch.zeros(K, dtype=torch.int64, device=self.device), n)
-        beams = Beams(request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device)
+        beams = Beams(
+            request.ids, request.params, request.limit, self.model.cfg.vocab_size, self.device
+        )
         logits = request.logits.expand(K, -1)
         while True:
             sampling.check_logits(logits)  # without finite logits no beam is left
@@ -393,7 +486,9 @@ class Engine:
             sample = Sample(request, s, self.tokenizer)
             for token in beam.ids:
                 sample.push([token], [0.0])
-            request.completions[s] = request.completions[s]._replace(cumulative_logprob=beam.logprob)
+            request.completions[s] = request.completions[s]._replace(
+                cumulative_logprob=beam.logprob
+            )
         return request.result()
 
 
@@ -410,12 +505,15 @@ def decode_step(model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor
 
 
 def compiled_step(model: Transformer) -> Callable:
-    """Return decode_step, compiled for `model`, a copy for inference. Raise UserError if it cannot be compiled."""
+    """Return decode_step, compiled for `model`, a copy for inference. Raise UserError if it
+    cannot be compiled."""
     device_type = model.embed_tokens.weight.device.type
     if device_type == "cuda":
         return RecordedStep(model, decode_step)
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise UserError("sample: compile=True needs a C++ compiler; install g++, or set compile=False")
+        raise UserError(
+            "sample: compile=True needs a C++ compiler; install g++, or set compile=False"
+        )
     return compiled_whole()
 
 

@@ -1,4 +1,5 @@
-"""The key-value cache: what attention needs of earlier positions, so that generation computes each position once.
+"""The key-value cache: what attention needs of earlier positions, so that generation computes each
+position once.
 
 A call of the model computes new positions and keeps them:
 
@@ -6,8 +7,9 @@ A call of the model computes new positions and keeps them:
     model(idx, cache=cache.chunk(begin, T, rows))    # the same T positions of some rows: prompts, padded on the right
     model(idx, cache=cache.step(lengths, width))     # the next token (rows, 1) of every row
 
-`Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one, of up to 512 in the
-next, and so on. A long text so takes memory and time for itself, not for all others.
+`Rows` holds texts that come, grow and go, in several of these: texts of up to 256 tokens in one,
+of up to 512 in the next, and so on. A long text so takes memory and time for itself, not for all
+others.
 """
 
 from collections.abc import Callable
@@ -33,11 +35,18 @@ MIN_WIDTH = 64  # attention reads a multiple of so many positions
 class KVCache:
     """Keys and values of each layer, (rows, K, max_length + 1, D).
 
-    The caller keeps the length of each row, so a finished row can be reused for another text while the others go on;
-    nothing beyond a row's length is ever attended to. The last position is a spare one.
-    """
+    The caller keeps the length of each row, so a finished row can be reused for another text
+    while the others go on; nothing beyond a row's length is ever attended to. The last position
+    is a spare one."""
 
-    def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device | str, dtype: torch.dtype):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        rows: int,
+        max_length: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ):
         shape = (rows, cfg.n_kv_head, max_length + 1, cfg.head_dim)
         self.max_length = max_length
         self.keys = [empty(shape, torch.device(device), dtype).zero_() for _ in range(cfg.n_layer)]
@@ -52,11 +61,14 @@ class KVCache:
 
     def chunk(self, begin: int, T: int, rows: Tensor | None = None) -> "CacheChunk":
         """Positions begin to begin + T of the rows (n,) int64; None = all rows."""
-        assert begin + T <= self.max_length, f"cache holds {self.max_length} positions, {begin + T} asked"
+        assert begin + T <= self.max_length, (
+            f"cache holds {self.max_length} positions, {begin + T} asked"
+        )
         return CacheChunk(self, begin, begin + T, slice(None) if rows is None else rows)
 
     def part(self, lengths: list[int]) -> Part:
-        """Return the part of a CacheStep: the next position of the first rows, -1 = leave the row unchanged."""
+        """Return the part of a CacheStep: the next position of the first rows, -1 = leave the
+        row unchanged."""
         n_widths = max(lengths) // MIN_WIDTH + 1
         if self.compiled:
             n_widths = 1 << (n_widths - 1).bit_length()  # a power of two: few graphs
@@ -65,19 +77,23 @@ class KVCache:
         return self.keys, self.values, torch.tensor(at, device=self.span.device), self.span[:width]
 
     def step(self, lengths: Tensor, width: int) -> "CacheStep":
-        """The next position of the first n rows. lengths (n,) int64: below `width`, or max_length to leave a row
-        unchanged. Attention costs as much as `width` positions."""
+        """The next position of the first n rows. lengths (n,) int64: below `width`, or
+        max_length to leave a row unchanged. Attention costs as much as `width` positions."""
         return CacheStep([(self.keys, self.values, lengths, self.span[:width])])
 
     def mark(self) -> None:
         """Tell torch.compile how a step uses the cache."""
         self.compiled = True
         for layer in self.layers if self.keys[0].is_cpu else ():
-            torch._dynamo.maybe_mark_dynamic(layer, 2)  # one compiled step for caches of all lengths
+            torch._dynamo.maybe_mark_dynamic(
+                layer, 2
+            )  # one compiled step for caches of all lengths
 
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
-        self.keys, self.values = ([resized(x, rows) for x in side] for side in (self.keys, self.values))
+        self.keys, self.values = (
+            [resized(x, rows) for x in side] for side in (self.keys, self.values)
+        )
 
     def select(self, rows: Tensor, length: int) -> None:
         """Replace the first `length` positions of each row i by those of row rows[i]."""
@@ -86,7 +102,8 @@ class KVCache:
 
 
 def empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a layer (rows, K, length, D). For `attention_by_length` the heads of a position lie side by side."""
+    """Return a layer (rows, K, length, D). For `attention_by_length` the heads of a position lie
+    side by side."""
     rows, K, length, D = shape
     if has_varlen_lengths(device, dtype, D):
         return torch.empty(rows, length, K, D, device=device, dtype=dtype).transpose(1, 2)
@@ -115,26 +132,38 @@ class CacheChunk:
         return partial(self.attend, self.cache.keys[i], self.cache.values[i])
 
     def attend(self, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows from their beginning."""
+        """Store k, v (n, K, T, D); return the attention of q (n, H, T, D) to these rows from
+        their beginning."""
         keys[self.rows, :, self.begin : self.end] = k
         values[self.rows, :, self.begin : self.end] = v
-        return cached_attention(q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask)
+        return cached_attention(
+            q, keys[self.rows, :, : self.end], values[self.rows, :, : self.end], self.mask
+        )
 
 
 class CacheStep:
     """The next position of rows of one or more caches, whose rows follow each other in the batch.
 
-    parts: for each cache its keys, values, lengths (n,) of its first n rows, and positions (width,) to attend to."""
+    parts: for each cache its keys, values, lengths (n,) of its first n rows, and positions
+    (width,) to attend to."""
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
         self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
         self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
-        at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]  # (n, 1)
-        self.where: list[Callable] = []  # of each cache: q, keys, values -> attention of each row to its own positions
+        at = [
+            lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts
+        ]  # (n, 1)
+        self.where: list[
+            Callable
+        ] = []  # of each cache: q, keys, values -> attention of each row to its own positions
         for (keys, _, _, span), n in zip(parts, at, strict=True):
-            if keys[0].stride(1) <= keys[0].stride(2):  # see `empty`; to ask the device would break a compiled graph
-                starts = torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
+            if keys[0].stride(1) <= keys[0].stride(
+                2
+            ):  # see `empty`; to ask the device would break a compiled graph
+                starts = (
+                    torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
+                )
                 how = {"starts": starts, "lengths": (n[:, 0] + 1).int(), "width": span.shape[0]}
                 self.where.append(partial(attention_by_length, **how))
             else:
@@ -143,15 +172,21 @@ class CacheStep:
         self.positions = at[0] if len(at) == 1 else torch.cat(at)  # (B, 1)
 
     def layer(self, i: int) -> Callable:
-        return partial(self.attend, [(keys[i], values[i], lengths) for keys, values, lengths, _ in self.parts])
+        return partial(
+            self.attend, [(keys[i], values[i], lengths) for keys, values, lengths, _ in self.parts]
+        )
 
-    def attend(self, layer: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: list[tuple[Tensor, Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Store k, v (B, K, 1, D) at each row's length; return the attention of q (B, H, 1, D).
 
         layer: of each cache the keys and values of a layer, and the lengths."""
         found = []
         new = [(x,) if len(self.parts) == 1 else x.split(self.sizes) for x in (q, k, v)]
-        for (keys, values, lengths), rows, attention, q, k, v in zip(layer, self.rows, self.where, *new, strict=True):
+        for (keys, values, lengths), rows, attention, q, k, v in zip(
+            layer, self.rows, self.where, *new, strict=True
+        ):
             n = q.shape[0]
             keys[rows, :, lengths] = k[:, :, 0]
             values[rows, :, lengths] = v[:, :, 0]
@@ -159,7 +194,7 @@ class CacheStep:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-# ---- texts that come and go -----------------------------------------------------------------------------------------
+# ---- texts that come and go ----------------------------------------------------------------------
 
 
 class Row:
@@ -196,11 +231,15 @@ def row_length(cfg: ModelConfig, length: int) -> int:
 
 
 class Rows:
-    """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step computes no idle rows.
+    """The caches of texts, by their max_length. Texts that end leave no gap: a decoding step
+    computes no idle rows.
 
-    fixed: this many rows in one cache, with gaps, for a compiled step; 0 = as many as there are texts."""
+    fixed: this many rows in one cache, with gaps, for a compiled step; 0 = as many as there are
+    texts."""
 
-    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, fixed: int = 0) -> None:
+    def __init__(
+        self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, fixed: int = 0
+    ) -> None:
         self.cfg, self.fixed, self.where = cfg, fixed, (device, dtype)
         self.caches: dict[int, KVCache] = {}
 
@@ -208,7 +247,8 @@ class Rows:
         return sum(x.nbytes for cache in self.caches.values() for x in cache.layers)
 
     def fit(self, row: Row, length: int, together: int = 1) -> None:
-        """Give a text room for `length` tokens; it may move to another cache. together: texts that come at once."""
+        """Give a text room for `length` tokens; it may move to another cache. together: texts
+        that come at once."""
         size, old, slot = row_length(self.cfg, length), row.cache, row.slot
         if old is not None and size <= old.max_length:
             return
@@ -263,8 +303,9 @@ class Rows:
             cache.resize(2 * len(cache.texts))
 
     def step(self, lengths: dict[Row, int]) -> tuple[list[Part], list[Row | None]]:
-        """Return the parts of a CacheStep of the next position of these texts, and the text of each row of the batch.
-        Rows of other texts, in caches that these are in, are left as they are."""
+        """Return the parts of a CacheStep of the next position of these texts, and the text of
+        each row of the batch. Rows of other texts, in caches that these are in, are left as they
+        are."""
         parts, rows = [], []
         for cache in self.caches.values():
             at = [lengths.get(row, -1) for row in cache.texts]

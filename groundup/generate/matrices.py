@@ -1,4 +1,6 @@
-"""A copy of a model for inference: its matrices in the dtype of the products, on a CPU laid out for fast ones."""
+"""A copy of a model for inference: its matrices in the dtype of the products, on a CPU laid out
+for fast ones.
+"""
 
 import copy
 import math
@@ -19,16 +21,19 @@ CHUNK_TOKENS = 512  # a prompt is read in pieces of this many tokens, which boun
 def for_inference(
     model: Transformer, dtype: torch.dtype, packed: bool, rows: int = 0, merged: bool = True
 ) -> Transformer:
-    """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors that need no change
-    are shared with `model`.
+    """Return a copy of the model in eval mode with eager blocks and matrices in `dtype`; tensors
+    that need no change are shared with `model`.
 
-    Blocks compiled for training would be compiled anew here. Embedding and norms keep their dtype, as in training.
-    merged: add adapters to copies of their matrices. packed: on a CPU, lay the matrices out anew if memory suffices:
-    in blocks for step.c (NativeLinear), or where that does not work PackedLinear."""
+    Blocks compiled for training would be compiled anew here. Embedding and norms keep their
+    dtype, as in training. merged: add adapters to copies of their matrices. packed: on a CPU,
+    lay the matrices out anew if memory suffices: in blocks for step.c (NativeLinear), or where
+    that does not work PackedLinear."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     device = model.embed_tokens.weight.device
     same = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    compiled = {id(vars(part)["forward"]): None for part in model.modules() if "forward" in vars(part)}
+    compiled = {
+        id(vars(part)["forward"]): None for part in model.modules() if "forward" in vars(part)
+    }
     view = copy.deepcopy(model, same | compiled)
     for part in view.modules():
         vars(part).pop("forward", None)
@@ -37,12 +42,17 @@ def for_inference(
             continue  # replaced already: a parent comes before its children
         for name, child in parent.named_children():
             if isinstance(child, LoRALinear) and merged:
-                child = plain_linear(nn.Parameter(child.merged_weight(), requires_grad=False), child.bias)
+                child = plain_linear(
+                    nn.Parameter(child.merged_weight(), requires_grad=False), child.bias
+                )
                 setattr(parent, name, child)
     places = [
-        (parent, name) for parent in view.modules() if not isinstance(parent, LoRALinear)
-        for name, child in parent.named_children() if type(child) in (nn.Linear, LoRALinear)
-    ]  # fmt: skip
+        (parent, name)
+        for parent in view.modules()
+        if not isinstance(parent, LoRALinear)
+        for name, child in parent.named_children()
+        if type(child) in (nn.Linear, LoRALinear)
+    ]
     n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
     packed = packed and n_bytes < free_bytes(device) / 2
     if packed and has_kernels(model.cfg, device, dtype):
@@ -58,8 +68,9 @@ def for_inference(
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with its weight in oneDNN's blocked layout, as inductor lays out frozen weights: 1.6 to 2.3 times
-    as fast as F.linear for 1 to 8 rows (2 cores with AVX-512); for one row in float32 0.5 to 1 on some Intel cores."""
+    """A linear layer with its weight in oneDNN's blocked layout, as inductor lays out frozen
+    weights: 1.6 to 2.3 times as fast as F.linear for 1 to 8 rows (2 cores with AVX-512); for one
+    row in float32 0.5 to 1 on some Intel cores."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -76,7 +87,9 @@ class PackedLinear(nn.Module):
         """Return whether it does, and pays, for this many rows (0 = unknown)."""
         if rows == 1 and dtype == torch.float32:
             return False
-        available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        available = torch.backends.mkldnn.is_available() and hasattr(
+            torch.ops.mkldnn, "_reorder_linear_weight"
+        )
         if dtype == torch.bfloat16 and available:  # oneDNN refuses it on processors without AVX-512
             available = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and available

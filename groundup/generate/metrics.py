@@ -2,7 +2,18 @@
 
 from collections import Counter
 
-TTFT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # buckets of the time to the first token
+TTFT_SECONDS = (
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)  # buckets of the time to the first token
 
 
 class Metrics:
@@ -12,7 +23,9 @@ class Metrics:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.tokens: Counter[str] = Counter()  # prompt | generated
         self.samples = 0  # that wait or are generated
-        self.waits: list[int] = [0] * (len(TTFT_SECONDS) + 1)  # requests whose first token came within the bucket
+        self.waits: list[int] = [0] * (
+            len(TTFT_SECONDS) + 1
+        )  # requests whose first token came within the bucket
         self.wait_s = 0.0
 
     def first_token(self, seconds: float) -> None:

@@ -1,6 +1,9 @@
-"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls it.
+"""Products and decoding steps on a CPU in C: builds step.c with the machine's compiler and calls
+it.
 
-Where there is no C compiler, or model.py computes something else than step.c, torch does the same, more slowly."""
+Where there is no C compiler, or model.py computes something else than step.c, torch does the
+same, more slowly.
+"""
 
 import ctypes
 import functools
@@ -29,7 +32,9 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
     flags = ["-DBFLOAT16"] if dtype == torch.bfloat16 else []
     found = compile_c(SOURCES / "step.c", *flags)
     if found is None:
-        say("generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower")
+        say(
+            "generate: no C compiler works here (gcc or clang, with OpenMP); text comes up to 3 times slower"
+        )
         return None
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     found.lay_out.argtypes = [pointer, pointer, long, long, number]
@@ -43,7 +48,9 @@ def has_kernels(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> b
     """Return whether step.c computes what model.py does for models of this shape."""
     if device.type != "cpu" or kernels(dtype) is None or cfg.n_embd % 2 or cfg.ffn_dim % 2:
         return False
-    kinds = [kind for kind, has in (("qwen2", cfg.qkv_bias), ("qwen3", cfg.qk_norm)) if has] or ["llama"]
+    kinds = [kind for kind, has in (("qwen2", cfg.qkv_bias), ("qwen3", cfg.qk_norm)) if has] or [
+        "llama"
+    ]
     return all(map(is_plain, kinds))
 
 
@@ -55,7 +62,10 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.blocks, self.bias = blocks, None if linear.bias is None else linear.bias.float()
-        weight, n_words = linear.weight.to(blocks.dtype).contiguous(), self.in_features * blocks.itemsize // 4
+        weight, n_words = (
+            linear.weight.to(blocks.dtype).contiguous(),
+            self.in_features * blocks.itemsize // 4,
+        )
         where = address(weight), address(blocks), self.out_features, n_words
         kernels(blocks.dtype).lay_out(*where, torch.get_num_threads())
 
@@ -87,7 +97,8 @@ def huge_pages(n_bytes: int) -> Tensor:
 
 
 def lay_out(places: list[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """Replace linear layers, given by parent and name, by layers in blocks of `dtype`, all in one stretch of memory."""
+    """Replace linear layers, given by parent and name, by layers in blocks of `dtype`, all in
+    one stretch of memory."""
     sizes = [n_elements(getattr(*place)) for place in places]
     parts = huge_pages(sum(sizes) * dtype.itemsize).view(dtype).split(sizes)
     for place, part in zip(places, parts, strict=True):
@@ -112,31 +123,59 @@ class NativeStep:
         layers: list[Tensor | None] = []
         for block in model.layers:
             attn, mlp = block.self_attn, block.mlp
-            matrices = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            matrices = (
+                attn.q_proj,
+                attn.k_proj,
+                attn.v_proj,
+                attn.o_proj,
+                mlp.gate_proj,
+                mlp.up_proj,
+                mlp.down_proj,
+            )
             norms = attn.q_norm, attn.k_norm, block.input_layernorm, block.post_attention_layernorm
-            layers += [linear.blocks for linear in matrices] + [linear.bias for linear in matrices[:3]]
+            layers += [linear.blocks for linear in matrices] + [
+                linear.bias for linear in matrices[:3]
+            ]
             layers += [norm.weight.float() if isinstance(norm, RMSNorm) else None for norm in norms]
         norm = model.norm.weight.float()
         table = (ctypes.c_void_p * len(layers))(*map(address, layers))
         self.kept = layers, norm, table  # C holds their addresses
-        sizes = cfg.n_layer, cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.ffn_dim, cfg.vocab_size
+        sizes = (
+            cfg.n_layer,
+            cfg.n_embd,
+            cfg.n_head,
+            cfg.n_kv_head,
+            cfg.head_dim,
+            cfg.ffn_dim,
+            cfg.vocab_size,
+        )
         ends = ctypes.addressof(table), address(norm), address(model.lm_head.blocks)
         self.model = Model(*sizes, cfg.norm_eps, *ends)
 
     def __call__(self, model: Transformer, tokens: Tensor, parts: list[Part]) -> Tensor:
-        """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see CacheStep."""
+        """tokens (B,) -> logits (B, V) float32 of the next ones. parts: of the cache, see
+        CacheStep."""
         cfg, B, n_threads = model.cfg, len(tokens), torch.get_num_threads()
         x, logits = model.embed_tokens.weight[tokens].float(), torch.empty(B, cfg.vocab_size)
         positions = torch.cat([lengths for _, _, lengths, _ in parts])
-        angles = [table[positions.clamp(max=cfg.block_size - 1)].float() for table in (model.cos, model.sin)]
-        sizes = torch.tensor([keys[0].shape[2] - 1 for keys, _, lengths, _ in parts for _ in lengths])
+        angles = [
+            table[positions.clamp(max=cfg.block_size - 1)].float()
+            for table in (model.cos, model.sin)
+        ]
+        sizes = torch.tensor([
+            keys[0].shape[2] - 1 for keys, _, lengths, _ in parts for _ in lengths
+        ])
         rows, longest = rows_of(parts), int(positions.max()) + 1
         D, n_sharing = cfg.head_dim, cfg.n_head // cfg.n_kv_head
         shared = torch.empty(B, 2 * (cfg.n_head + cfg.n_kv_head) * D + cfg.ffn_dim)
-        own = torch.empty(n_threads, 32 + B * cfg.n_embd + (1 + n_sharing) * D + n_sharing * longest)
+        own = torch.empty(
+            n_threads, 32 + B * cfg.n_embd + (1 + n_sharing) * D + n_sharing * longest
+        )
         inputs = map(address, (x, *angles, positions, sizes))
         work = *map(address, (logits, shared, own)), own[0].nbytes
-        kernels(self.dtype).step(ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads)
+        kernels(self.dtype).step(
+            ctypes.byref(self.model), *inputs, rows.ctypes.data, B, *work, n_threads
+        )
         return logits
 
 

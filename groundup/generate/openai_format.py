@@ -1,84 +1,187 @@
-"""OpenAI's formats: the body of a request -> prompts and sampling parameters; tokens -> choices. No HTTP: see serve.py.
+"""OpenAI's formats: the body of a request -> prompts and parameters; tokens -> choices. No HTTP.
 
-A field that is not understood is refused, so that no wish of a client is passed over in silence.
+A field that is known and would change the answer, but cannot be served, is refused. A field that is
+not known changes nothing: it is named once in the log.
 """
 
 import json
 import re
-import secrets
-from dataclasses import dataclass, fields
-from typing import Any
+import sys
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
-from groundup.errors import UserError
+from groundup.errors import UserError, printable
 from groundup.files.row_formats import turns_at, with_system
 from groundup.files.streams import mended
 from groundup.files.text_keys import BadRow
-from groundup.files.untrusted import loads
-from groundup.generate.completion import Token, begin_prompt, prompt_ids
+from groundup.generate.completion import Request, Token, begin_prompt, begin_with
+from groundup.generate.rendering import Renderer
 from groundup.generate.sampling import SamplingParams
-from tokenizer import Tokenizer
+from groundup.generate.text_parts import CallReader, ThoughtReader
+from tokenizer import StreamDecoder, Tokenizer
 
-# Fields that have the names of sampling parameters; top_k, min_p and repetition_penalty are vLLM's additions.
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
-)  # fmt: skip
-WITHOUT_EFFECT = {  # fields that change no answer, with the values that they may have, () = any
-    "user": (), "metadata": (), "store": (), "service_tier": (), "safety_identifier": (), "prompt_cache_key": (),
-    "parallel_tool_calls": (), "logit_bias": ({},),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
-}  # fmt: skip
-MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+# Names of sampling parameters. Those from top_k on are not OpenAI's but vLLM's.
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+}
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
+REFUSED = {  # fields that would change the answer, with the values that change nothing
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "use_beam_search": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+# Fields that change no answer. Others that are not known are named in the log.
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
+WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "parallel_tool_calls")
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "id")
+MESSAGE += ("reasoning_content", "reasoning")  # thoughts of earlier answers are not read
 MAX_N, MAX_TOP_LOGPROBS, MAX_STOPS = 16, 20, 16
+MAX_LOGGED = 100  # names of unknown fields
+logged: set[str] = set()
 
 
 class Refused(Exception):
     """A request that is answered with an error, in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.status = status
-        self.body = {"error": {"message": message[:1000], "type": kind, "param": param, "code": code}}
+        self.body = {
+            "error": {"message": message[:1000], "type": kind, "param": param, "code": code}
+        }
 
 
 @dataclass
-class Asked:
-    """What a body asks for. prompts: token ids, or texts, or one conversation."""
+class ParsedRequest:
+    """What a body asks for."""
 
     model: str
-    prompts: list
+    prompts: list  # token ids, or texts, or one conversation
     params: SamplingParams
+    n: int  # choices of each prompt; greedy ones are copies of one sample
     chat: bool
     stream: bool
     include_usage: bool
     echo: bool
     limited: bool  # whether the body says how many tokens there may be
+    scores_only: bool  # max_tokens=0 with echo: the prompt's log-probabilities, no new token
     tools: list[dict]  # that a chat's answer may call
+    template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
 
-def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
-    """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for. Raise Refused.
+def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
+    """Return what the body of /v1/chat/completions (`chat`) or /v1/completions asks for.
 
-    defaults: sampling parameters of what it leaves open; seed: where it has none."""
+    defaults: sampling parameters that the body leaves open; seed: if it has none. Raise Refused."""
     body = read_object(raw)
-    for name, allowed in WITHOUT_EFFECT.items():
+    for name, allowed in REFUSED.items():
         value = body.pop(name, None)
-        if value is not None and allowed and value not in allowed:
+        if value is not None and value not in allowed:
             raise Refused(400, f"{name}={value!r:.80} is not supported", name)
+
+    # What is asked.
     model = take(body, "model", str, "")
-    prompts = [conversation(body.pop("messages", None))] if chat else texts_or_ids(body.pop("prompt", None))
-    choice, tools = body.pop("tool_choice", "auto"), take(body, "tools", list, []) if chat else []
-    if choice not in ("none", "auto") or not all(is_tool(tool) for tool in tools):
-        raise Refused(400, "tools must be functions with a name, and tool_choice auto or none", "tools")
-    stream, echo = take(body, "stream", bool, False), take(body, "echo", bool, False) if not chat else False
+    tools, settings, echo = [], {}, False
+    if chat:
+        prompts = [conversation(body.pop("messages", None))]
+        tools = called_tools(body)
+        settings = take(body, "chat_template_kwargs", dict, {})
+        if "reasoning_effort" in body:
+            settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
+    else:
+        prompts = texts_or_ids(body.pop("prompt", None))
+        echo = take(body, "echo", bool, False)
+    stream = take(body, "stream", bool, False)
     options = take(body, "stream_options", dict, {})
-    limits = [take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body]
-    values = defaults | {name: body.pop(name) for name in SAMPLING if name in body}
-    values |= {"seed": body.pop("seed", seed), "stop": stop_strings(body.pop("stop", ()))}
+    usage = take(options, "include_usage", bool, False)
+
+    # Sampling parameters.
+    values = defaults | {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
+    values["seed"] = take(body, "seed", int, -1)
+    values["seed"] = seed if values["seed"] == -1 else values["seed"] % 2**63
+    values["stop"] = stop_strings(body.pop("stop", ()))
+    stop_ids = body.pop("stop_token_ids", [])
+    if stop_ids and not is_ids(stop_ids):
+        raise Refused(400, f"stop_token_ids must be ids, got {stop_ids!r:.80}", "stop_token_ids")
+    values["stop_token_ids"] = frozenset(stop_ids)
+    limits = {name: take(body, name, int, 0) for name in LIMITS[: 1 + chat] if name in body}
+    limit_name, limit = list(limits.items())[-1] if limits else ("max_tokens", -1)
+    scores_only = echo and limit == 0
     if limits:
-        values["max_new_tokens"] = limits[-1]
+        values["max_new_tokens"] = 1 if scores_only else limit
+    top = likeliest(body, chat)
+    values |= {"logprobs": top, "prompt_logprobs": top if echo else -1}
+    n = take(body, "n", int, 1)
+    if not 1 <= n <= MAX_N:
+        raise Refused(400, f"n must be from 1 to {MAX_N}, got {n}", "n")
+    values["n"] = 1 if values.get("temperature") == 0 else n
+    ours = {"max_new_tokens": limit_name} | {our: name for name, our in SAMPLING.items()}
+    params = sampling_params(values, ours)
+
+    log_unknown(body, "")
+    log_unknown(options, "stream_options.")
+    return ParsedRequest(
+        model,
+        prompts,
+        params,
+        n,
+        chat,
+        stream,
+        usage,
+        echo,
+        bool(limits),
+        scores_only,
+        tools,
+        settings,
+    )
+
+
+def sampling_params(values: dict, names: dict[str, str]) -> SamplingParams:
+    """Return the parameters. names: that the client knows, of those that have another here."""
+    try:
+        return SamplingParams(**values)
+    except UserError as error:
+        words = str(error).removeprefix("sample: ")
+        words = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), words)
+        first = words.split(" ")[0]
+        known = {one.name for one in fields(SamplingParams)} | set(names.values())
+        raise Refused(400, words, first if first in known else None) from None
+
+
+def called_tools(body: dict) -> list[dict]:
+    """Return the tools that the answer may call. Raise Refused."""
+    tools, choice = take(body, "tools", list, []), body.pop("tool_choice", "auto")
+    if choice not in ("none", "auto") or not all(map(is_tool, tools)):
+        what = "tools must be functions with a name, and tool_choice auto or none"
+        raise Refused(400, what, "tools")
+    return tools if choice == "auto" else []
+
+
+def likeliest(body: dict, chat: bool) -> int:
+    """Return how many of the likeliest tokens are to be named at each token; -1 = none."""
     if chat:
         wanted, top = take(body, "logprobs", bool, False), take(body, "top_logprobs", int, 0)
         if top and not wanted:
@@ -87,25 +190,19 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> Asked:
     else:
         top = take(body, "logprobs", int, -1)
     if top > MAX_TOP_LOGPROBS:
-        raise Refused(400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs")
-    values |= {"logprobs": top} | ({"prompt_logprobs": top} if echo else {})
-    if body:
-        raise Refused(400, f"Unrecognized request argument supplied: {next(iter(body))!r:.80}", next(iter(body))[:80])
-    if echo and stream:
-        raise Refused(400, "echo is not supported with stream", "echo")
-    for name, value in values.items():  # NaN is no number of JSON; a bool is an int to Python
-        if isinstance(value, bool):
-            raise Refused(400, f"{name} must be a number, got {value}", name)
-    try:
-        params = SamplingParams(**values)
-    except UserError as error:
-        words = str(error).removeprefix("sample: ")
-        known = {field.name for field in fields(SamplingParams)}
-        raise Refused(400, words, words.split()[0] if words.split()[0] in known else None) from None
-    if params.n > MAX_N:
-        raise Refused(400, f"n must be at most {MAX_N}, got {params.n}", "n")
-    usage, tools = take(options, "include_usage", bool, False), tools if choice == "auto" else []
-    return Asked(model, prompts, params, chat, stream, usage, echo, bool(limits), tools)
+        raise Refused(
+            400, f"logprobs must be at most {MAX_TOP_LOGPROBS}, got {top}", "top_logprobs"
+        )
+    return top
+
+
+def log_unknown(body: dict, where: str) -> None:
+    """Name the fields that are left, each once: they change nothing."""
+    for name in body:
+        line = f"serve: a client sends {where}{name[:80]!r}, which is not known and changes nothing"
+        if name not in WITHOUT_EFFECT and line not in logged and len(logged) < MAX_LOGGED:
+            logged.add(line)
+            print(printable(line), file=sys.stderr, flush=True)
 
 
 def read_object(raw: bytes) -> dict:
@@ -136,21 +233,28 @@ def take(body: dict, name: str, kind: type, default: Any) -> Any:
 def conversation(messages: Any) -> list[dict]:
     """Return the messages as every other script reads them: content and calls as one text."""
     if not isinstance(messages, list) or not messages:
-        raise Refused(400, f"messages must be a list of messages, got {messages!r:.80}", "messages")
+        what = f"messages must be a list of messages, got {messages!r:.80}"
+        raise Refused(400, what, "messages")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(400, f"message {i} must be an object with a role, got {message!r:.80}", "messages")
-        others = {k for k, v in message.items() if k not in MESSAGE and v not in (None, [], {})}
-        if others:
-            raise Refused(400, f"message {i}: {min(others)!r:.80} is not supported", "messages")
+            what = f"message {i} must be an object with a role, got {message!r:.80}"
+            raise Refused(400, what, "messages")
+        for key, kind in {"tool_calls": list, "name": str, "tool_call_id": str}.items():
+            if not isinstance(message.get(key), kind | None):
+                what = f"message {i}: {key} must be of type {kind.__name__}"
+                raise Refused(400, f"{what}, got {message[key]!r:.80}", "messages")
+        log_unknown({key: None for key in message if key not in MESSAGE}, "messages[].")
+    known = [{key: one for key, one in m.items() if key in MESSAGE[:6]} for m in messages]
     try:
-        return turns_at("messages", {"messages": messages})
+        return turns_at("messages", {"messages": known})
     except BadRow as problem:
         raise Refused(400, f"messages: {problem}", "messages") from None
 
 
 def is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    function = (
+        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    )
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
@@ -159,7 +263,11 @@ def texts_or_ids(prompt: Any) -> list[str] | list[list[int]]:
     prompt = "" if prompt is None else prompt
     listed = prompt if isinstance(prompt, list) and prompt and not is_ids(prompt) else [prompt]
     if not (all(isinstance(one, str) for one in listed) or all(is_ids(one) for one in listed)):
-        raise Refused(400, "prompt must be a text, a list of texts, token ids or a list of lists of them", "prompt")
+        raise Refused(
+            400,
+            "prompt must be a text, a list of texts, token ids or a list of lists of them",
+            "prompt",
+        )
     return listed
 
 
@@ -169,149 +277,210 @@ def is_ids(value: Any) -> bool:
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
-    if not isinstance(stops, tuple) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise Refused(400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop")
+    if (
+        not isinstance(stops, tuple)
+        or len(stops) > MAX_STOPS
+        or not all(isinstance(s, str) and s for s in stops)
+    ):
+        raise Refused(
+            400, f"stop must be a text or at most {MAX_STOPS} texts, got {stop!r:.80}", "stop"
+        )
     return stops
 
 
-def encode(tokenizer: Tokenizer, asked: Asked, system: str) -> list[list[int]]:
-    """Return the ids of each prompt. Raise Refused."""
+def encode(
+    tokenizer: Tokenizer, renderer: Renderer | None, asked: ParsedRequest, system: str
+) -> list[list[int]]:
+    """Return the ids of each prompt. renderer: of a foreign chat template. Raise Refused."""
     try:
-        if asked.chat:
-            prompts = (with_tools(messages, system, asked.tools) for messages in asked.prompts)
-            return [prompt_ids(tokenizer, True, system, messages) for messages in prompts]
-        return [begin_prompt(tokenizer, one) if isinstance(one, str) else one for one in asked.prompts]
+        if not asked.chat:
+            return [begin_prompt(tokenizer, p) if isinstance(p, str) else p for p in asked.prompts]
+        messages = with_tools(asked.prompts[0], system, asked.tools)
+        messages = begin_with(system, messages)
+        settings = template_settings(tokenizer, asked.template_settings)
+        if renderer:
+            return [renderer.render(messages, settings)]
+        return [tokenizer.render(messages, add_generation_prompt=True)[0]]
     except UserError as error:
-        raise Refused(400, str(error).partition(": ")[2], "messages" if asked.chat else "prompt") from None
+        where = "messages" if asked.chat else "prompt"
+        raise Refused(400, str(error).partition(": ")[2], where) from None
+
+
+def template_settings(tokenizer: Tokenizer, asked: dict) -> dict:
+    """Return the tokenizer's settings of its template, and those asked for that it reads."""
+    reads = tokenizer.template.reads if tokenizer.foreign_template else ()
+    plain = str | bool | int | float | None
+    known = {key: one for key, one in asked.items() if key in reads and isinstance(one, plain)}
+    log_unknown({key: None for key in asked if key not in known}, "chat_template_kwargs.")
+    return tokenizer.template_settings | known
 
 
 def with_tools(messages: list[dict], system: str, tools: list[dict]) -> list[dict]:
     own = messages[0]["role"] == "system"
-    return with_system(messages, {"system": "" if own else system, "tools": tools}) if tools else messages
+    return (
+        with_system(messages, {"system": "" if own else system, "tools": tools})
+        if tools
+        else messages
+    )
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------
+# ---- answers ------------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A token with log-probabilities."""
+
+    id: int
+    logprobs: dict[int, float] | None  # of the token and the likeliest; None = nothing precedes it
+    begin: int  # characters of the text before it
 
 
 class Choice:
     """A choice of an answer, as its tokens come."""
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked, index: int) -> None:
-        self.tokenizer, self.asked, self.index = tokenizer, asked, index
+    def __init__(
+        self, tokenizer: Tokenizer, asked: ParsedRequest, index: int, request: Request
+    ) -> None:
+        self.tokenizer, self.asked, self.index, self.request = tokenizer, asked, index, request
+        self.decoder = StreamDecoder(tokenizer)
+        self.n_decoded = 0  # characters of all tokens so far
+        self.n_shown = 0  # of them, those that were shown
         self.texts: list[str] = []
-        self.found: list[dict[int, float] | None] = []  # log-probabilities of the tokens that are shown
+        self.thoughts: list[str] = []
+        self.shown: list[Position] = []
+        self.pending: list[Position] = []  # of tokens whose text is not shown yet
         self.finish: str | None = None
+        prompt_end = tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
+        self.thinker = (
+            ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if asked.chat else None
+        )
         self.caller = CallReader() if asked.tools else None
         self.calls: list[dict] = []
 
-    def push(self, token: Token, logprobs: dict[int, float], is_stop: bool) -> dict | None:
-        """Take a token; return what a stream says of it, None = nothing yet."""
-        text = token.text
+    def push(self, token: Token, logprobs: dict[int, float], ends: bool) -> dict | None:
+        """Take a token; return what a stream says of it, None = nothing yet.
+
+        ends: whether the token is an id that ends the text and is no part of it."""
+        text, thoughts, last = token.text, "", bool(token.finish)
+        found = self.echo() if not self.texts else []
+        echoed = (
+            self.tokenizer.decode(self.request.ids) if self.asked.echo and not self.texts else ""
+        )
+        if self.asked.scores_only:
+            text = ""
+        else:
+            found += self.positions(token, logprobs, ends)
+        if self.caller and self.call_mark(token.id):
+            text = self.call_mark(token.id) + text
+        if self.thinker:
+            thoughts, text = self.thinker.push(text, last)
         if self.caller:
-            text, self.calls = self.caller.push(text, bool(token.finish))
+            text, self.calls = self.caller.push(text, last)
+        text = echoed + text
         self.texts.append(text)
+        self.thoughts.append(thoughts)
+        self.shown += found
         self.finish = "tool_calls" if self.calls else token.finish or None
-        found = [logprobs] if self.asked.params.logprobs >= 0 and not is_stop else []
-        self.found += found
-        if not text and not found and not token.finish:
+        if not text and not thoughts and not found and not last:
             return None
         if self.asked.chat:
+            delta = {"content": text} if text or found and not thoughts else {}
+            delta |= {"reasoning_content": thoughts} if thoughts else {}
             calls = [{"index": i, **call} for i, call in enumerate(self.calls)]
-            delta = ({"content": text} if text or found else {}) | ({"tool_calls": calls} if calls else {})
-            body = {"delta": delta}
+            body = {"delta": delta | ({"tool_calls": calls} if calls else {})}
         else:
             body = {"text": text}
-        return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
+        return self.described(body, found)
 
-    def whole(self, prompt: str = "", prompt_logprobs: list[dict[int, float] | None] | None = None) -> dict:
-        """Return the finished choice. prompt: that is repeated before it."""
-        text = prompt + "".join(self.texts)
+    def call_mark(self, token: int) -> str:
+        """Return the name of a special token that begins a call: as one, it has no text."""
+        special = token in self.tokenizer.special_ids and self.asked.params.skip_special_tokens
+        name = self.tokenizer.decode([token]) if special else ""
+        return name if name in CallReader.MARKS else ""
+
+    def echo(self) -> list[Position]:
+        """Return the positions of the prompt, if it is repeated before the answer."""
+        if not self.asked.echo:
+            return []
+        ids, found = self.request.ids, []
+        scored = self.request.prompt_logprobs if self.asked.params.logprobs >= 0 else []
+        for token, logprobs in zip(ids, scored, strict=False):
+            found.append(Position(token, logprobs, self.n_decoded))
+            is_special = token in self.tokenizer.special_ids
+            name = self.tokenizer.decode([token]) if is_special else self.decoder.push(token)
+            self.n_decoded += len(name)
+        self.n_decoded = self.n_shown = len(self.tokenizer.decode(ids))
+        self.decoder = StreamDecoder(self.tokenizer)
+        return found
+
+    def positions(self, token: Token, logprobs: dict[int, float], ends: bool) -> list[Position]:
+        """Return the positions of tokens whose text is shown now, not those of a stop string."""
+        self.n_shown += len(token.text)
+        if self.asked.params.logprobs < 0:
+            return []
+        if not ends:
+            self.pending.append(Position(token.id, logprobs, self.n_decoded))
+            self.n_decoded += len(self.text_of(token.id))
+        n = sum(position.begin < self.n_shown for position in self.pending)
+        is_cut = token.finish == "stop" and not ends
+        if token.finish and not is_cut:
+            n = len(self.pending)
+        found, self.pending = self.pending[:n], self.pending[n:]
+        return found
+
+    def text_of(self, token: int) -> str:
+        if token >= self.tokenizer.vocab_size:
+            return ""
+        if token in self.tokenizer.special_ids and not self.asked.params.skip_special_tokens:
+            return self.decoder.flush() + self.tokenizer.decode([token])
+        return self.decoder.push(token)
+
+    def whole(self) -> dict:
+        """Return the finished choice."""
+        text, thoughts = "".join(self.texts), "".join(self.thoughts)
+        if not self.asked.chat:
+            return self.described({"text": text}, self.shown)
         message = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if self.calls:
             message |= {"content": text or None, "tool_calls": self.calls}
-        body = {"message": message} if self.asked.chat else {"text": text}
-        found = [*(prompt_logprobs or []), *self.found]
-        return {"index": self.index, **body, "logprobs": self.logprobs(found), "finish_reason": self.finish}
+        return self.described({"message": message}, self.shown)
 
-    def logprobs(self, found: list[dict[int, float] | None]) -> dict | None:
-        k = self.asked.params.logprobs
-        if k < 0:
-            return None
+    def described(self, body: dict, found: list[Position]) -> dict:
+        logprobs = self.logprobs(found) if self.asked.params.logprobs >= 0 else None
+        return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
+
+    def logprobs(self, found: list[Position]) -> dict:
         if self.asked.chat:
-            entries = ([entry(self.tokenizer, *pair) for pair in one.items()] for one in found)
-            likeliest = ((list(one.items()), own) for one, own in zip(found, entries, strict=True))
-            return {"content": [own[0] | {"top_logprobs": top(pairs, own, k)} for pairs, own in likeliest]}
-        pairs = [[(piece(self.tokenizer, i), at_least(p)) for i, p in (one or {}).items()] for one in found]
-        tokens = [one[0][0] if one else "" for one in pairs]  # the chosen token stands first
+            return {"content": [self.chat_entry(position.logprobs) for position in found]}
+        tokens, own, likeliest = [], [], []
+        for token, logprobs, _ in found:
+            tokens.append(piece(self.tokenizer, token))
+            own.append(finite(logprobs[token]) if logprobs else None)
+            # The chosen token comes first; as the last key it wins over others of the same text.
+            pairs = reversed((logprobs or {}).items())
+            likeliest.append({piece(self.tokenizer, i): finite(p) for i, p in pairs} or None)
         return {
             "tokens": tokens,
-            "token_logprobs": [one[0][1] if one else None for one in pairs],
-            "top_logprobs": [dict(reversed(one)) or None for one in pairs],  # it wins over others of the same text
-            "text_offset": offsets(tokens),
+            "token_logprobs": own,
+            "top_logprobs": likeliest,
+            "text_offset": [position.begin for position in found],
         }
 
-
-class CallReader:
-    """Divides an answer that comes piece by piece into what is said and what is called. Three forms are calls, as the
-    templates of these models write them: <tool_call>{...}</tool_call> (Qwen, and our own), and a whole answer that is a
-    call (Llama 3) or a list of calls (Mistral). Text is held back as long as it may become a call."""
-
-    OPEN, CALL = "<tool_call>", re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>\s*|\Z)", re.S)
-
-    def __init__(self) -> None:
-        self.held, self.said = "", False
-
-    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
-        """Return (what is said, calls); calls come with the last piece only."""
-        self.held += text
-        if last:
-            return self.end()
-        if not self.said and self.held.lstrip()[:1] in ("", "{", "["):
-            return "", []
-        begun = (k for k in range(1, len(self.OPEN)) if self.held.endswith(self.OPEN[:k]))
-        at = self.held.find(self.OPEN) if self.OPEN in self.held else len(self.held) - max(begun, default=0)
-        text, self.held = self.held[:at], self.held[at:]
-        self.said |= bool(text)
-        return text, []
-
-    def end(self) -> tuple[str, list[dict]]:
-        said, head, called = self.held.partition(self.OPEN)
-        if head:
-            calls = [read_calls(one) for one in self.CALL.findall(head + called)]
-            rest = self.CALL.sub("", head + called)
-        else:
-            calls, said, rest = [] if self.said else [read_calls(self.held)], "", ""
-        if not calls or not all(calls) or rest:
-            return self.held, []
-        return said.rstrip(), [call for one in calls for call in one]
-
-
-def read_calls(text: str) -> list[dict]:
-    """Return the calls in a JSON object or list of them, [] if it is anything else."""
-    try:
-        found = loads(text.removeprefix("[TOOL_CALLS]"))
-    except ValueError:
-        return []
-    calls = []
-    for call in found if isinstance(found, list) else [found]:
-        name = call.get("name") if isinstance(call, dict) else None
-        arguments = call.get("arguments", call.get("parameters")) if isinstance(name, str) else None
-        if not isinstance(arguments, dict):
-            return []
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-    return calls
-
-
-def top(pairs: list[tuple[int, float]], entries: list[dict], k: int) -> list[dict]:
-    """Return the entries of the k likeliest of a token's ids: all but the chosen one, unless that is among them."""
-    order = sorted(range(len(pairs)), key=lambda i: pairs[i][1], reverse=True)
-    return [entries[i] for i in order[:k]]
+    def chat_entry(self, logprobs: dict[int, float]) -> dict:
+        """Return a token, the first of `logprobs`, and the k likeliest, among which it may be."""
+        entries = [entry(self.tokenizer, i, logprob) for i, logprob in logprobs.items()]
+        values = list(logprobs.values())
+        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        k = self.asked.params.logprobs
+        return entries[0] | {"top_logprobs": [entries[i] for i in order[:k]]}
 
 
 def entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
     raw = tokenizer.pieces.get(token, b"")
-    return {"token": raw.decode("utf-8", "replace"), "logprob": at_least(logprob), "bytes": list(raw)}
+    text = raw.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
@@ -323,16 +492,13 @@ def piece(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def at_least(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no -Infinity; OpenAI writes this
 
 
-def offsets(pieces: list[str]) -> list[int]:
-    ends = [0]
-    for text in pieces:
-        ends.append(ends[-1] + len(text))
-    return ends[:-1]
-
-
 def usage(n_prompt: int, n_new: int) -> dict:
-    return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_new,
+        "total_tokens": n_prompt + n_new,
+    }

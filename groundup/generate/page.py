@@ -1,5 +1,5 @@
-"""What the page of serve.py needs beside the API: its file with headers that let it load nothing else, and the rows of
-preferences that its comparisons leave.
+"""What the page of serve.py needs beside the API: its file with headers that let it load nothing
+else, and the rows of preferences that its comparisons leave.
 """
 
 import base64
@@ -20,7 +20,8 @@ WRITING = threading.Lock()  # two clicks at once
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers: only its own script and style run, and it talks to this server alone."""
+    """Return the page and its headers: only its own script and style run, and it talks to this
+    server alone."""
     page = PAGE.read_bytes()
     policy = (
         f"default-src 'none'; script-src 'sha256-{sha256(page, b'script')}'; "
@@ -29,32 +30,47 @@ def read_page() -> tuple[bytes, dict[str, str]]:
         "require-trusted-types-for 'script'; trusted-types 'none'"  # the browser refuses innerHTML
     )
     return page, {
-        "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
-    }  # fmt: skip
+    }
 
 
 def sha256(page: bytes, name: bytes) -> str:
-    """Return the hash of what stands in the page's only <script> or <style>, as a policy writes it."""
+    """Return the hash of what stands in the page's only <script> or <style>, as a policy writes
+    it."""
     (found,) = re.findall(rb"<%s>(.*?)</%s>" % (name, name), page, re.S)
     return base64.b64encode(hashlib.sha256(found).digest()).decode()
 
 
 def preference(raw: bytes, system: str) -> tuple[dict, str]:
-    """Return (row for the file, why training will pass it over or "") of a click: messages, two answers in the order in
-    which they stood, and which is better: 0, 1 or "tie", for which the reason is "tie". system: of the server, which
-    the models were given if the chat has none. Raise Refused if dpo.py could not read the row."""
+    """Return (row for the file, why training will pass it over or "") of a click: messages, two
+    answers in the order in which they stood, and which is better: 0, 1 or "tie", for which the
+    reason is "tie". system: of the server, which the models were given if the chat has none.
+    Raise Refused if dpo.py could not read the row."""
     body = read_object(raw)
-    messages, answers, better = conversation(body.get("messages")), take(body, "answers", list, []), body.get("better")
+    messages, answers, better = (
+        conversation(body.get("messages")),
+        take(body, "answers", list, []),
+        body.get("better"),
+    )
     if better not in (0, 1, "tie") or isinstance(better, bool):
         raise Refused(400, f"better must be 0, 1 or 'tie', got {better!r:.80}", "better")
     if len(answers) != 2 or not all(isinstance(answer, dict) for answer in answers):
-        raise Refused(400, "answers must be two objects with model, content and finish_reason", "answers")
+        raise Refused(
+            400, "answers must be two objects with model, content and finish_reason", "answers"
+        )
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     row = {"messages": messages}
-    for side, answer in zip(("chosen", "rejected"), answers[::-1] if better == 1 else answers, strict=True):
-        row |= {side: take(answer, "content", str, ""), f"{side}_model": take(answer, "model", str, "")[:200]}
+    for side, answer in zip(
+        ("chosen", "rejected"), answers[::-1] if better == 1 else answers, strict=True
+    ):
+        row |= {
+            side: take(answer, "content", str, ""),
+            f"{side}_model": take(answer, "model", str, "")[:200],
+        }
         row[f"{side}_finish_reason"] = take(answer, "finish_reason", str, "")[:20]
     row |= {"chosen_was_shown": ("first", "second")[better == 1], "time": int(time.time())}
     if better == "tie":
@@ -67,7 +83,8 @@ def preference(raw: bytes, system: str) -> tuple[dict, str]:
 
 
 def append(path: Path, row: dict) -> None:
-    """Add a row to a file of JSON lines. On a full disk nothing of it stays, so that the next row is a line."""
+    """Add a row to a file of JSON lines. On a full disk nothing of it stays, so that the next
+    row is a line."""
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
     with WRITING:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """From logits to tokens: sampling parameters, logit processors, the draw of a token, beam search.
 
-Pure functions on tensors, called by engine.py. Order and arithmetic are those of transformers, bit for bit: banned ids
--> repetition, frequency, presence penalty -> the argmax if temperature is 0, else temperature -> top_k -> top_p ->
-min_p -> a draw. Rows of a batch may have different parameters: each parameter is a tensor with one value per row, and a
-parameter that no row uses is skipped.
+Pure functions on tensors, called by engine.py. Order and arithmetic are those of transformers,
+bit for bit: banned ids -> repetition, frequency, presence penalty -> the argmax if temperature
+is 0, else temperature -> top_k -> top_p -> min_p -> a draw. Rows of a batch may have different
+parameters: each parameter is a tensor with one value per row, and a parameter that no row uses
+is skipped.
 """
 
 import math
@@ -22,7 +23,7 @@ INF = math.inf
 ID_LISTS = ("stop_token_ids", "eos_ids", "banned_ids")
 
 
-# ---- parameters -----------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class SamplingParams:
     min_p: float = 0.0  # only ids at least this times as likely as the likeliest
     presence_penalty: float = 0.0  # subtracted from the logit of every id in the output
     frequency_penalty: float = 0.0  # subtracted once for every time it is there
-    repetition_penalty: float = 1.0  # ids of prompt or output: positive logits are divided, negative ones multiplied
+    repetition_penalty: float = (
+        1.0  # ids of prompt or output: positive logits are divided, negative ones multiplied
+    )
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     stop_token_ids: frozenset[int] = frozenset()  # end a row even with ignore_eos
     eos_ids: frozenset[int] = frozenset()  # end a row; those of the tokenizer
@@ -57,9 +60,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            if not fits or (isinstance(value, bool) and kind is not bool):
-                raise UserError(f"sample: {field.name} must be of type {kind.__name__}, got {value!r}")
+            if kind is float and type(value) is int:
+                try:
+                    value = float(value)
+                except OverflowError:
+                    value = INF  # no range below takes it
+                object.__setattr__(self, field.name, value)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                what = f"must be of type {kind.__name__}, got {value!r}"
+                raise UserError(f"sample: {field.name} {what}")
         for name, fine, allowed in self._ranges():
             if not fine:
                 got = getattr(self, name)
@@ -87,28 +96,66 @@ class SamplingParams:
         several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
         for_beams = (self.length_penalty, self.early_stopping) != (1, "false")
         alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
-        # Logits divided by a temperature below 1e-6 could overflow float32.
+        # Logits divided or multiplied by more could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature < INF, "0 (greedy) or from 1e-6 up"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "from 0 to max_new_tokens",
+            ),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+                "0 (greedy) or from 1e-6 to 1e6",
+            ),
             ("top_k", self.top_k >= -1, "positive, or -1 or 0 for off"),
             *((name, 0 <= getattr(self, name) <= 1, "from 0 to 1") for name in ("top_p", "min_p")),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < INF, "above 0 (1 is off)"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "strings that are not empty"),
-            *((name, min(getattr(self, name), default=0) >= 0, "ids from 0 up") for name in ID_LISTS),
+            (
+                "repetition_penalty",
+                1e-6 <= self.repetition_penalty <= 1e6,
+                "from 1e-6 to 1e6 (1 is off)",
+            ),
+            (
+                "stop",
+                all(isinstance(s, str) and s for s in self.stop),
+                "strings that are not empty",
+            ),
+            *(
+                (name, min(getattr(self, name), default=0) >= 0, "ids from 0 up")
+                for name in ID_LISTS
+            ),
             ("n", self.n >= 1, "at least 1"),
-            ("best_of", self.best_of == 0 or self.best_of >= self.n, f"0 (as n) or at least n={self.n}"),
+            (
+                "best_of",
+                self.best_of == 0 or self.best_of >= self.n,
+                f"0 (as n) or at least n={self.n}",
+            ),
             ("best_of_by", self.best_of_by in ("sum", "mean"), "sum or mean"),
             ("num_beams", K >= 1, "at least 1"),
             ("length_penalty", -10 <= self.length_penalty <= 10, "from -10 to 10"),
-            ("early_stopping", self.early_stopping in ("false", "true", "never"), "false, true or never"),
-            *((name, getattr(self, name) >= -1, "-1 (off) or more") for name in ("logprobs", "prompt_logprobs")),
+            (
+                "early_stopping",
+                self.early_stopping in ("false", "true", "never"),
+                "false, true or never",
+            ),
+            *(
+                (name, getattr(self, name) >= -1, "-1 (off) or more")
+                for name in ("logprobs", "prompt_logprobs")
+            ),
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            ("temperature", K > 1 or self.temperature > 0 or self.n_samples == 1, f"above 0 for {several}"),
-            ("num_beams", K == 1 or alone, "1 unless temperature is 0 and best_of, stop and logprobs are off"),
+            (
+                "temperature",
+                K > 1 or self.temperature > 0 or self.n_samples == 1,
+                f"above 0 for {several}",
+            ),
+            (
+                "num_beams",
+                K == 1 or alone,
+                "1 unless temperature is 0 and best_of, stop and logprobs are off",
+            ),
             ("n", K == 1 or self.n <= K, f"at most num_beams={K}"),
             ("num_beams", K > 1 or not for_beams, "above 1 for length_penalty and early_stopping"),
         ]
@@ -117,16 +164,24 @@ class SamplingParams:
 class RowParams:
     """Parameters of the rows of a batch, each a tensor (B, 1), or None if no row uses it."""
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.params, self.device = list(params), device
         held = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
         for p, ids in zip(params, held, strict=True):
             for name in ID_LISTS:
                 if max(getattr(p, name), default=-1) >= vocab_size:
-                    raise UserError(f"sample: {name} has id {max(getattr(p, name))}, the model has {vocab_size=}")
+                    raise UserError(
+                        f"sample: {name} has id {max(getattr(p, name))}, the model has {vocab_size=}"
+                    )
             if len(ids.union(p.banned_ids)) == vocab_size:
-                raise UserError(f"sample: banned_ids and the stop ids leave none of the {vocab_size} ids of the model")
-        banned = [row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids]  # never, in (B * V,)
+                raise UserError(
+                    f"sample: banned_ids and the stop ids leave none of the {vocab_size} ids of the model"
+                )
+        banned = [
+            row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids
+        ]  # never, in (B * V,)
         self.banned = torch.tensor(banned, device=device) if banned else None
         self.held = self._mask(held, vocab_size)  # not before min_new_tokens
         self.draws = [p.temperature > 0 for p in params]
@@ -139,7 +194,8 @@ class RowParams:
         self.temperature = self._column([float(p.temperature) for p in rows], 1)
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else 0 for p in rows]
         self.largest_k, self.top_k = max(top_k), self._column(top_k, 0)
-        # 1 - top_p in double precision, as transformers has it; no cumulative probability is -1 or less.
+        # 1 - top_p in double precision, as transformers has it; no cumulative probability is -1 or
+        # less.
         self.tail = self._column([1 - p.top_p if p.top_p < 1 else -1.0 for p in rows], -1)
         self.min_p = self._column([p.min_p for p in rows], 0)
 
@@ -159,16 +215,20 @@ class RowParams:
         return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
 
 
-# ---- processors and the choice --------------------------------------------------------------------------------------
+# ---- processors and the choice -------------------------------------------------------------------
 
 
 class Seen:
-    """Tokens seen so far, for penalties: counts (B, V) int32 in the output, present (B, V) bool in prompt or output."""
+    """Tokens seen so far, for penalties: counts (B, V) int32 in the output, present (B, V) bool
+    in prompt or output."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu",
+        self,
+        prompts: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
         outputs: Sequence[Sequence[int]] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
         self.present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
         for row, ids in enumerate(prompts):
@@ -190,14 +250,19 @@ class Seen:
 
 
 def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int] | int) -> Tensor:
-    """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out: output tokens of each row, or of all.
+    """Return logits (B, V) float32 with penalties, banned ids at -inf. n_out: output tokens of each
+    row, or of all.
 
     Penalties as in arXiv:1909.05858 (repetition) and the OpenAI API (frequency, presence)."""
     x = logits.float()
     if rows.banned is not None:
-        x = x.flatten().index_fill(0, rows.banned, -INF).view_as(x)  # on a CPU a tenth of masked_fill's time
+        x = (
+            x.flatten().index_fill(0, rows.banned, -INF).view_as(x)
+        )  # on a CPU a tenth of masked_fill's time
     if rows.held is not None and rows.min_new_tokens is not None:
-        n_out = torch.as_tensor(n_out, device=x.device).view(-1, 1)  # not always: the copy waits for a GPU
+        n_out = torch.as_tensor(n_out, device=x.device).view(
+            -1, 1
+        )  # not always: the copy waits for a GPU
         x = x.masked_fill(rows.held & (n_out < rows.min_new_tokens), -INF)
     if rows.repetition is not None:
         penalized = torch.where(x < 0, x * rows.repetition, x / rows.repetition)
@@ -220,14 +285,17 @@ def scale(logits: Tensor, rows: RowParams) -> Tensor:
 
 
 def keep_likeliest(logits: Tensor, rows: RowParams) -> Tensor:
-    """Return logits (B, V) divided by the temperature, -inf for the ids that top_k, then top_p, then min_p remove."""
+    """Return logits (B, V) divided by the temperature, -inf for the ids that top_k, then top_p,
+    then min_p remove."""
     return confine(scale(logits, rows), rows.tail, rows.min_p)
 
 
 def confine(x: Tensor, tail: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Return logits x (B, V), -inf for the ids that top_p, then min_p remove. tail (B, 1): 1 - top_p.
+    """Return logits x (B, V), -inf for the ids that top_p, then min_p remove. tail (B, 1): 1 -
+    top_p.
 
-    top_p keeps the smallest set of likeliest ids that reaches it (arXiv:1904.09751); min_p: arXiv:2407.01082."""
+    top_p keeps the smallest set of likeliest ids that reaches it (arXiv:1904.09751); min_p:
+    arXiv:2407.01082."""
     if tail is not None:
         x = x.masked_fill(outside_nucleus(x, tail), -INF)
     if min_p is not None:
@@ -237,8 +305,11 @@ def confine(x: Tensor, tail: Tensor | None, min_p: Tensor | None) -> Tensor:
 
 
 def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
-    """Return (B, V) bool: the least likely ids of a row, with a total probability of at most tail (B, 1); never all."""
-    if logits.device.type == "cpu":  # where numpy sorts values 35 times as fast as torch sorts values and indices
+    """Return (B, V) bool: the least likely ids of a row, with a total probability of at most
+    tail (B, 1); never all."""
+    if (
+        logits.device.type == "cpu"
+    ):  # where numpy sorts values 35 times as fast as torch sorts values and indices
         ascending = torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1))
         n_out = (ascending.softmax(dim=-1).cumsum(dim=-1) <= tail).sum(dim=-1, keepdim=True)
         n_out = n_out.clamp(max=logits.shape[-1] - 1)
@@ -253,15 +324,18 @@ def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with temperature > 0.
+    """Return token ids (B,) int64. logits (B, V): of process(); generators: one for each row with
+    temperature > 0.
 
-    The argmax of p / Exponential(1) is distributed as p (the exponential race). torch.multinomial would take one
-    generator for all rows and make the CPU wait for the GPU."""
+    The argmax of p / Exponential(1) is distributed as p (the exponential race).
+    torch.multinomial would take one generator for all rows and make the CPU wait for the GPU."""
     if not any(rows.draws):
         return logits.argmax(dim=-1)
     x = scale(logits, rows)
     if x.device.type == "cpu":
-        tail, min_p = ([None] * len(x) if t is None else t.split(1) for t in (rows.tail, rows.min_p))
+        tail, min_p = (
+            [None] * len(x) if t is None else t.split(1) for t in (rows.tail, rows.min_p)
+        )
         each = zip(x.split(1), tail, min_p, generators, rows.draws, strict=True)
         tokens = torch.tensor([draw_on_cpu(*row) if draws else -1 for *row, draws in each])
     else:
@@ -270,7 +344,9 @@ def choose(logits: Tensor, rows: RowParams, generators: Sequence[torch.Generator
     return tokens if all(rows.draws) else torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
 
 
-def exponential(like: Tensor, draws: list[bool], generators: Sequence[torch.Generator | None]) -> Tensor:
+def exponential(
+    like: Tensor, draws: list[bool], generators: Sequence[torch.Generator | None]
+) -> Tensor:
     """Return (B, V) float32 exponential noise, each row that draws from its own generator."""
     noise = torch.ones_like(like)
     for row in (row for row, draw in enumerate(draws) if draw):
@@ -278,15 +354,19 @@ def exponential(like: Tensor, draws: list[bool], generators: Sequence[torch.Gene
     return noise
 
 
-def draw_on_cpu(x: Tensor, tail: Tensor | None, min_p: Tensor | None, generator: torch.Generator) -> int:
-    """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`. A row fits into the CPU's
-    cache, a batch does not.
+def draw_on_cpu(
+    x: Tensor, tail: Tensor | None, min_p: Tensor | None, generator: torch.Generator
+) -> int:
+    """Return an id drawn from those of x (1, V) that top_p and min_p keep, see `confine`. A row
+    fits into the CPU's cache, a batch does not.
 
-    If the winner among all ids is kept, it also is the winner among those that are kept. So the ids are sorted only if
-    it is not, or so close to the edge of those that rounding decides."""
+    If the winner among all ids is kept, it also is the winner among those that are kept. So the
+    ids are sorted only if it is not, or so close to the edge of those that rounding decides."""
     probs = x.softmax(dim=-1)
     # exponential_ on CPU takes the logarithms one by one: 15 ns each, this way 5.
-    noise = torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator).log_().neg_().float()
+    noise = (
+        torch.empty_like(x, dtype=torch.float64).uniform_(generator=generator).log_().neg_().float()
+    )
     token = (probs / noise).argmax().item()
     p, kept = probs[0, token].item(), True
     if tail is not None:  # the others as likely or likelier have less than top_p
@@ -297,16 +377,20 @@ def draw_on_cpu(x: Tensor, tail: Tensor | None, min_p: Tensor | None, generator:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise UserError for a row of logits (B, V) without a likeliest id: NaN, +inf, or -inf everywhere.
+    """Raise UserError for a row of logits (B, V) without a likeliest id: NaN, +inf, or -inf
+    everywhere.
 
     choose() does not look: it would have to wait for the device at every token."""
     bad = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise UserError(f"sample: the logits of row {bad[0]} are not finite; try dtype=float32, or other weights")
+        raise UserError(
+            f"sample: the logits of row {bad[0]} are not finite; try dtype=float32, or other weights"
+        )
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits (B, V) of the model, chosen (B,) int64 -> ids (B, 1 + k) and their log-probabilities, float32.
+    """logits (B, V) of the model, chosen (B,) int64 -> ids (B, 1 + k) and their log-probabilities,
+    float32.
 
     Column 0 is the chosen id, the others are the k highest (at most V), highest first."""
     logps = logits.float().log_softmax(dim=-1)
@@ -315,7 +399,7 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     return torch.cat([chosen, ids], dim=1), torch.cat([logps.gather(1, chosen), values], dim=1)
 
 
-# ---- beam search ----------------------------------------------------------------------------------------------------
+# ---- beam search ---------------------------------------------------------------------------------
 
 
 class Beam(NamedTuple):
@@ -332,16 +416,21 @@ class Beams:
             tokens, parents = beams.advance(logits)  # then copy row parents[i] of the cache to row i, feed tokens[i]
         beams.finished                               # at most K, the best first
 
-    Processors act on log-probabilities, as in transformers, so repetition_penalty always multiplies. The search ends
-    with K finished beams if none that runs could get a better score than the worst of them. early_stopping says what
-    it could get: "false" its score at its present length, "never" that at its full length if length_penalty favours
-    long ones; with "true" K finished beams are enough. One beam would not be greedy search: it may pass over an end.
-    """
+    Processors act on log-probabilities, as in transformers, so repetition_penalty always
+    multiplies. The search ends with K finished beams if none that runs could get a better score
+    than the worst of them. early_stopping says what it could get: "false" its score at its
+    present length, "never" that at its full length if length_penalty favours long ones; with
+    "true" K finished beams are enough. One beam would not be greedy search: it may pass over an
+    end."""
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, limit: int, vocab_size: int,
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        limit: int,
+        vocab_size: int,
         device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         K = params.num_beams
         self.params, self.limit, self.n_out = params, limit, 0
         self.rows = RowParams([params] * K, vocab_size, device)
@@ -352,24 +441,30 @@ class Beams:
         self.ended = False
 
     def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits (K, V) of the model -> tokens (K,) int64 and parents (K,): the row that each continues."""
+        """logits (K, V) of the model -> tokens (K,) int64 and parents (K,): the row that each
+        continues."""
         params, (K, V) = self.params, logits.shape
         logps = process(logits.float().log_softmax(dim=-1), self.rows, self.seen, self.n_out)
         sums = torch.tensor([beam.logprob for beam in self.running], device=logits.device)
-        # Of this many candidates at least K go on, whatever number of the others end with a stop id.
+        # Of this many candidates at least K go on, whatever number of the others end with a stop
+        # id.
         width = min(max(2, 1 + len(params.stop_ids)), V) * K
         found = (logps + sums.unsqueeze(1)).flatten().topk(width)  # likeliest first
         self.n_out += 1
         divisor = self.n_out**params.length_penalty
         go_on: list[tuple[int, Beam]] = []  # with their parents
-        for rank, (total, at) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True)):
+        for rank, (total, at) in enumerate(
+            zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        ):
             parent, token = divmod(at, V)
             ends = token in params.stop_ids or self.n_out == self.limit
             if (ends and rank < K and total > -INF) or (not ends and len(go_on) < K):
                 beam = Beam([*self.running[parent].ids, token], total / divisor, total)
                 self.finished.append(beam) if ends else go_on.append((parent, beam))
         self.finished = sorted(self.finished, key=lambda beam: beam.score, reverse=True)[:K]
-        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (K - len(go_on))  # where there are no more texts
+        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (
+            K - len(go_on)
+        )  # where there are no more texts
         self.running = [beam for _, beam in go_on]
         self.ended = self.n_out == self.limit or self._no_better()
         tokens = torch.tensor([beam.ids[-1] for beam in self.running], device=logits.device)
@@ -386,4 +481,7 @@ class Beams:
             return best == -INF
         hopes_for_length = params.early_stopping == "never" and params.length_penalty > 0
         length = self.limit if hopes_for_length else self.n_out
-        return params.early_stopping == "true" or best / length**params.length_penalty <= self.finished[-1].score
+        return (
+            params.early_stopping == "true"
+            or best / length**params.length_penalty <= self.finished[-1].score
+        )

@@ -1,15 +1,18 @@
 """Multiple choice: a model chooses the answer that it finds likeliest.
 
-    evaluate_choices(model, tokenizer, "mmlu", "mmlu_data", shots=5, ...) -> accuracies, and a record of each question
+    evaluate_choices(model, tokenizer, "mmlu", "mmlu_data", shots=5, ...) -> accuracies, and a
+    record of each question
 
     mmlu cmmlu ceval                a directory of the publishers' CSV files: dev/ has the examples, test/ the questions
-                                    (C-Eval: val/, since the answers of its test/ are secret); an answer is a letter
-    mmlu_text cmmlu_text ceval_text the same questions without the list of answers; an answer is its text
+                                    (C-Eval: val/, since the answers of its test/ are secret); an
+                                    answer is a letter
+    mmlu_text cmmlu_text ceval_text the same questions without the list of answers; an answer is its
+    text
 
-Prompts, scored tokens and measures are those of lm-eval 0.4 (mmlu, mmlu_continuation, cmmlu, ceval-valid), with the
-examples in the order of their file. lm-eval has no cmmlu_text and ceval_text: they follow mmlu_text. subjects.json
-holds the prompts, the subjects' names in them, and the publishers' groups of subjects (MMLU counts anatomy under other,
-not STEM).
+Prompts, scored tokens and measures are those of lm-eval 0.4 (mmlu, mmlu_continuation, cmmlu,
+ceval-valid), with the examples in the order of their file. lm-eval has no cmmlu_text and
+ceval_text: they follow mmlu_text. subjects.json holds the prompts, the subjects' names in them,
+and the publishers' groups of subjects (MMLU counts anatomy under other, not STEM).
 """
 
 import json
@@ -55,42 +58,69 @@ class Subject(NamedTuple):
 
 
 def evaluate_choices(
-    model: Transformer, tokenizer: Tokenizer, task: str, directory: str, shots: int, batch_size: int,
-    device: torch.device, dtype: torch.dtype, limit: int = 0, block_size: int = 0,
-) -> dict:  # fmt: skip
-    """Return {task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes, records}. All ranks call
-    this and get the result. limit: first questions of each subject, 0 = all.
+    model: Transformer,
+    tokenizer: Tokenizer,
+    task: str,
+    directory: str,
+    shots: int,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    limit: int = 0,
+    block_size: int = 0,
+) -> dict:
+    """Return {task, shots, overall, groups, subjects, subject_mean, fewer_shots, cut, notes,
+    records}. All ranks call this and get the result. limit: first questions of each subject, 0 =
+    all.
 
-    Each score is {n, chance, acc, acc_stderr}. If answers are texts, acc goes by their log-probability, acc_norm by
-    that per character, acc_bytes by that per byte of UTF-8. overall and groups average over questions, subject_mean
-    over subjects, as CMMLU and C-Eval publish it. A prompt that does not fit in block_size (0 = the model's) gets fewer
-    examples (fewer_shots questions), and without examples loses its beginning (cut questions)."""
+    Each score is {n, chance, acc, acc_stderr}. If answers are texts, acc goes by their
+    log-probability, acc_norm by that per character, acc_bytes by that per byte of UTF-8. overall
+    and groups average over questions, subject_mean over subjects, as CMMLU and C-Eval publish
+    it. A prompt that does not fit in block_size (0 = the model's) gets fewer examples
+    (fewer_shots questions), and without examples loses its beginning (cut questions)."""
     size = min(block_size or model.cfg.block_size, model.cfg.block_size)
     subjects, notes = read_task(task, directory, shots)
     records = []
     for subject in subjects:
         questions = subject.questions[: limit or None]
         prompts = [fitted(tokenizer, subject, question, shots, size) for question in questions]
-        scored = iter(score_tokens(model, [row for rows, *_ in prompts for row in rows], batch_size, device, dtype))
+        scored = iter(
+            score_tokens(
+                model, [row for rows, *_ in prompts for row in rows], batch_size, device, dtype
+            )
+        )
         for question, (rows, n_shots, n_cut) in zip(questions, prompts, strict=True):
             logprobs = [-next(scored).nats for _ in rows]
             if not all(map(math.isfinite, logprobs)):
-                raise UserError(f"choices: {question.where}: log-probabilities {logprobs}: the weights are damaged")
+                raise UserError(
+                    f"choices: {question.where}: log-probabilities {logprobs}: the weights are damaged"
+                )
             lengths = {"acc": [1] * len(rows)}
             if task not in QUESTIONS:
                 lengths["acc_norm"] = [len(answer) for answer in question.answers]
                 lengths["acc_bytes"] = [len(answer.encode()) for answer in question.answers]
             records.append({
-                "subject": subject.name, "where": question.where, "logprobs": logprobs, "right": question.right,
-                "chosen": {measure: likeliest(logprobs, units) for measure, units in lengths.items()},
-                "shots": n_shots, "cut_tokens": n_cut,
-            })  # fmt: skip
+                "subject": subject.name,
+                "where": question.where,
+                "logprobs": logprobs,
+                "right": question.right,
+                "chosen": {
+                    measure: likeliest(logprobs, units) for measure, units in lengths.items()
+                },
+                "shots": n_shots,
+                "cut_tokens": n_cut,
+            })
     groups = subjects_file()[task.removesuffix("_text")]["groups"]
-    return {"task": task, "shots": shots} | summary(records, groups, shots) | {"notes": notes, "records": records}
+    return (
+        {"task": task, "shots": shots}
+        | summary(records, groups, shots)
+        | {"notes": notes, "records": records}
+    )
 
 
 def likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:
-    """Return the index of the highest log-probability per unit of length; an empty answer has length 1."""
+    """Return the index of the highest log-probability per unit of length; an empty answer has
+    length 1."""
     rates = [logprob / max(1, length) for logprob, length in zip(logprobs, lengths, strict=True)]
     return rates.index(max(rates))
 
@@ -100,11 +130,16 @@ def summary(records: Sequence[dict], groups: dict[str, list[str]], shots: int) -
     subjects: dict[str, list[dict]] = {}
     for found in records:
         subjects.setdefault(found["subject"], []).append(found)
-    of_group = {name: [r for r in records if r["subject"] in members] for name, members in groups.items()}
+    of_group = {
+        name: [r for r in records if r["subject"] in members] for name, members in groups.items()
+    }
     of_subject = {name: scores(found) for name, found in subjects.items()}
     return {
         "overall": scores(records),
-        "subject_mean": {m: sum(s[m] for s in of_subject.values()) / len(of_subject) for m in records[0]["chosen"]},
+        "subject_mean": {
+            m: sum(s[m] for s in of_subject.values()) / len(of_subject)
+            for m in records[0]["chosen"]
+        },
         "groups": {name: scores(found) for name, found in of_group.items() if found},
         "subjects": of_subject,
         "fewer_shots": sum(r["shots"] < shots for r in records),
@@ -119,17 +154,27 @@ def scores(records: Sequence[dict]) -> dict:
     for measure in records[0]["chosen"]:
         p = sum(r["chosen"][measure] == r["right"] for r in records) / n
         # the sample variance of n values of 0 and 1 with mean p is p (1 - p) n / (n - 1)
-        found |= {measure: p, f"{measure}_stderr": math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None}
+        found |= {
+            measure: p,
+            f"{measure}_stderr": math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None,
+        }
     return found
 
 
-def fitted(tokenizer: Tokenizer, subject: Subject, question: Question, shots: int, size: int) -> tuple[list, int, int]:
-    """Return (answer_rows of a question with as many examples as fit in `size`, their number, tokens cut from the
-    beginning of the longest row). The model does not read a row's last id. Raise UserError if an answer alone does not
-    fit."""
+def fitted(
+    tokenizer: Tokenizer, subject: Subject, question: Question, shots: int, size: int
+) -> tuple[list, int, int]:
+    """Return (answer_rows of a question with as many examples as fit in `size`, their number,
+    tokens cut from the beginning of the longest row). The model does not read a row's last id.
+    Raise UserError if an answer alone does not fit."""
     for n in range(shots, -1, -1):
-        shown = [f"{example.text} {example.answers[example.right]}\n\n" for example in subject.examples[:n]]
-        rows = answer_rows(tokenizer, subject.intro + "".join(shown) + question.text, question.answers)
+        shown = [
+            f"{example.text} {example.answers[example.right]}\n\n"
+            for example in subject.examples[:n]
+        ]
+        rows = answer_rows(
+            tokenizer, subject.intro + "".join(shown) + question.text, question.answers
+        )
         over = max(len(ids) for ids, _ in rows) - (size + 1)
         if over <= 0:
             return rows, n, 0
@@ -141,29 +186,38 @@ def fitted(tokenizer: Tokenizer, subject: Subject, question: Question, shots: in
     return [(ids[cut:], first - cut) for (ids, first), cut in zip(rows, cuts, strict=True)], 0, over
 
 
-def answer_rows(tokenizer: Tokenizer, context: str, answers: Sequence[str]) -> list[tuple[list[int], int]]:
-    """Return (ids of context and answer, where the answer begins). As in lm-eval the text is tokenized as a whole,
-    since an answer's first token depends on what precedes it; white space after the context belongs to the answer."""
+def answer_rows(
+    tokenizer: Tokenizer, context: str, answers: Sequence[str]
+) -> list[tuple[list[int], int]]:
+    """Return (ids of context and answer, where the answer begins). As in lm-eval the text is
+    tokenized as a whole, since an answer's first token depends on what precedes it; white space
+    after the context belongs to the answer."""
     first = len(begin_prompt(tokenizer, context.rstrip()))
     rows = [begin_prompt(tokenizer, f"{context} {answer}") for answer in answers]
-    return [(ids, min(first, len(ids) - 1)) for ids in rows]  # a merge over the border may leave the answer no token
+    return [
+        (ids, min(first, len(ids) - 1)) for ids in rows
+    ]  # a merge over the border may leave the answer no token
 
 
 def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str]]:
-    """Return the subjects of MMLU, CMMLU or C-Eval, one file each, with `shots` examples, and notes on what was
-    unusual."""
+    """Return the subjects of MMLU, CMMLU or C-Eval, one file each, with `shots` examples, and
+    notes on what was unusual."""
     exam = task.removesuffix("_text")
     split, words, notes, subjects = QUESTIONS[exam], subjects_file()[exam], defaultdict(list), []
     files = sorted(Path(path, split).glob("*.csv"))
     if not files:
-        raise UserError(f"choices: {task}: no {split}/*.csv in {path}; give the directory that holds dev and {split}")
+        raise UserError(
+            f"choices: {task}: no {split}/*.csv in {path}; give the directory that holds dev and {split}"
+        )
     for file in files:
         name = file.stem.removesuffix(f"_{split}")
         read = partial(read_questions, task=task, words=words, notes=notes)
         source = Path(path, "dev", file.name.replace(f"_{split}.csv", "_dev.csv"))
         examples = read(source) if shots and source.exists() else []
         if (n := len(examples)) < shots:
-            raise UserError(f"choices: {source} holds {n} examples, fewer than shots={shots}; give --shots={n} or less")
+            raise UserError(
+                f"choices: {source} holds {n} examples, fewer than shots={shots}; give --shots={n} or less"
+            )
         intro = words["letters_intro" if task == exam else "texts_intro"]
         title = words["names"].get(name, name.replace("_", " "))
         subjects.append(Subject(name, intro.format(title), examples[:shots], read(file)))
@@ -177,25 +231,36 @@ def subjects_file() -> dict[str, dict]:
     return json.loads(SUBJECTS_FILE.read_text(encoding="utf-8"))
 
 
-def read_questions(file: Path, task: str, words: dict, notes: dict[str, list[str]]) -> list[Question]:
-    """Return the questions of a subject. A row that cannot be understood is an error, since the accuracy over the
-    others would be another benchmark's."""
+def read_questions(
+    file: Path, task: str, words: dict, notes: dict[str, list[str]]
+) -> list[Question]:
+    """Return the questions of a subject. A row that cannot be understood is an error, since the
+    accuracy over the others would be another benchmark's."""
     exam = task.removesuffix("_text")
     columns, questions, encodings = COLUMNS[exam], [], set()
-    for row in readers.read_records(str(file), names=columns if exam == "mmlu" else ()):  # its files name no columns
+    for row in readers.read_records(
+        str(file), names=columns if exam == "mmlu" else ()
+    ):  # its files name no columns
         where = f"{file}:{row.line}"
         if row.problem:
             raise UserError(f"choices: {where}: {row.problem}: {' '.join(row.detail.split())}")
         if missing := [name for name in columns if name not in row.value]:
-            raise UserError(f"choices: {where}: no field {missing[0]!r}; there are {', '.join(map(repr, row.value))}")
+            raise UserError(
+                f"choices: {where}: no field {missing[0]!r}; there are {', '.join(map(repr, row.value))}"
+            )
         question, *texts, right = (row.value[name] for name in columns)
         if right.strip() not in LETTERS:  # as in splits with secret answers
-            raise UserError(f"choices: {where}: {columns[-1]} is {right!r}, not one of {', '.join(LETTERS)}")
+            raise UserError(
+                f"choices: {where}: {columns[-1]} is {right!r}, not one of {', '.join(LETTERS)}"
+            )
         if task == exam:
             options = [f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=True)]
             asked, answers = "\n".join([question.strip(), *options, words["answer"]]), LETTERS
         else:
-            asked, answers = f"{words['texts_question']}{question.strip()}\n{words['answer']}", tuple(texts)
+            asked, answers = (
+                f"{words['texts_question']}{question.strip()}\n{words['answer']}",
+                tuple(texts),
+            )
         questions.append(Question(asked, answers, LETTERS.index(right.strip()), where))
         encodings.add(row.encoding)
     if not questions:

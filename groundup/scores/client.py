@@ -1,4 +1,5 @@
-"""Requests to an OpenAI-compatible /chat/completions with the standard library alone, and a journal of the replies.
+"""Requests to an OpenAI-compatible /chat/completions with the standard library alone, and a journal
+of the replies.
 
 A request is repeated while the endpoint is busy or broken. A reply is on disk before it is used.
 """
@@ -46,27 +47,33 @@ class Reply(NamedTuple):
 
 
 def read_key(name: str) -> str:
-    """Return the key in the environment variable `name`, "" without a name. Raise UserError if it is not there."""
+    """Return the key in the environment variable `name`, "" without a name. Raise UserError if
+    it is not there."""
     key = os.environ.get(name, "").strip()
     if name and not key:
-        raise UserError(f"config: there is no environment variable {name!r} with a key, as api_key_env says")
+        raise UserError(
+            f"config: there is no environment variable {name!r} with a key, as api_key_env says"
+        )
     return key
 
 
 class Trouble(Exception):
-    """A failure that a retry may mend. args: what happened, seconds that the endpoint asks to wait."""
+    """A failure that a retry may mend. args: what happened, seconds that the endpoint asks to
+    wait."""
 
 
 class Unreachable(Trouble):
     """Nothing listens at the address, or there is no such address."""
 
 
-def ask_in_order(endpoint: Endpoint, prompts: Iterator[str], begin: int, most: int) -> Iterator[Reply]:
+def ask_in_order(
+    endpoint: Endpoint, prompts: Iterator[str], begin: int, most: int
+) -> Iterator[Reply]:
     """Yield the replies in the order of the prompts. Raise UserError when retries fail.
 
-    begin: number of the first request, which is sent alone: if nobody answers, there is no use in waiting. Then up to
-    `most` prompts are taken ahead, so that a slow reply does not hold up the others. Close early to cancel the rest.
-    """
+    begin: number of the first request, which is sent alone: if nobody answers, there is no use
+    in waiting. Then up to `most` prompts are taken ahead, so that a slow reply does not hold up
+    the others. Close early to cancel the rest."""
     waiting, numbered = deque(), enumerate(prompts, begin)
     pool = ThreadPoolExecutor(endpoint.parallel)
     try:
@@ -85,42 +92,61 @@ def ask_in_order(endpoint: Endpoint, prompts: Iterator[str], begin: int, most: i
 def ask(endpoint: Endpoint, prompt: str, name: str, is_first: bool = False) -> Reply:
     """Return the reply to one user message. Raise UserError if retries are used up or cannot help.
 
-    Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says. `name` is printed. is_first:
-    do not retry if nobody is there: the address may be wrong."""
+    Wait retry_wait * 2**attempt seconds before each retry, or as long as Retry-After says.
+    `name` is printed. is_first: do not retry if nobody is there: the address may be wrong."""
     rng = random.Random(name)  # so that threads that failed together do not retry together
-    body = {"model": endpoint.model, "messages": [{"role": "user", "content": prompt}], **endpoint.fields}
+    body = {
+        "model": endpoint.model,
+        "messages": [{"role": "user", "content": prompt}],
+        **endpoint.fields,
+    }
     for attempt in range(endpoint.max_retries + 1):
         try:
             return post(endpoint, json.dumps(body).encode())
         except Trouble as trouble:
             what, least_pause = trouble.args
             if is_first and isinstance(trouble, Unreachable):
-                raise UserError(f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url") from None
+                raise UserError(
+                    f"chat: {endpoint.base_url}: {what}; start the service, or mend base_url"
+                ) from None
         if attempt < endpoint.max_retries:
-            pause = min(max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT)
+            pause = min(
+                max(endpoint.retry_wait * 2**attempt * rng.uniform(0.5, 1), least_pause), MAX_WAIT
+            )
             tqdm.write(f"{name}: {what}; again in {pause:.1f} s", file=sys.stderr)
             time.sleep(pause)
     times = f"{endpoint.max_retries + 1} times"
-    raise UserError(f"chat: {endpoint.base_url}: {what}, {times}; give the same command when it answers again")
+    raise UserError(
+        f"chat: {endpoint.base_url}: {what}, {times}; give the same command when it answers again"
+    )
 
 
 def post(endpoint: Endpoint, body: bytes) -> Reply:
-    """Try once. Raise Trouble, or UserError for what a retry does not mend (a wrong key, model or address)."""
+    """Try once. Raise Trouble, or UserError for what a retry does not mend (a wrong key, model
+    or address)."""
     call = urllib.request.Request(endpoint.base_url.rstrip("/") + "/chat/completions", body)
     call.add_header("Content-Type", "application/json")
     if endpoint.key:
-        call.add_unredirected_header("Authorization", f"Bearer {endpoint.key}")  # never to another host
+        call.add_unredirected_header(
+            "Authorization", f"Bearer {endpoint.key}"
+        )  # never to another host
     try:
         with urllib.request.urlopen(call, timeout=endpoint.timeout) as response:
             values = json.loads(response.read())
         choice, usage = values["choices"][0], values.get("usage") or {}
         text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half an emoji of a cut reply
-        return Reply(text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0))
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # half an emoji of a cut reply
+        return Reply(
+            text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0)
+        )
     except urllib.error.HTTPError as error:
         return failed(endpoint.base_url, error)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
-        nobody = isinstance(getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror)
+        nobody = isinstance(
+            getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror
+        )
         raise (Unreachable if nobody else Trouble)(f"{type(error).__name__} {error}", 0.0) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
@@ -142,8 +168,9 @@ def failed(base_url: str, error: urllib.error.HTTPError) -> Reply:
 
 
 class Journal:
-    """All replies in the order of their requests, in a file whose first line has the settings; locked while open. A
-    half line at the end, left by a kill, is cut off. Raises UserError if the file is damaged or of other settings."""
+    """All replies in the order of their requests, in a file whose first line has the settings;
+    locked while open. A half line at the end, left by a kill, is cut off. Raises UserError if
+    the file is damaged or of other settings."""
 
     def __init__(self, path: str, settings: dict) -> None:
         self.file = open(path, "a+b")
@@ -159,15 +186,21 @@ class Journal:
         try:
             first, *rest = map(json.loads, lines or [json.dumps(settings)])
             self.replies = [Reply(**values) for values in rest]
-            changed = [f"{key}={first.get(key)!r}" for key in settings if first.get(key) != settings[key]]
+            changed = [
+                f"{key}={first.get(key)!r}" for key in settings if first.get(key) != settings[key]
+            ]
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"chat: {path} is damaged ({error}); use another out") from None
         if changed:
             raise UserError(f"chat: {path} was made with {', '.join(changed)}; use another out")
 
     def ask(self, endpoint: Endpoint, prompts: Iterator[str], most: int) -> Iterator[Reply]:
-        """Yield what ask_in_order does for the prompts after those that have replies; each is on disk before."""
-        with self.file, contextlib.closing(ask_in_order(endpoint, prompts, len(self.replies), most)) as replies:
+        """Yield what ask_in_order does for the prompts after those that have replies; each is on
+        disk before."""
+        with (
+            self.file,
+            contextlib.closing(ask_in_order(endpoint, prompts, len(self.replies), most)) as replies,
+        ):
             for reply in replies:
                 self.add(reply._asdict())
                 self.replies.append(reply)

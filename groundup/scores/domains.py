@@ -1,12 +1,14 @@
 """Perplexity by domain: how well a model predicts each of several sets of texts.
 
-The loss of a document is the negative log-probability of its whole text, so models are compared on the same documents
-whatever their tokenizers (as in arXiv:2310.19341): per byte and per character always, per token (and perplexity) only
-if the tokenizer is the same. The token that begins a text is read, not scored; none ends it. Bytes and characters are
-those of the text itself, even if a tokenizer normalises it.
+The loss of a document is the negative log-probability of its whole text, so models are compared on
+the same documents whatever their tokenizers (as in arXiv:2310.19341): per byte and per character
+always, per token (and perplexity) only if the tokenizer is the same. The token that begins a text
+is read, not scored; none ends it. Bytes and characters are those of the text itself, even if a
+tokenizer normalises it.
 
-A document longer than block_size is read in windows of block_size tokens whose starts are `stride` apart; a token is
-scored in the first window that has it, with at least block_size - stride tokens of context.
+A document longer than block_size is read in windows of block_size tokens whose starts are
+`stride` apart; a token is scored in the first window that has it, with at least block_size -
+stride tokens of context.
 """
 
 import math
@@ -43,30 +45,40 @@ class Settings(NamedTuple):
 
 
 def parse_domains(spec: str) -> list[Domain]:
-    """Return the domains of 'name=files,name=files': a file, directory or glob each. Without a name a directory or file
-    is a domain of its own name."""
+    """Return the domains of 'name=files,name=files': a file, directory or glob each. Without a
+    name a directory or file is a domain of its own name."""
     domains = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
-            name, files = (named[1].strip(), named[2]) if named else (os.path.basename(os.path.abspath(part)), part)
+            name, files = (
+                (named[1].strip(), named[2])
+                if named
+                else (os.path.basename(os.path.abspath(part)), part)
+            )
             domains.append(Domain(name, readers.find_files(files)))
             continue
         for path in readers.find_files(part):
             name = os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", os.path.basename(path)))[0]
             domains.append(Domain(name, [path]))
     if not domains:
-        raise UserError("perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'")
+        raise UserError(
+            "perplexity: data is empty; give texts, such as --data='zh=zh/*.txt,code=code.jsonl'"
+        )
     names = [domain.name for domain in domains]
     for name in {name for name in names if names.count(name) > 1}:
-        raise UserError(f"perplexity: two domains are called {name!r}; name them apart: --data='one=FILES,two=FILES'")
+        raise UserError(
+            f"perplexity: two domains are called {name!r}; name them apart: --data='one=FILES,two=FILES'"
+        )
     return domains
 
 
 def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> Iterator[str]:
     """Yield the texts of a domain; empty ones are counted in report.mended."""
     for path in domain.files:
-        for document in readers.read_documents(path, settings.text_key, settings.txt_split, report=report):
+        for document in readers.read_documents(
+            path, settings.text_key, settings.txt_split, report=report
+        ):
             if document.value.strip():
                 yield document.value
             else:
@@ -74,8 +86,9 @@ def read_texts(domain: Domain, settings: Settings, report: readers.Report) -> It
 
 
 def begin_id(tokenizer: Tokenizer) -> int:
-    """Return the id that the first token of a text is predicted from: the begin token where the tokenizer puts one
-    before every text, else the one between documents. Raise UserError if there is none."""
+    """Return the id that the first token of a text is predicted from: the begin token where the
+    tokenizer puts one before every text, else the one between documents. Raise UserError if
+    there is none."""
     found = tokenizer.eot_id if tokenizer.eot_id >= 0 and not tokenizer.begins else tokenizer.bos_id
     if found < 0:
         raise UserError("perplexity: this tokenizer has no token that begins or ends a text")
@@ -83,7 +96,8 @@ def begin_id(tokenizer: Tokenizer) -> int:
 
 
 def windows(ids: Sequence[int], block_size: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Yield rows (ids, first) for likelihood.score_tokens that together score ids[1:], each id once."""
+    """Yield rows (ids, first) for likelihood.score_tokens that together score ids[1:], each id
+    once."""
     scored = 1
     for begin in range(0, len(ids), stride):
         if scored == len(ids):
@@ -103,9 +117,13 @@ class Loss(NamedTuple):
 
 
 def document_losses(
-    model: Transformer, tokenizer: Tokenizer, texts: Iterator[str], settings: Settings, device: torch.device,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    texts: Iterator[str],
+    settings: Settings,
+    device: torch.device,
     dtype: torch.dtype,
-) -> list[Loss]:  # fmt: skip
+) -> list[Loss]:
     """Return the loss of each text, in order. The ranks share the work; all get all losses."""
     first = begin_id(tokenizer)
     found: list[list[float]] = []  # fields of Loss
@@ -132,19 +150,31 @@ def summarize(losses: Sequence[Loss]) -> dict[str, float]:
     tokens, n_bytes, chars = (sum(column) for column in list(zip(*losses, strict=True))[1:])
     per_token = nats / tokens if tokens else math.nan
     return {
-        "documents": len(losses), "tokens": tokens, "bytes": n_bytes, "characters": chars,
-        "nats_per_document": nats / len(losses), "nats_per_token": per_token,
-        "perplexity": math.inf if per_token > 709 else math.exp(per_token),  # beyond that exp overflows
-        "bits_per_byte": nats / math.log(2) / n_bytes, "bits_per_character": nats / math.log(2) / chars,
-    }  # fmt: skip
+        "documents": len(losses),
+        "tokens": tokens,
+        "bytes": n_bytes,
+        "characters": chars,
+        "nats_per_document": nats / len(losses),
+        "nats_per_token": per_token,
+        "perplexity": math.inf
+        if per_token > 709
+        else math.exp(per_token),  # beyond that exp overflows
+        "bits_per_byte": nats / math.log(2) / n_bytes,
+        "bits_per_character": nats / math.log(2) / chars,
+    }
 
 
 def evaluate_domains(
-    model: Transformer, tokenizer: Tokenizer, domains: Sequence[Domain], settings: Settings, device: torch.device,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    domains: Sequence[Domain],
+    settings: Settings,
+    device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, dict]:  # fmt: skip
-    """Return {"domains": {name: `summarize` and "notes"}, "all": of all documents}. Raise UserError if a domain has no
-    text. notes: a line for everything that was left out, or not read as UTF-8."""
+) -> dict[str, dict]:
+    """Return {"domains": {name: `summarize` and "notes"}, "all": of all documents}. Raise
+    UserError if a domain has no text. notes: a line for everything that was left out, or not
+    read as UTF-8."""
     found, everything = {}, []
     for domain in domains:
         report = readers.Report(max_places=SHOWN_PLACES)
@@ -160,12 +190,21 @@ def evaluate_domains(
 
 def notes_of(report: readers.Report, max_places: int = SHOWN_PLACES) -> list[str]:
     """Return notes for people on how the files were read."""
-    kinds = {"gb18030": "read as GB18030 (GBK), not UTF-8", "surrogates": "broken characters mended"}
-    kinds |= {"empty": "empty, left out", "replaced": "an older score, or a field of that name, replaced"}
+    kinds = {
+        "gb18030": "read as GB18030 (GBK), not UTF-8",
+        "surrogates": "broken characters mended",
+    }
+    kinds |= {
+        "empty": "empty, left out",
+        "replaced": "an older score, or a field of that name, replaced",
+    }
     notes = [f"{kinds[kind]}: {n:,} documents" for kind, n in report.mended.items()]
     if lost := sum(report.problems.values()):
         reasons = ", ".join(f"{reason} {n}" for reason, n in report.problems.items())
-        places = [f"{path}:{line}: {without_list(why)}" for path, line, _, why in report.places[:max_places]]
+        places = [
+            f"{path}:{line}: {without_list(why)}"
+            for path, line, _, why in report.places[:max_places]
+        ]
         notes.append(f"not read: {lost:,} records ({reasons}); {'; '.join(places)}")
     return notes
 

@@ -1,11 +1,13 @@
-"""Answers judged: how often a reward model agrees with a file of pairs, and which of two models answers better.
+"""Answers judged: how often a reward model agrees with a file of pairs, and which of two models
+answers better.
 
     evaluate_preference(model, tokenizer, "pairs.jsonl")  -> accuracy, with its standard error and by length
     win_rate(answers_a, answers_b, judge)                 -> wins, ties, losses of A, and every verdict
 
-A judge is a function from Matches to a Verdict for each: functools.partial of reward_judge or endpoint_judge. Answers
-come from files of sample.py (read_answers). An answer whose finish_reason is "length" is unfinished: it loses to a
-finished one, and two of them are a tie, without asking the judge; a reward model cannot tell that an answer has no end.
+A judge is a function from Matches to a Verdict for each: functools.partial of reward_judge or
+endpoint_judge. Answers come from files of sample.py (read_answers). An answer whose
+finish_reason is "length" is unfinished: it loses to a finished one, and two of them are a tie,
+without asking the judge; a reward model cannot tell that an answer has no end.
 """
 
 import hashlib
@@ -36,7 +38,10 @@ from tokenizer import Tokenizer
 
 Z95 = 1.959964  # of the normal distribution, for 95 %
 EQUAL, CUT = "equal answers", "unfinished"  # reasons of verdicts that no judge was asked for
-FIELDS = {"temperature": 0.0, "max_tokens": 2048}  # of a request; max_tokens includes what a model thinks first
+FIELDS = {
+    "temperature": 0.0,
+    "max_tokens": 2048,
+}  # of a request; max_tokens includes what a model thinks first
 INSTRUCTION = """\
 Two assistants have answered the last message of the same conversation. Decide which answer serves the user better: \
 whether it is correct, does all that was asked and nothing against it, is clear, honest, and in the language that the \
@@ -58,82 +63,137 @@ class Verdict(NamedTuple):
     winner: str  # a | b | tie | none
     reason: str = ""  # why there is none, or why no judge was asked
     scores: tuple[float, ...] = ()  # a reward model's, of a and b
-    orders: tuple[str, ...] = ()  # what an endpoint said with a shown first, and with b first: a | b | tie | none
+    orders: tuple[
+        str, ...
+    ] = ()  # what an endpoint said with a shown first, and with b first: a | b | tie | none
 
 
-# ---- a reward model on pairs -----------------------------------------------------------------------------------------
+# ---- a reward model on pairs ---------------------------------------------------------------------
 
 
 def evaluate_preference(
-    model: RewardModel, tokenizer: Tokenizer, data: str, batch_size: int = 16, limit: int = 0,
+    model: RewardModel,
+    tokenizer: Tokenizer,
+    data: str,
+    batch_size: int = 16,
+    limit: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> dict:  # fmt: skip
-    """Return the figures of reward_model.measure, the standard error of the accuracy, and `left_out` {reason: how many}
-    with the `places` of the first ones. None = no pair to measure.
+) -> dict:
+    """Return the figures of reward_model.measure, the standard error of the accuracy, and
+    `left_out` {reason: how many} with the `places` of the first ones. None = no pair to measure.
 
-    data: as reward.py's val_data, without weights. limit: first pairs of each part of it, 0 = all. The ranks share the
-    pairs."""
+    data: as reward.py's val_data, without weights. limit: first pairs of each part of it, 0 =
+    all. The ranks share the pairs."""
     paths = [part.strip() for part in data.split(",") if part.strip()]
-    sources = [read_source(path, PairReader(tokenizer, model.cfg.block_size), 0.0) for path in paths]
+    sources = [
+        read_source(path, PairReader(tokenizer, model.cfg.block_size), 0.0) for path in paths
+    ]
     pairs = [pair for source in sources for pair in (source.val or source.train)[: limit or None]]
-    sides = [[*pair.prompt.tolist(), *side.tolist()] for pair in pairs for side in (pair.chosen, pair.rejected)]
-    scores = torch.tensor(shared_scores(model, tokenizer, sides, batch_size, dtype), dtype=torch.float64)
+    sides = [
+        [*pair.prompt.tolist(), *side.tolist()]
+        for pair in pairs
+        for side in (pair.chosen, pair.rejected)
+    ]
+    scores = torch.tensor(
+        shared_scores(model, tokenizer, sides, batch_size, dtype), dtype=torch.float64
+    )
     lengths = torch.tensor([(len(pair.chosen), len(pair.rejected)) for pair in pairs])
     found = reward_model.measure(scores[0::2], scores[1::2], *lengths.T)
     found = {"n": len(pairs), "accuracy_se": standard_error(found["accuracy"], len(pairs))} | found
     found = {name: None if math.isnan(value) else value for name, value in found.items()}
     left_out = sum((source.reader.dropped for source in sources), Counter())
-    return found | {"left_out": dict(left_out), "places": [place for one in sources for place in one.reader.places]}
+    return found | {
+        "left_out": dict(left_out),
+        "places": [place for one in sources for place in one.reader.places],
+    }
 
 
 def shared_scores(
-    model: RewardModel, tokenizer: Tokenizer, rows: Sequence[list[int]], batch_size: int, dtype: torch.dtype
+    model: RewardModel,
+    tokenizer: Tokenizer,
+    rows: Sequence[list[int]],
+    batch_size: int,
+    dtype: torch.dtype,
 ) -> list[float]:
-    """reward_model.score_ids with the rows shared by the ranks: all give the same rows and get all scores."""
+    """reward_model.score_ids with the rows shared by the ranks: all give the same rows and get
+    all scores."""
 
     def score(own: range) -> list[float]:
-        return reward_model.score_ids(model, [rows[i] for i in own], tokenizer.pad_id, batch_size, dtype)
+        return reward_model.score_ids(
+            model, [rows[i] for i in own], tokenizer.pad_id, batch_size, dtype
+        )
 
     return shared(len(rows), score)
 
 
-# ---- two models on the same prompts ----------------------------------------------------------------------------------
+# ---- two models on the same prompts --------------------------------------------------------------
 
 
 def read_answers(path: str) -> list[dict]:
-    """Return [{"prompt": messages, "answer": the first completion, "finish_reason"}, ...] of a file of sample.py, in
-    the order of the prompts: the messages that the model answered, so without the data's own answer at their end. A
-    text to continue counts as a user's message. Raise UserError for any other line."""
+    """Return [{"prompt", "answer", "finish_reason"}, ...] of a file of sample.py, by prompt number.
+
+    prompt: the messages that the model was given: with the system message in the settings beside
+    the file, without the data's own answer at their end. A text to continue counts as a user's
+    message. answer: the first completion. Raise UserError for any other line."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"judge: cannot read {path!r}: {error}") from None
+    settings = answer_files.need_settings(path)
+    bad = (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair)
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            if not line.strip():
-                continue
-            row = loads(line)
-            fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
-            text, first = answer_files.continued_text(fields, chat=True), row["completions"][0]
-            messages, _ = answer_files.conversation_of(fields if text is None else {"prompt": text}, {})
-            answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
-            found.append((row["index"], {"prompt": messages} | answer))
-        except (ValueError, LookupError, TypeError, AttributeError, answer_files.NoPair) as error:
+            index, answer = read_answer(loads(line), settings)
+        except bad as error:
             what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
             raise UserError(f"judge: {what}; give what its --out has written") from None
+        found.append((index, answer))
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
 
-def matches_of(answers_a: Sequence[dict], answers_b: Sequence[dict]) -> tuple[list[Match], dict[str, int]]:
-    """Return the prompts that both answer, in the order of A, and how many only one of them does. The k-th answers to
-    equal prompts belong together. Raise UserError if there is no common prompt."""
+def read_answer(row: dict, settings: dict) -> tuple[int, dict]:
+    """Return (number of the prompt, an item of `read_answers`)."""
+    fields = {key: value for key, value in row.items() if key not in answers.OWN_KEYS}
+    text = answer_files.continued_text(fields, settings.get("chat", True))
+    if text is None:
+        messages, _ = answer_files.conversation_of(fields, settings)
+    else:
+        messages = [{"role": "user", "content": text}]
+    first = row["completions"][0]
+    answer = {"answer": first["text"], "finish_reason": first.get("finish_reason", "stop")}
+    return row["index"], {"prompt": messages} | answer
+
+
+def read_both(path_a: str, path_b: str) -> tuple[list[dict], list[dict]]:
+    """Return the answers of two files. Raise UserError if their system messages differ."""
+    a, b = (answer_files.need_settings(path).get("system", "") for path in (path_a, path_b))
+    if a != b:
+        raise UserError(
+            f"judge: {path_a} was answered with system={a!r:.60}, {path_b} with system={b!r:.60}; "
+            "compare answers to the same conversations"
+        )
+    return read_answers(path_a), read_answers(path_b)
+
+
+def matches_of(
+    answers_a: Sequence[dict], answers_b: Sequence[dict]
+) -> tuple[list[Match], dict[str, int]]:
+    """Return the prompts that both answer, in the order of A, and how many only one of them
+    does. The k-th answers to equal prompts belong together. Raise UserError if there is no
+    common prompt."""
     of_a, of_b = by_prompt(answers_a), by_prompt(answers_b)
     pairs = [(key[0], of_a[key], of_b[key]) for key in of_a if key in of_b]
     if not pairs:
         n = f"{len(of_a)} and {len(of_b)} prompts"
-        raise UserError(f"judge: the two models answer no prompt in common ({n}); give both the same file of prompts")
-    found = [Match(json.loads(key), a, b, ended_a, ended_b) for key, (a, ended_a), (b, ended_b) in pairs]
+        raise UserError(
+            f"judge: the two models answer no prompt in common ({n}); give both the same file of prompts"
+        )
+    found = [
+        Match(json.loads(key), a, b, ended_a, ended_b) for key, (a, ended_a), (b, ended_b) in pairs
+    ]
     alone = {"only A answers": len(of_a) - len(found), "only B answers": len(of_b) - len(found)}
     return found, {reason: n for reason, n in alone.items() if n}
 
@@ -149,7 +209,9 @@ def by_prompt(rows: Sequence[dict]) -> dict[tuple[str, int], tuple[str, bool]]:
 
 
 def win_rate(
-    answers_a: Sequence[dict], answers_b: Sequence[dict], judge: Callable[[Sequence[Match]], list[Verdict]]
+    answers_a: Sequence[dict],
+    answers_b: Sequence[dict],
+    judge: Callable[[Sequence[Match]], list[Verdict]],
 ) -> dict:
     """Return what `tally` says of A against B, and `matches`, a row for each with its verdict."""
     matches, left_out = matches_of(answers_a, answers_b)
@@ -162,32 +224,48 @@ def win_rate(
     others = [i for i in range(len(matches)) if i not in verdicts]
     verdicts |= zip(others, judge([matches[i] for i in others]), strict=True)
     verdicts = [verdicts[i] for i in range(len(matches))]
-    rows = [match._asdict() | verdict._asdict() for match, verdict in zip(matches, verdicts, strict=True)]
+    rows = [
+        match._asdict() | verdict._asdict()
+        for match, verdict in zip(matches, verdicts, strict=True)
+    ]
     return tally(matches, verdicts) | {"left_out": left_out, "matches": rows}
 
 
 def tally(matches: Sequence[Match], verdicts: Sequence[Verdict]) -> dict:
-    """Count n, wins, ties and losses of A; none: {why there is no verdict: how many}; unfinished: matches in which only
-    A's answer is unfinished, only B's, or both.
+    """Count n, wins, ties and losses of A; none: {why there is no verdict: how many}; unfinished:
+    matches in which only A's answer is unfinished, only B's, or both.
 
-    win_rate: (wins + ties / 2) / verdicts, with its 95 % Wilson interval, which is a little too wide where there are
-    ties. longer_wins: fraction of the judge's wins and losses that went to the answer with more characters.
-    disagreements: matches in which a judge that saw both orders contradicted itself. None = nothing to divide by."""
+    win_rate: (wins + ties / 2) / verdicts, with its 95 % Wilson interval, which is a little too
+    wide where there are ties. longer_wins: fraction of the judge's wins and losses that went to
+    the answer with more characters. disagreements: matches in which a judge that saw both orders
+    contradicted itself. None = nothing to divide by."""
     counts = Counter(verdict.winner for verdict in verdicts)
     n = counts["a"] + counts["b"] + counts["tie"]
     rate = (counts["a"] + counts["tie"] / 2) / n if n else None
-    judged = [(m, v) for m, v in zip(matches, verdicts, strict=True) if v.winner in "ab" and not v.reason]
+    judged = [
+        (m, v) for m, v in zip(matches, verdicts, strict=True) if v.winner in "ab" and not v.reason
+    ]
     longer = [(v.winner == "a") == (len(m.a) > len(m.b)) for m, v in judged if len(m.a) != len(m.b)]
     cut = Counter((match.finished_a, match.finished_b) for match in matches)
-    orders = [verdict.orders for verdict in verdicts if verdict.orders and "none" not in verdict.orders]
+    orders = [
+        verdict.orders for verdict in verdicts if verdict.orders and "none" not in verdict.orders
+    ]
     return {
-        "n": len(verdicts), "wins": counts["a"], "ties": counts["tie"], "losses": counts["b"],
-        "unfinished": {"only A": cut[False, True], "only B": cut[True, False], "both": cut[False, False]},
+        "n": len(verdicts),
+        "wins": counts["a"],
+        "ties": counts["tie"],
+        "losses": counts["b"],
+        "unfinished": {
+            "only A": cut[False, True],
+            "only B": cut[True, False],
+            "both": cut[False, False],
+        },
         "none": dict(Counter(verdict.reason for verdict in verdicts if verdict.winner == "none")),
-        "win_rate": rate, "interval": wilson(rate, n) if n else None,
+        "win_rate": rate,
+        "interval": wilson(rate, n) if n else None,
         "longer_wins": sum(longer) / len(longer) if longer else None,
         "disagreements": sum(one != other for one, other in orders),
-    }  # fmt: skip
+    }
 
 
 def wilson(rate: float, n: int) -> tuple[float, float]:
@@ -197,20 +275,30 @@ def wilson(rate: float, n: int) -> tuple[float, float]:
     return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
-# ---- judges ----------------------------------------------------------------------------------------------------------
+# ---- judges --------------------------------------------------------------------------------------
 
 
 def reward_judge(
-    matches: Sequence[Match], model: RewardModel, tokenizer: Tokenizer, batch_size: int = 16,
+    matches: Sequence[Match],
+    model: RewardModel,
+    tokenizer: Tokenizer,
+    batch_size: int = 16,
     dtype: torch.dtype = torch.float32,
-) -> list[Verdict]:  # fmt: skip
-    """The answer with the higher reward wins. Each is scored alone, so there is no order to favour. The ranks share
-    the answers."""
-    talks = [[*m.prompt, {"role": "assistant", "content": text}] for m in matches for text in (m.a, m.b)]
+) -> list[Verdict]:
+    """The answer with the higher reward wins. Each is scored alone, so there is no order to
+    favour. The ranks share the answers."""
+    talks = [
+        [*m.prompt, {"role": "assistant", "content": text}] for m in matches for text in (m.a, m.b)
+    ]
     rows = [reward_model.answered_ids(talk, tokenizer) for talk in talks]
     most = model.cfg.block_size
-    pairs = [pair if max(map(len, pair)) <= most else () for pair in zip(rows[0::2], rows[1::2], strict=True)]
-    scores = iter(shared_scores(model, tokenizer, [ids for pair in pairs for ids in pair], batch_size, dtype))
+    pairs = [
+        pair if max(map(len, pair)) <= most else ()
+        for pair in zip(rows[0::2], rows[1::2], strict=True)
+    ]
+    scores = iter(
+        shared_scores(model, tokenizer, [ids for pair in pairs for ids in pair], batch_size, dtype)
+    )
     verdicts = []
     for pair in pairs:
         if not pair:
@@ -222,10 +310,11 @@ def reward_judge(
 
 
 def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -> list[Verdict]:
-    """Return the verdicts of the model behind an endpoint, asked twice about each match, once with either answer first
-    (arXiv:2306.05685). If it contradicts itself, the match is a tie.
+    """Return the verdicts of the model behind an endpoint, asked twice about each match, once with
+    either answer first (arXiv:2306.05685). If it contradicts itself, the match is a tie.
 
-    journal: a file that keeps its replies, so that a call that was broken off goes on where it was."""
+    journal: a file that keeps its replies, so that a call that was broken off goes on where it
+    was."""
     if not matches:
         return []
     if ranks.world_size() > 1:
@@ -243,21 +332,31 @@ def endpoint_judge(matches: Sequence[Match], endpoint: Endpoint, journal: str) -
     if all(reply.finish == "refused" for reply in replies):
         raise UserError(f"judge: {endpoint.base_url} refuses every request: {replies[0].text}")
     said, swapped = map(verdict_of, replies[0::2]), map(verdict_of, replies[1::2])
-    return [agreed(one, {"a": "b", "b": "a"}.get(other, other)) for one, other in zip(said, swapped, strict=True)]
+    return [
+        agreed(one, {"a": "b", "b": "a"}.get(other, other))
+        for one, other in zip(said, swapped, strict=True)
+    ]
 
 
 def judge_prompt(match: Match, swapped: bool) -> str:
     first, second = (match.b, match.a) if swapped else (match.a, match.b)
     said = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in match.prompt)
     parts = {"Conversation": said, "Answer A": first, "Answer B": second}
-    return "\n\n".join([INSTRUCTION, *(f"=== {name} ===\n{text}\n=== end ===" for name, text in parts.items())])
+    return "\n\n".join([
+        INSTRUCTION,
+        *(f"=== {name} ===\n{text}\n=== end ===" for name, text in parts.items()),
+    ])
 
 
 def verdict_of(reply: Reply) -> str:
-    """Return a, b or tie by the last mark in a reply, where a is the answer shown first; none if there is no mark, or
-    the reply was cut or refused. Marks within <think> do not count."""
+    """Return a, b or tie by the last mark in a reply, where a is the answer shown first; none if
+    there is no mark, or the reply was cut or refused. Marks within <think> do not count."""
     text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", reply.text, flags=re.DOTALL)
-    marks = re.findall(r"\[\[\s*([ABC])\s*\]\]", text) if reply.finish not in ("length", "refused") else []
+    marks = (
+        re.findall(r"\[\[\s*([ABC])\s*\]\]", text)
+        if reply.finish not in ("length", "refused")
+        else []
+    )
     return {"A": "a", "B": "b", "C": "tie"}[marks[-1]] if marks else "none"
 
 

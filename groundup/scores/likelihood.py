@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens, from which the scores of evaluate.py are computed. The logits of all positions are
-never held at once, and the ranks share the work.
+"""Log-probabilities of given tokens, from which the scores of evaluate.py are computed. The
+logits of all positions are never held at once, and the ranks share the work.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,8 @@ class Scored(NamedTuple):
 
 
 def shared(n: int, work: Callable[[range], Iterable]) -> list:
-    """Return the results for n items, all of them on all ranks. `work` gets a rank's own items and gives theirs."""
+    """Return the results for n items, all of them on all ranks. `work` gets a rank's own items
+    and gives theirs."""
     own = ranks.own_part(n)
     found = ranks.merged(dict(zip(own, work(own), strict=True)))
     return [found[i] for i in range(n)]
@@ -30,14 +31,19 @@ def shared(n: int, work: Callable[[range], Iterable]) -> list:
 
 @torch.no_grad()
 def score_tokens(
-    model: Transformer, rows: Sequence[tuple[Sequence[int], int]], batch_size: int, device: torch.device,
+    model: Transformer,
+    rows: Sequence[tuple[Sequence[int], int]],
+    batch_size: int,
+    device: torch.device,
     dtype: torch.dtype,
-) -> list[Scored]:  # fmt: skip
-    """Return the log-probability of ids[first:], each token given all before it in its row, for rows of (ids, first).
+) -> list[Scored]:
+    """Return the log-probability of ids[first:], each token given all before it in its row, for
+    rows of (ids, first).
 
-    1 <= first <= len(ids) <= block_size + 1. Matrix products are in `dtype`, log-softmax in float32. Rows of similar
-    length are batched; rows that differ only in their last id, as the letters of a question do, are computed once. All
-    ranks pass the same rows and get all results, in order; the batches do not depend on the number of ranks."""
+    1 <= first <= len(ids) <= block_size + 1. Matrix products are in `dtype`, log-softmax in
+    float32. Rows of similar length are batched; rows that differ only in their last id, as the
+    letters of a question do, are computed once. All ranks pass the same rows and get all
+    results, in order; the batches do not depend on the number of ranks."""
     training = model.training
     model.eval()
     rows_of: dict[tuple[int, ...], list[int]] = {}  # what is read -> the rows that read it
@@ -48,8 +54,12 @@ def score_tokens(
     batches = [inputs[k : k + batch_size] for k in range(0, len(inputs), batch_size)]
 
     def score(own: range) -> Iterable[list[Scored]]:
-        for k in tqdm(own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None):
-            yield score_batch(model, [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]], device, dtype)
+        for k in tqdm(
+            own, desc="scoring", unit="batch", leave=False, disable=True if own.start else None
+        ):
+            yield score_batch(
+                model, [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]], device, dtype
+            )
 
     found = chain.from_iterable(shared(len(batches), score))
     by_row = dict(zip(chain.from_iterable(rows_of[ids] for ids in inputs), found, strict=True))
@@ -58,10 +68,13 @@ def score_tokens(
 
 
 def score_batch(
-    model: Transformer, batch: Sequence[tuple[tuple[int, ...], list]], device: torch.device, dtype: torch.dtype
+    model: Transformer,
+    batch: Sequence[tuple[tuple[int, ...], list]],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[Scored]:
-    """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch. Padding follows what
-    counts, where no token sees it, and gets no logits."""
+    """Return what score_tokens does for the rows [(ids, first), ...] of each input in the batch.
+    Padding follows what counts, where no token sees it, and gets no logits."""
     T = max(1, *(len(ids) for ids, _ in batch))
     x = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch])
     index, targets, counts = [], [], []

@@ -1,17 +1,19 @@
-"""Files of rows with a model's scores, in the order of the rows; what has no score stays, and its problem is named.
+"""Files of rows with a model's scores, in the order of the rows; what has no score stays, and its
+problem is named.
 
-A language model (evaluate.py --score) scores the answers of a conversation (each with its <|im_end|>, given all that
-precedes it, as sft.py trains on them) and the whole text of any other row (as a document of domains.py), for
-prepare.py --score='bpb=0.3..1.5,ifd=5%..95%' to choose from:
+A language model (evaluate.py --score) scores the answers of a conversation (each with its
+<|im_end|>, given all that precedes it, as sft.py trains on them) and the whole text of any other
+row (as a document of domains.py), for prepare.py --score='bpb=0.3..1.5,ifd=5%..95%' to choose from:
 
     loss  nats per token
     bpb   bits per byte of the answers or the text
     ifd   instruction-following difficulty (arXiv:2308.12032): nats per token of the first answer (without <|im_end|>)
-          given its prompt, divided by those of the same tokens alone. Above 1 the prompt does not help.
+          given its prompt, divided by those of the same tokens alone. Above 1 the prompt does not
+          help.
 
-A reward model (reward.py --score) adds "reward" to a conversation, that of its last answer, or to each finished one of
-the "completions" in a file of answers (files/answer_files.py). A score of null comes with "score_problem" or
-"reward_problem". Older fields of these names are replaced.
+A reward model (reward.py --score) adds "reward" to a conversation, that of its last answer, or
+to each finished one of the "completions" in a file of answers (files/answer_files.py). A score
+of null comes with "score_problem" or "reward_problem". Older fields of these names are replaced.
 """
 
 import functools
@@ -32,7 +34,14 @@ from groundup.errors import UserError, naming
 from groundup.files import answer_files, readers, row_formats, streams, usable
 from groundup.files.answer_files import need_settings, read_settings
 from groundup.files.untrusted import check_replaceable
-from groundup.scores.domains import SHOWN_PLACES, Settings, begin_id, notes_of, windows, without_list
+from groundup.scores.domains import (
+    SHOWN_PLACES,
+    Settings,
+    begin_id,
+    notes_of,
+    windows,
+    without_list,
+)
 from groundup.scores.likelihood import score_tokens
 from groundup.tokens.token_files import file_sha256
 from groundup.train import huggingface, ranks
@@ -42,13 +51,14 @@ from tokenizer import Tokenizer
 KEYS = ("loss", "bpb", "ifd", "score_problem")  # that a language model adds
 ROWS = 64  # at a time, times batch_size; a kill costs that much
 
-# ---- files that are read, and one that is resumed --------------------------------------------------------------------
+# ---- files that are read, and one that is resumed ------------------------------------------------
 
 
 def read_rows(
     paths: Sequence[str], report: readers.Report, txt_split: str = "file"
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield (file, row, "") for each row, ({"line": its number} and why) for one that cannot be read."""
+    """Yield (file, row, "") for each row, ({"line": its number} and why) for one that cannot be
+    read."""
     for path in paths:
         for record in readers.read_records(path, txt_split):
             if record.problem:
@@ -61,16 +71,26 @@ def read_rows(
 
 
 def add_scores(
-    rows: Iterator, score: Callable[[list], Iterable[dict]], source: str, out: Path, key: str, n_rows: int, field: str
+    rows: Iterator,
+    score: Callable[[list], Iterable[dict]],
+    source: str,
+    out: Path,
+    key: str,
+    n_rows: int,
+    field: str,
 ) -> tuple[Counter, Path]:
-    """Append the scored rows, n_rows at a time, to a hidden file beside `out`, after those that it has. Return why rows
-    or their completions have no score, as `field` says, counted by reason, "" being those with one, and the file, which
-    the caller renames.
+    """Append the scored rows, n_rows at a time, to a hidden file beside `out`, after those that it
+    has. Return why rows or their completions have no score, as `field` says, counted by reason, ""
+    being those with one, and the file, which the caller renames.
 
-    key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError if no row has a score.
-    """
+    key: fingerprint of model and rows. All ranks call this; the main one writes. Raise UserError
+    if no row has a score."""
     check_replaceable(out)
-    part, is_main, n_done = out.with_name(f".{out.name}.{key[:16]}.part"), ranks.own_part(1) == range(1), 0
+    part, is_main, n_done = (
+        out.with_name(f".{out.name}.{key[:16]}.part"),
+        ranks.own_part(1) == range(1),
+        0,
+    )
     if is_main and part.exists():
         with open(part, "rb+") as f:
             content = f.read()
@@ -84,7 +104,9 @@ def add_scores(
         done = score(some)
         if is_main:
             with naming(part), open(part, "a", encoding="utf-8") as f:
-                f.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done)
+                f.writelines(
+                    json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in done
+                )
     problems = Counter()
     if is_main and part.exists():
         with open(part, encoding="utf-8") as f:
@@ -95,7 +117,9 @@ def add_scores(
     problems = ranks.gather_objects(problems)[0]
     if not problems[""]:
         part.unlink(missing_ok=True)
-        raise UserError(f"score: no row of {source} has a score: {reasons(problems) or 'there is none'}")
+        raise UserError(
+            f"score: no row of {source} has a score: {reasons(problems) or 'there is none'}"
+        )
     return problems, part
 
 
@@ -107,18 +131,24 @@ def reasons(problems: Counter) -> str:
 def reward_key(directory: Path, source: str, dtype: torch.dtype) -> str:
     """Return a fingerprint of all that decides the rewards of the files in `source`."""
     paths = readers.find_files(source)
-    known = [huggingface.weights_fingerprint(directory), str(dtype), *(file_sha256(Path(path)) for path in paths)]
+    known = [
+        huggingface.weights_fingerprint(directory),
+        str(dtype),
+        *(file_sha256(Path(path)) for path in paths),
+    ]
     known += [json.dumps(read_settings(path)) for path in paths]
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 
-def loss_key(directory: Path, tokenizer: Tokenizer, source: str, settings: Settings, dtype: torch.dtype) -> str:
+def loss_key(
+    directory: Path, tokenizer: Tokenizer, source: str, settings: Settings, dtype: torch.dtype
+) -> str:
     """Return a fingerprint of all that decides the losses."""
     parts = [reward_key(directory, source, dtype), tokenizer.fingerprint()]
     return hashlib.sha256(repr([*parts, settings._replace(batch_size=0)]).encode()).hexdigest()
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 class Work(NamedTuple):
@@ -132,12 +162,21 @@ class Work(NamedTuple):
 
 
 def write_losses(
-    model: Transformer, tokenizer: Tokenizer, source: str, out: Path, key: str, settings: Settings,
-    device: torch.device, dtype: torch.dtype, is_main: bool,
-) -> tuple[Counter, list[str]]:  # fmt: skip
-    """Write the rows of `source` with their numbers to `out`, which appears when it is whole; a killed call goes on.
+    model: Transformer,
+    tokenizer: Tokenizer,
+    source: str,
+    out: Path,
+    key: str,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_main: bool,
+) -> tuple[Counter, list[str]]:
+    """Write the rows of `source` with their numbers to `out`, which appears when it is whole; a
+    killed call goes on.
 
-    Return the problems of the rows, counted, and notes on how the files were read. All ranks call this."""
+    Return the problems of the rows, counted, and notes on how the files were read. All ranks
+    call this."""
     report = readers.Report(max_places=SHOWN_PLACES)
     works = (
         Work(row, problem) if problem else work_of(row, tokenizer, settings, report)
@@ -150,14 +189,17 @@ def write_losses(
         return [work.fields | numbers_of(work, found) for work in some]
 
     works = islice(works, settings.limit or None)
-    problems, part = add_scores(works, score, source, out, key, ROWS * settings.batch_size, "score_problem")
+    problems, part = add_scores(
+        works, score, source, out, key, ROWS * settings.batch_size, "score_problem"
+    )
     if is_main:
         os.replace(part, out)
     return problems, notes_of(report)
 
 
 def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: readers.Report) -> Work:
-    """With a text_key every row is a document; otherwise a row is a conversation if it can be read as one."""
+    """With a text_key every row is a document; otherwise a row is a conversation if it can be
+    read as one."""
     fields = row if isinstance(row, dict) else {"text" if isinstance(row, str) else "row": row}
     if not fields.keys().isdisjoint(KEYS):
         report.mended["replaced"] += 1
@@ -168,12 +210,18 @@ def work_of(row: object, tokenizer: Tokenizer, settings: Settings, report: reade
     text, problem = row_formats.document_of(row, settings.text_key)
     if problem:
         why = not_chat if row_formats.recognise(row, "chat") and not settings.text_key else problem
-        hint = "; neither a conversation nor a text, give text_key" if why.startswith("unknown format") else ""
+        hint = (
+            "; neither a conversation nor a text, give text_key"
+            if why.startswith("unknown format")
+            else ""
+        )
         return Work(fields, f"not understood: {without_list(why)}{hint}")
     if not text.strip():
         return Work(fields, "empty text")
     ids = [begin_id(tokenizer), *tokenizer.encode(text)]
-    return Work(fields, "", len(text.encode()), list(windows(ids, settings.block_size, settings.stride)))
+    return Work(
+        fields, "", len(text.encode()), list(windows(ids, settings.block_size, settings.stride))
+    )
 
 
 def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings: Settings) -> Work:
@@ -193,11 +241,13 @@ def chat_work(fields: dict, messages: list[dict], tokenizer: Tokenizer, settings
 
 
 def numbers_of(work: Work, found: Iterator) -> dict:
-    """Return the new fields of a row; `found` yields what score_tokens says of its parts. A text without tokens has no
-    score."""
+    """Return the new fields of a row; `found` yields what score_tokens says of its parts. A text
+    without tokens has no score."""
     text, first = (list(islice(found, len(part))) for part in (work.text, work.first))
     nats, n_tokens = sum(scored.nats for scored in text), sum(scored.n_tokens for scored in text)
-    problem = work.problem or ("the loss is not finite" if not math.isfinite(nats) else "" if n_tokens else "no tokens")
+    problem = work.problem or (
+        "the loss is not finite" if not math.isfinite(nats) else "" if n_tokens else "no tokens"
+    )
     if problem:
         return {"loss": None, "bpb": None, "score_problem": problem}
     numbers = {"loss": nats / n_tokens, "bpb": nats / math.log(2) / work.n_bytes}
@@ -207,7 +257,7 @@ def numbers_of(work: Work, found: Iterator) -> dict:
     return numbers
 
 
-# ---- rewards --------------------------------------------------------------------------------------------------------
+# ---- rewards -------------------------------------------------------------------------------------
 
 
 class Talks(NamedTuple):
@@ -219,11 +269,18 @@ class Talks(NamedTuple):
 
 
 def write_rewards(
-    model: RewardModel, tokenizer: Tokenizer, source: str, out: Path, key: str, batch_size: int, dtype: torch.dtype,
+    model: RewardModel,
+    tokenizer: Tokenizer,
+    source: str,
+    out: Path,
+    key: str,
+    batch_size: int,
+    dtype: torch.dtype,
     settings: dict | None = None,
-) -> Counter:  # fmt: skip
-    """Write the rows of `source` with their rewards to `out`, which appears when it is whole, and the `settings` of
-    the answers beside it; a killed call goes on. Return the problems of the rows and completions, counted."""
+) -> Counter:
+    """Write the rows of `source` with their rewards to `out`, which appears when it is whole,
+    and the `settings` of the answers beside it; a killed call goes on. Return the problems of
+    the rows and completions, counted."""
     paths, settings_of = files_of(source), functools.cache(need_settings)
     talks = (
         Talks(row, [], problem) if problem else talks_of(row, lambda path=path: settings_of(path))
@@ -235,7 +292,9 @@ def write_rewards(
 
     problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, "reward_problem")
     if out not in map(Path, paths):
-        answer_files.settings_path(out).unlink(missing_ok=True)  # first: they must never describe other answers
+        answer_files.settings_path(out).unlink(
+            missing_ok=True
+        )  # first: they must never describe other answers
     os.replace(part, out)
     if settings:
         answer_files.write_settings(out, settings)
@@ -243,33 +302,45 @@ def write_rewards(
 
 
 def files_of(source: str) -> list[str]:
-    """Return the files of rows in `source`: files, directories or globs. Raise UserError if there are none."""
+    """Return the files of rows in `source`: files, directories or globs. Raise UserError if
+    there are none."""
     if "-" in (paths := readers.find_files(source)):
-        raise UserError("reward: standard input cannot be scored, for it is read more than once; give a file")
+        raise UserError(
+            "reward: standard input cannot be scored, for it is read more than once; give a file"
+        )
     found = [path for path in paths if not answer_files.is_settings_file(path)]
     if not found:
-        raise UserError(f"reward: {source} holds the settings of answers only; give the file beside them")
+        raise UserError(
+            f"reward: {source} holds the settings of answers only; give the file beside them"
+        )
     return found
 
 
 def common_settings(source: str) -> dict | None:
-    """Return the settings of the answers in `source` without their reward model; None if there are no answers. Raise
-    UserError if two files differ, since then their answers are of two models."""
+    """Return the settings of the answers in `source` without their reward model; None if there
+    are no answers. Raise UserError if two files differ, since then their answers are of two
+    models."""
     known = []
     for path in files_of(source):
         settings = need_settings(path) if answer_files.is_answers(path) else read_settings(path)
         if settings is not None:
-            known.append((path, {key: value for key, value in settings.items() if key != "reward_model"}))
+            known.append((
+                path,
+                {key: value for key, value in settings.items() if key != "reward_model"},
+            ))
     for path, settings in known[1:]:
         first, others = known[0]
         differ = [key for key in sorted(others | settings) if settings.get(key) != others.get(key)]
         if differ:
-            raise UserError(f"reward: {first} and {path} were answered with another {differ[0]}; score them apart")
+            raise UserError(
+                f"reward: {first} and {path} were answered with another {differ[0]}; score them apart"
+            )
     return known[0][1] if known else None
 
 
 def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
-    """Return the conversations in a row of a file. settings_of raises UserError where answers have no settings."""
+    """Return the conversations in a row of a file. settings_of raises UserError where answers
+    have no settings."""
     row = value if isinstance(value, dict) else {"row": value}
     row.pop("reward_problem", None)  # from an earlier model
     if "completions" not in row:
@@ -278,7 +349,10 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         if not problem and messages[-1]["role"] != "assistant":
             problem = "no answer at the end"
         return Talks(row, [] if problem else [messages], problem)
-    settings, found = settings_of(), row["completions"] if isinstance(row["completions"], list) else [None]
+    settings, found = (
+        settings_of(),
+        row["completions"] if isinstance(row["completions"], list) else [None],
+    )
     if not all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in found):
         return Talks(row, [], "not understood: completions without a text")
     try:
@@ -287,13 +361,16 @@ def talks_of(value: object, settings_of: Callable[[], dict]) -> Talks:
         return Talks(row, [], f"not understood: {problem}")
     answers = [{"role": "assistant", "content": answer_files.text_of(one)} for one in found]
     ended = [one.get("finish_reason") == "stop" for one in found]
-    return Talks(row, [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)])
+    return Talks(
+        row, [[*prompt, answer] if end else [] for answer, end in zip(answers, ended, strict=True)]
+    )
 
 
 def with_rewards(
     model: RewardModel, tokenizer: Tokenizer, rows: list[Talks], batch_size: int, dtype: torch.dtype
 ) -> Iterator[dict]:
-    """Yield the rows with their rewards: for each conversation that is finished and fits in the block."""
+    """Yield the rows with their rewards: for each conversation that is finished and fits in the
+    block."""
     most = model.cfg.block_size
     ids = [[answered_ids(talk, tokenizer) if talk else [] for talk in one.talks] for one in rows]
     fit = [one for of_row in ids for one in of_row if 0 < len(one) <= most]

@@ -1,6 +1,7 @@
 """Generated answers compared with references: BLEU, ROUGE-L, exact match, and whether answers end.
 
-    evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures, and every answer
+    evaluate_generation(model, tokenizer, "val.jsonl", params, limit=0, batch_size=16) -> figures,
+    and every answer
 
 The data are conversations: the last answer is the reference, what precedes it the prompt.
 """
@@ -25,7 +26,9 @@ from groundup.tokens.row_reader import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 
-WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")  # words, and single characters of Chinese
+WORDS = re.compile(
+    f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+"
+)  # words, and single characters of Chinese
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
 
@@ -43,25 +46,40 @@ class Generated(NamedTuple):
 
 
 def evaluate_generation(
-    model: Transformer, tokenizer: Tokenizer, data: str, params: SamplingParams, limit: int = 0, batch_size: int = 16
+    model: Transformer,
+    tokenizer: Tokenizer,
+    data: str,
+    params: SamplingParams,
+    limit: int = 0,
+    batch_size: int = 16,
 ) -> dict:
-    """Return the figures of measure_answers and measure_ends for the first `limit` (0 = all) conversations of `data`,
-    `left_out` {reason: how many}, `places` of the first of them, and `answers`, a row for each.
+    """Return the figures of measure_answers and measure_ends for the first `limit` (0 = all)
+    conversations of `data`, `left_out` {reason: how many}, `places` of the first of them, and
+    `answers`, a row for each.
 
-    data: files, directories, globs, directories of prepare.py --kind=chat, of which the validation split counts. The
-    ranks share the prompts; products have the dtype of the autocast around the call. Of several samples of a prompt the
-    first one counts."""
+    data: files, directories, globs, directories of prepare.py --kind=chat, of which the
+    validation split counts. The ranks share the prompts; products have the dtype of the autocast
+    around the call. Of several samples of a prompt the first one counts."""
     check_libraries()
     questions, left_out, places = read_questions(data, limit)
-    answers = generate_answers(model, tokenizer, [one.prompt for one in questions], params, batch_size)
-    pairs = [(question, answer) for question, answer in zip(questions, answers, strict=True) if answer]
+    answers = generate_answers(
+        model, tokenizer, [one.prompt for one in questions], params, batch_size
+    )
+    pairs = [
+        (question, answer) for question, answer in zip(questions, answers, strict=True) if answer
+    ]
     if len(pairs) < len(questions):
         left_out[TOO_LONG] += len(questions) - len(pairs)
     if not pairs:
         raise UserError(f"generated: no prompt of {data} fits in block_size={model.cfg.block_size}")
     found, of_each = measure_answers([a.text for _, a in pairs], [q.reference for q, _ in pairs])
     rows = [
-        {**question._asdict(), "answer": answer.text, "finish_reason": answer.finish_reason, **scores}
+        {
+            **question._asdict(),
+            "answer": answer.text,
+            "finish_reason": answer.finish_reason,
+            **scores,
+        }
         for (question, answer), scores in zip(pairs, of_each, strict=True)
     ]
     found = {"n": len(rows)} | found | measure_ends([answer for _, answer in pairs])
@@ -86,16 +104,24 @@ def read_questions(data: str, limit: int = 0) -> tuple[list[Question], Counter, 
 
 
 def generate_answers(
-    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[list[dict]], params: SamplingParams, batch_size: int
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[dict]],
+    params: SamplingParams,
+    batch_size: int,
 ) -> list[Generated | None]:
-    """Return the answer to each conversation, None if the prompt is longer than the context. All ranks pass the same
-    prompts, share the work and get all answers."""
+    """Return the answer to each conversation, None if the prompt is longer than the context. All
+    ranks pass the same prompts, share the work and get all answers."""
     ids = [prompt_ids(tokenizer, True, "", prompt) for prompt in prompts]
     fitting = [i for i, row in enumerate(ids) if len(row) <= model.cfg.block_size]
 
     def answer(own: range) -> Iterator[Generated]:
-        results = generate_each(model, tokenizer, [ids[fitting[k]] for k in own], params, batch_size)
-        found = dict(tqdm(results, "answers", len(own), leave=False, disable=True if own.start else None))
+        results = generate_each(
+            model, tokenizer, [ids[fitting[k]] for k in own], params, batch_size
+        )
+        found = dict(
+            tqdm(results, "answers", len(own), leave=False, disable=True if own.start else None)
+        )
         for _, result in sorted(found.items()):
             first = result.completions[0]
             stopped = first.finish_reason == "stop" and first.stop_reason in tokenizer.stop_ids
@@ -109,30 +135,37 @@ def generate_answers(
 def measure_answers(answers: Sequence[str], references: Sequence[str]) -> tuple[dict, list[dict]]:
     """Return (figures of all answers together, those of each); one reference for each answer.
 
-    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure (Lin, 2004).
-    exact_match: equal but for white space around, with its standard error."""
+    bleu_13a, bleu_zh: see `bleu`, 0 to 100; the others are from 0 to 1. rouge_l: mean F-measure
+    (Lin, 2004). exact_match: equal but for white space around, with its standard error."""
     n, scorer = len(answers), RougeL()
     of_each = [
-        {"rouge_l": scorer.score(answer, reference), "exact_match": answer.strip() == reference.strip()}
+        {
+            "rouge_l": scorer.score(answer, reference),
+            "exact_match": answer.strip() == reference.strip(),
+        }
         for answer, reference in zip(answers, references, strict=True)
     ]
-    found = bleu(answers, references) | {name: sum(one[name] for one in of_each) / n for name in of_each[0]}
+    found = bleu(answers, references) | {
+        name: sum(one[name] for one in of_each) / n for name in of_each[0]
+    }
     return found | {"exact_match_se": standard_error(found["exact_match"], n)}, of_each
 
 
 def measure_ends(answers: Sequence[Generated]) -> dict[str, float]:
-    """Return self_stop, the fraction of answers that the model ended itself; empty, that of blank ones; mean_tokens,
-    their mean length without the token that ended them."""
+    """Return self_stop, the fraction of answers that the model ended itself; empty, that of
+    blank ones; mean_tokens, their mean length without the token that ended them."""
     columns = {
-        "self_stop": [answer.stopped for answer in answers], "empty": [not answer.text.strip() for answer in answers],
+        "self_stop": [answer.stopped for answer in answers],
+        "empty": [not answer.text.strip() for answer in answers],
         "mean_tokens": [answer.n_tokens for answer in answers],
-    }  # fmt: skip
+    }
     return {name: sum(column) / len(answers) for name, column in columns.items()}
 
 
 def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float | int | str]:
-    """Return sacrebleu's corpus BLEU (arXiv:1804.08771), its signature and the number of answers: bleu_zh for Chinese
-    references (by characters), bleu_13a for the others. They are never mixed, since their units differ."""
+    """Return sacrebleu's corpus BLEU (arXiv:1804.08771), its signature and the number of
+    answers: bleu_zh for Chinese references (by characters), bleu_13a for the others. They are
+    never mixed, since their units differ."""
     from sacrebleu.metrics import BLEU
 
     texts: dict[str, list[tuple[str, str]]] = {"13a": [], "zh": []}
@@ -142,13 +175,19 @@ def bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, float |
     for name, pairs in texts.items():
         if pairs:
             metric = BLEU(tokenize=name)
-            found[f"bleu_{name}"] = metric.corpus_score([a for a, _ in pairs], [[r for _, r in pairs]]).score
-            found |= {f"bleu_{name}_n": len(pairs), f"bleu_{name}_signature": str(metric.get_signature())}
+            found[f"bleu_{name}"] = metric.corpus_score(
+                [a for a, _ in pairs], [[r for _, r in pairs]]
+            ).score
+            found |= {
+                f"bleu_{name}_n": len(pairs),
+                f"bleu_{name}_signature": str(metric.get_signature()),
+            }
     return found
 
 
 class RougeL:
-    """ROUGE-L of the library rouge-score with our own tokens: its tokenizer knows only the letters a to z."""
+    """ROUGE-L of the library rouge-score with our own tokens: its tokenizer knows only the
+    letters a to z."""
 
     def __init__(self) -> None:
         from rouge_score.rouge_scorer import RougeScorer
@@ -165,9 +204,13 @@ class RougeL:
 
 def check_libraries() -> None:
     """Raise UserError if a library is missing, before hours of generation."""
-    missing = [name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("sacrebleu", "rouge_score") if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        raise UserError(f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score")
+        raise UserError(
+            f"generated: {' and '.join(missing)} missing; run: pip install sacrebleu rouge-score"
+        )
 
 
 def standard_error(share: float, n: int) -> float:

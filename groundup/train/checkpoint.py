@@ -160,9 +160,9 @@ def why_no_model(path: Path) -> str:
 def newest_run(root: str | Path = "out", rewards: bool = False) -> Path:
     """Return the run below `root` that saved last: of models of text, or of reward models."""
     saved = {}
-    # A reward model's config.json names its kind.
+    # A reward model's config.json names its kind. An adapter, which writes text, has no config.json.
     for sums in Path(root).glob("*/step_*/checksums.json"):
-        config = sums.with_name("config.json")
+        config = huggingface.config_path(sums.parent)
         if config.exists() and (b"ForSequenceClassification" in config.read_bytes()) == rewards:
             saved[sums.parent.parent] = max(sums.stat().st_mtime, saved.get(sums.parent.parent, 0))
     if not saved:

@@ -267,8 +267,14 @@ def load_model(
     """Return the model of a directory, with adapters merged."""
     # The context length only sizes the table of rotary angles, not the weights.
     cfg = load_config(directory)
-    model = build(Transformer, replace(cfg, block_size=block_size or cfg.block_size), dtype)
+    # Adapters are merged in float32: the sum is rounded once, as in what tools/merge.py writes.
+    built = torch.float32 if is_adapter(directory) else dtype
+    model = build(Transformer, replace(cfg, block_size=block_size or cfg.block_size), built)
     load_weights(model, directory)
+    if built != dtype == torch.bfloat16:
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.data = p.data.bfloat16()
     return model.to(device)
 
 

@@ -22,6 +22,7 @@ import reward
 from groundup.align import reward_model
 from groundup.align.reward_model import RewardModel
 from groundup.errors import UserError
+from groundup.files import answer_files
 from groundup.generate.answers import Answers
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate
@@ -55,6 +56,12 @@ def rows(*pairs: tuple[str, str]) -> list[dict]:
 def write(path: Path, lines: list) -> str:
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in lines), encoding="utf-8")
     return str(path)
+
+
+def write_answers(path: Path, lines: list, **settings) -> str:
+    """A file as sample.py writes it, with its settings beside it."""
+    answer_files.write_settings(path, {"model": "m"} | settings)
+    return write(path, lines)
 
 
 def pair(i: int) -> dict:
@@ -126,7 +133,7 @@ def test_answers_of_sample_py_are_read(judge, tmp_path):
     talk = [{"role": "system", "content": "Be brief."}, *ask("你好吗？")]
     prompts = [{"prompt": "Hello"}, {"messages": talk, "id": 7}, {"text": "Once upon"}, {"prompt": "a" * 40}]
     params = SamplingParams(max_new_tokens=9, n=2, logprobs=0, eos_ids=tokenizer.stop_ids)
-    writer = Answers(write(tmp_path / "prompts.jsonl", prompts), "", str(tmp_path / "out.jsonl"), {})
+    writer = Answers(write(tmp_path / "prompts.jsonl", prompts), "", str(tmp_path / "out.jsonl"), {"model": "m"})
     encode = functools.partial(prompt_ids, tokenizer, True, "")
     writer.write(model, tokenizer, params, encode, 3, False)
     found = read_answers(str(tmp_path / "out.jsonl"))
@@ -159,13 +166,37 @@ def test_a_judge_never_sees_the_datas_own_answer(judge, tmp_path):
     assert "REFERENCE" not in "".join(judging.judge_prompt(match, swapped=False) for match in seen)
 
 
+def test_a_judge_sees_the_system_message_that_the_models_were_given(judge, tmp_path):
+    """As reward.py --score does: with the message of the settings, unless the row has its own."""
+    own = [{"role": "system", "content": "Be brief."}, *ask("3?")]
+    lines = [{"prompt": "1?"}, {"messages": ask("2?")}, {"prompt": own}, {"text": "Once"}]
+    lines = [row | {"index": i, "completions": [{"text": "no" * i}]} for i, row in enumerate(lines)]
+    system = {"role": "system", "content": "Answer in French."}
+    paths = [write_answers(tmp_path / name, lines, system=system["content"]) for name in ("a.jsonl", "b.jsonl")]
+    of_a, of_b = judging.read_both(*paths)
+    want = [[system, *ask("1?")], [system, *ask("2?")], own, ask("Once")]
+    assert [row["prompt"] for row in of_a] == [row["prompt"] for row in of_b] == want
+    matches, _ = judging.matches_of(of_a, of_b)
+    verdict = judging.reward_judge(matches[:1], *judge)[0]
+    talk = [*want[0], {"role": "assistant", "content": ""}]
+    assert verdict.scores[0] == pytest.approx(reward_model.score(*judge, [talk])[0])
+    assert "Answer in French." in judging.judge_prompt(matches[1], swapped=False)
+    other = write_answers(tmp_path / "c.jsonl", lines, system="")
+    with pytest.raises(UserError, match="with system='Answer in French.', .*c.jsonl with system=''"):
+        judging.read_both(paths[0], other)
+    (tmp_path / "b.jsonl.config.json").unlink()
+    with pytest.raises(UserError, match="b.jsonl.config.json is missing"):
+        judging.read_both(*paths)
+
+
 def test_mistakes_in_files_of_answers(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         read_answers(str(tmp_path / "none.jsonl"))
     good = {"index": 0, "prompt": "a", "completions": [{"text": "b"}]}
     for bad in ({"prompt": "a"}, {"index": 1, "prompt": "a"}, good | {"completions": []}, {"index": 1, "n": 2}, [1]):
         with pytest.raises(UserError, match="bad.jsonl:2"):
-            read_answers(write(tmp_path / "bad.jsonl", [good, bad]))
+            read_answers(write_answers(tmp_path / "bad.jsonl", [good, bad]))
+    write_answers(tmp_path / "half.jsonl", [])
     (tmp_path / "half.jsonl").write_text(json.dumps(good) + '\n{"index": 1, "pro', encoding="utf-8")
     with pytest.raises(UserError, match="half.jsonl:2"):
         read_answers(str(tmp_path / "half.jsonl"))
@@ -255,7 +286,7 @@ def test_files_of_answers_say_what_is_unfinished(tmp_path):
     found = [{"text": "a", "finish_reason": "length"}, {"text": "b", "finish_reason": "stop"}]
     lines = [found, found[::-1], [{"text": "c"}]]
     lines = [{"index": i, "prompt": f"Q{i}", "completions": some} for i, some in enumerate(lines)]
-    answers = read_answers(write(tmp_path / "out.jsonl", lines))
+    answers = read_answers(write_answers(tmp_path / "out.jsonl", lines))
     matches, _ = judging.matches_of(answers, answers)
     assert [(match.finished_a, match.finished_b) for match in matches] == [(False,) * 2, (True,) * 2, (True,) * 2]
 

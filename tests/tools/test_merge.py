@@ -75,9 +75,10 @@ def test_the_directory_holds_what_peft_merges_to_and_nothing_of_training(run: Pa
     assert loaded.dtype == getattr(torch, dtype) and loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(out)("你好 world")["input_ids"] == TOKENIZER.encode("你好 world")
     if dtype == "float32":
-        merged, direct = huggingface.load_model(out), huggingface.load_model(checkpoint.resolve(run))
-        pairs = zip(merged.parameters(), direct.parameters(), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        for kind in (torch.float32, torch.bfloat16):  # also where evaluate.py opens both in bfloat16
+            models = [huggingface.load_model(source, dtype=kind) for source in (out, checkpoint.resolve(run))]
+            pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
 @pytest.mark.slow

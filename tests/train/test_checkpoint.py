@@ -958,3 +958,7 @@ def test_newest_run_is_the_one_saved_last(tmp_path: Path) -> None:
     path.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}), encoding="utf-8")
     assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "c"  # a reward model writes no text
     assert checkpoint.newest_run(tmp_path / "out", rewards=True) == tmp_path / "out" / "a"
+    adapter = save(tmp_path / "out" / "lora", 7, val_loss=1.0)  # the newest
+    (adapter / "config.json").rename(adapter / huggingface.ADAPTED_CONFIG)
+    (adapter / huggingface.ADAPTER_CONFIG).write_text("{}", encoding="utf-8")
+    assert checkpoint.newest_run(tmp_path / "out") == tmp_path / "out" / "lora"

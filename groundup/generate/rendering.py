@@ -1,0 +1,119 @@
+"""Conversations rendered by a model's own chat template, in a process that can be ended.
+
+A published template is a program: for some conversation it may loop for ever, or fill the memory.
+The time limit of templates.py works in the main thread only. So serve.py, which has many threads,
+asks this process; it answers one line of JSON with one.
+"""
+
+import copy
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from groundup.errors import UserError
+from groundup.tokens import templates
+from tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+LOAD_S = 60  # for the process to start and read the tokenizer
+MEMORY_MB = 1000  # beside what it has after that
+MAX_KEPT = 16  # tokenizers with other settings of the template
+
+
+class Renderer:
+    """The process, which is started again if it was ended. May be called by several threads."""
+
+    def __init__(self, directory: Path, seconds: float = templates.RENDER_S) -> None:
+        self.command = [sys.executable, "-m", __name__, str(directory.absolute()), str(seconds)]
+        self.seconds = seconds
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def render(self, messages: list[dict], settings: dict) -> list[int]:
+        """Return the ids of the prompt for an answer. settings: of the template. Raise UserError."""
+        line = json.dumps([messages, settings])
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+            answer = self.ask(line, self.seconds + 2)
+        if not answer:
+            limit = f"it takes more than {self.seconds:g} s or {MEMORY_MB} MB"
+            raise UserError(f"tokenizer: the chat template cannot render this: {limit}")
+        found = json.loads(answer)
+        if isinstance(found, str):
+            raise UserError(found)
+        return found
+
+    def start(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            self.command, stdin=pipe, stdout=pipe, cwd=ROOT, text=True, encoding="utf-8"
+        )
+        if not self.ask("", LOAD_S):
+            raise UserError("tokenizer: the process that renders conversations does not start")
+
+    def ask(self, line: str, seconds: float) -> str:
+        """Return the answer to a line, "" if the process ends before it; it is ended in time."""
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            return self.process.stdout.readline()
+        except OSError:  # it has ended
+            return ""
+        finally:
+            timer.cancel()
+
+
+def serve(directory: str, seconds: float) -> None:
+    """Answer the lines of standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
+    templates.RENDER_S = seconds
+    tokenizer = Tokenizer.load(directory)
+    limit_memory()
+    kept = {}
+    for line in sys.stdin:
+        print(json.dumps(answer(line, tokenizer, kept)), flush=True)
+
+
+def answer(line: str, tokenizer: Tokenizer, kept: dict[str, Tokenizer]) -> list[int] | str:
+    """Return the ids of [messages, settings], or the error. kept: tokenizers by their settings."""
+    if not line.strip():
+        return "ready"
+    messages, settings = json.loads(line)
+    key = json.dumps(settings, sort_keys=True)
+    try:
+        if key not in kept:
+            if len(kept) == MAX_KEPT:
+                del kept[next(iter(kept))]
+            kept[key] = with_settings(tokenizer, settings)
+        return kept[key].render(messages, add_generation_prompt=True)[0]
+    except UserError as error:
+        kept.pop(key, None)  # with "too slow": another conversation may take less
+        return str(error)
+
+
+def with_settings(tokenizer: Tokenizer, settings: dict) -> Tokenizer:
+    """Return the tokenizer with these settings of its template besides its own."""
+    own = copy.copy(tokenizer)
+    vars(own).pop("template", None)  # that was made with other settings
+    own.template_settings = tokenizer.template_settings | settings
+    return own
+
+
+def limit_memory() -> None:
+    if sys.platform != "linux":
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + MEMORY_MB * 10**6
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], float(sys.argv[2]))
