@@ -42,7 +42,7 @@ from tokenizer import Tokenizer
 init_from = ""  # run, checkpoint or Hugging Face directory; empty = the newest run under out/
 prompt = ""  # text to continue or question to answer; empty = a new document or a chat
 prompts = ""  # jsonl file with a prompt on each line
-out = ""  # jsonl file for the answers, continued if it exists; empty = standard output
+out = ""  # file of the answers as JSON lines; "" = print them beside the expected ones
 chat = "auto"  # auto (yes if tuned for it) | yes (prompts are user messages) | no (continue them)
 system = ""  # system message of every chat that has none
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'

@@ -527,9 +527,10 @@ def test_kinds_of_rows(runs, tuned, tmp_path):
     rows = ["猫?", {"prompt": "猫?"}, {"text": "猫?"}, {"messages": turns}, {"prompt": system + turns, "id": 3}]
     (tmp_path / "q.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
     directory = runs / "tuned/chat/latest"
-    ended = run(tmp_path, f"--init_from={directory}", "--prompts=q.jsonl", "--max_new_tokens=9", "--system=长")
+    flags = [f"--init_from={directory}", "--prompts=q.jsonl", "--max_new_tokens=9", "--system=长"]
+    ended = run(tmp_path, *flags, "--out=a.jsonl")
     assert (ended.code, ended.err) == (0, head(5, 0, 2048))
-    answers = {answer["index"]: answer for answer in map(json.loads, ended.out.splitlines())}
+    answers = {answer["index"]: answer for answer in read_answers(tmp_path / "a.jsonl")}
     long = [{"role": "system", "content": "长"}]
     asked = long + turns[:1], long + turns[:1], None, long + turns, system + turns
     for i, messages in enumerate(asked):
@@ -540,6 +541,26 @@ def test_kinds_of_rows(runs, tuned, tmp_path):
             {"prompt": "猫?"} if i == 0 else rows[i]
         )
     assert not answers
+
+
+def test_without_a_file_for_them_answers_are_printed_in_order_beside_the_expected(runs, tmp_path):
+    directory, n = runs / "tuned/chat/latest", 6
+    flags = [f"--init_from={directory}", "--prompts=q.jsonl", "--max_new_tokens=9", "--temperature=0"]
+    rows = [{"question": "猫?\n" * (n - i), "answer": ""} for i in range(n)]
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps({"prompt": row["question"]}) for row in rows), "utf-8")
+    run(tmp_path, *flags, "--out=a.jsonl")
+    for answer in read_answers(tmp_path / "a.jsonl"):
+        rows[answer["index"]]["answer"] = answer["completions"][0]["text"]
+    rows[2]["answer"] = "不对"
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    ended = run(tmp_path, *flags, "--batch_size=4")
+    assert ended.code == 0
+    *lines, summary = ended.out.splitlines()
+    asked = [" ".join(row["question"].split()) for row in rows]
+    assert [line.split("  ->  ")[0] for line in lines] == [
+        f"{'wrong' if i == 2 else 'right'}  {question}" for i, question in enumerate(asked)
+    ]
+    assert lines[2].endswith("(expected: 不对)") and summary == f"{n - 1} of {n} answers are the expected ones"
 
 
 def test_a_conversation_that_ends_with_its_answer_is_answered_from_what_precedes(runs, tuned, tmp_path):

@@ -78,7 +78,7 @@ class Answers:
         rank: Rank | None = None,
     ) -> None:
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished
-        ones."""
+        ones. Without `out`, and without log-probabilities, print them for people, see Table."""
         begun: list[
             tuple[int, dict]
         ] = []  # line number and fields of each prompt given to the engine
@@ -88,18 +88,25 @@ class Answers:
                 begun.append((index, fields))
                 yield ids
 
+        for_people = not self.out and params.logprobs < 0 and params.prompt_logprobs < 0
+        table = Table(self.settings) if for_people else None
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
             for number, result in generate_each(
                 model, tokenizer, prompts(), params, batch_size, compile
             ):
                 index, fields = begun[number]
-                answer = answer_fields(
-                    rank(result) if rank else result, tokenizer, params, bool(rank)
-                )
-                file.write(json_line({"index": index} | fields | answer))
+                result = rank(result) if rank else result
+                if table:
+                    texts = [completion.text for completion in result.completions]
+                    file.write(table.add(number, fields, texts))
+                else:
+                    answer = answer_fields(result, tokenizer, params, bool(rank))
+                    file.write(json_line({"index": index} | fields | answer))
                 file.flush()
                 bar.update()
+            if table:
+                file.write(table.summary())
         if self.problems and len(self.lines) > 1:
             print(
                 f"sample: {self.problems} of {len(self.lines)} prompts are not answered, see above",
@@ -171,6 +178,48 @@ class Answers:
                 f"sample: {self.out} answers a prompt that is not in {where}; use another out"
             )
         return done
+
+
+class Table:
+    """Answers for people, in the order of the prompts: question, answer, and beside it what the
+    data set expects, if it says so."""
+
+    def __init__(self, settings: dict) -> None:
+        self.settings = settings
+        self.n_printed = 0
+        self.waiting: dict[int, str] = {}  # lines by number of the prompt, until those before come
+        self.n_expected, self.n_right = 0, 0
+
+    def add(self, number: int, fields: dict, texts: list[str]) -> str:
+        """Take the answers to prompt `number`; return the lines that can be printed now."""
+        asked = asked_of(fields, self.settings)
+        question = asked if isinstance(asked, str) else asked[-1]["content"]
+        expected = ""
+        with contextlib.suppress(ValueError):  # a text to continue
+            expected = conversation_of(fields, self.settings)[1]
+        right = bool(expected) and texts[0].strip() == expected.strip()
+        self.n_expected += bool(expected)
+        self.n_right += right
+
+        mark = "" if not expected else "right  " if right else "wrong  "
+        lines = [f"{mark}{one_line(question)}  ->  {one_line(text)}" for text in texts]
+        if expected and not right:
+            lines[0] += f"  (expected: {one_line(expected)})"
+        self.waiting[number] = "".join(f"{line}\n" for line in lines)
+        found = ""
+        while self.n_printed in self.waiting:
+            found += self.waiting.pop(self.n_printed)
+            self.n_printed += 1
+        return found
+
+    def summary(self) -> str:
+        if not self.n_expected:
+            return ""
+        return f"{self.n_right} of {self.n_expected} answers are the expected ones\n"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def parse(line: bytes) -> dict:
