@@ -105,7 +105,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
 eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
 log_every = 10  # steps (at least 1)
-tensorboard = False  # also write event files for TensorBoard into out_dir
+track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.jsonl has)
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
@@ -354,7 +354,7 @@ if __name__ == "__main__":
     if table is not None:
         table = table.to(torch_device)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     if loss == "kto":

@@ -100,7 +100,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
 eval_steps = 0  # batches over all ranks; 0 = the whole validation split (at least 0)
 log_every = 10  # steps (at least 1)
-tensorboard = False  # also write event files for TensorBoard into out_dir
+track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.jsonl has)
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
@@ -296,7 +296,7 @@ if __name__ == "__main__":
     steps_done = state["step"]  # 0 for a new run
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     other = {"warmup_steps": warmup}  # part of each checkpoint

@@ -110,7 +110,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 eval_every = 20  # steps; also before the first and after the last step (at least 1)
 eval_prompts = 64  # held-out prompts, one answer to each; 0 = all (at least 0)
 log_every = 1  # steps (at least 1)
-tensorboard = False  # also write event files for TensorBoard into out_dir
+track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.jsonl has)
 save_every = 100  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
@@ -321,7 +321,7 @@ if __name__ == "__main__":
     del state  # its tensors are mapped from a file
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     order = corpus.redrawn_order(prompts_per_step)
     sampler = AnswerSampler(

@@ -104,7 +104,7 @@ eval_answers = (
 eval_new_tokens = 128  # most tokens of such an answer (at least 1)
 sample_prompts = ""  # questions that are answered at each evaluation; several separated by |
 log_every = 10  # steps (at least 1)
-tensorboard = False  # also write event files for TensorBoard into out_dir
+track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.jsonl has)
 save_every = 500  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
@@ -337,7 +337,7 @@ if __name__ == "__main__":
     steps_done = state["step"]  # 0 for a new run
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
-    log = RunLog(out_dir, max_steps, steps_done, world, tensorboard, flops, peak, torch_device)
+    log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, base)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())

@@ -104,7 +104,7 @@ def test_event_files_have_what_the_log_has(run, tmp_path, data_dir):  # noqa: F8
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run("--max_steps=4", "--eval_every=2", "--save_every=2", "--tensorboard=True")
+    run("--max_steps=4", "--eval_every=2", "--save_every=2", "--track=tensorboard")
     found = EventAccumulator(str(tmp_path / "out")).Reload()
     of_log = {event["step"]: event["loss"] for event in events(tmp_path / "out", "train")}
     of_board = {point.step: point.value for point in found.Scalars("train/loss")}
@@ -114,4 +114,4 @@ def test_event_files_have_what_the_log_has(run, tmp_path, data_dir):  # noqa: F8
 
 def test_event_files_without_the_package_are_one_line(run, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install tensorboard" in refused(run, capsys, "--tensorboard=True")
+    assert "pip install tensorboard" in refused(run, capsys, "--track=tensorboard")

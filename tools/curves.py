@@ -41,7 +41,7 @@ KEPT = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "val_los
         "rewards/accuracies", "rewards/margins", "mean_token_accuracy")  # fmt: skip
 NO_CAUSE = {  # settings that do not change what is learnt per token, but for rounding
     "out_dir", "resume", "overwrite", "device", "dtype", "compile", "activation_checkpointing", "parallel",
-    "overlap_step", "zero1", "timeout_s", "peak_tflops", "plan_only", "eval_every", "log_every", "tensorboard",
+    "overlap_step", "zero1", "timeout_s", "peak_tflops", "plan_only", "eval_every", "log_every", "track",
     "save_every", "keep_last", "sample_prompts", "batch_size", "seed", "eval_steps",
 }  # fmt: skip
 MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %

@@ -3,7 +3,6 @@
 `RunLog` writes all three and keeps the clock behind their times.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from groundup.files.untrusted import check_regular, loads
 from groundup.tokens.batches import Batches
 from groundup.train import ranks
 from groundup.train.device import hardware, peak_memory_gib, versions
+from groundup.train.track import check_installed, open_tracker
 
 # ---- the log -------------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ ALREADY_SHOWN = ("loss", "lr", "grad_norm", "tokens")
 class RunLog:
     """Print lines for people and write the same values to out_dir/log.jsonl.
 
-    peak_flops: FLOP/s of one device. tensorboard: also write event files.
+    peak_flops: FLOP/s of one device. track: a tracker that gets the values too, see track.py.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunLog:
         max_steps: int,
         steps_done: int,
         world: ranks.World = ALONE,
-        tensorboard: bool = False,
+        track: str = "none",
         flops_per_token: float = 0.0,
         peak_flops: float = 0.0,
         device: torch.device = CPU,
@@ -59,22 +59,14 @@ class RunLog:
         self.path = Path(out_dir) / "log.jsonl"
         self.lock = threading.Lock()  # the thread that saves writes too
         self.evaluations: list[dict] = []  # also those before an interruption
-        self.board = None
         self.begin()
-
-        # All ranks check, so that all of them end.
-        if tensorboard and importlib.util.find_spec("tensorboard") is None:
-            package = "tensorboard==2.21.0"
-            raise UserError(f"config: tensorboard=True needs a package; pip install {package}")
+        check_installed(track)  # by all ranks, so that all of them end
         if not self.enabled:
             return
 
         # A resumed run repeats the steps after its checkpoint, so their events go. Its save has
         # a directory, but no event if a kill came between the two.
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(out_dir, purge_step=steps_done + 1 if steps_done else None)
+        self.to_tracker, self.close_tracker = open_tracker(track, out_dir, steps_done)
         with naming(self.path):
             events = []
             if self.path.exists():
@@ -180,9 +172,8 @@ class RunLog:
                 whole["crc32"] = save_sum(whole, zlib.crc32(self.path.read_bytes()))
             self.file.write(json.dumps(whole) + "\n")
             self.file.flush()
-            for key, value in values.items() if self.board else ():
-                if isinstance(value, int | float):
-                    self.board.add_scalar(f"{event}/{key}", value, step)
+            numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
+            self.to_tracker({f"{event}/{key}": value for key, value in numbers.items()}, step)
 
     def print(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -265,8 +256,7 @@ class RunLog:
         self.bar.close()
         with warn_if_unwritable(self.path):
             self.file.close()
-        if self.board:
-            self.board.close()
+        self.close_tracker()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import shlex
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import numpy
@@ -13,6 +14,7 @@ import torch
 
 from groundup.errors import UserError
 from groundup.train import log as logs
+from groundup.train import track as tracks
 from groundup.train.device import versions
 from groundup.train.log import RunLog, read_events
 from groundup.train.ranks import World
@@ -245,12 +247,33 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
 
 
-def test_tensorboard_without_its_package_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match="tensorboard=True needs a package; pip install tensorboard=="
-    ):
-        RunLog(str(tmp_path), 9, 0, World(1, 1, 2), tensorboard=True)
+@pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])
+def test_a_tracker_without_its_package_is_one_line(track, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"track='{track}' needs a package; pip install {track}"):
+        RunLog(str(tmp_path), 9, 0, World(1, 1, 2), track=track)
+
+
+@pytest.mark.parametrize("track", ["trackio", "wandb"])
+def test_a_tracker_gets_the_numbers_of_every_event(track, tmp_path, monkeypatch):
+    """With a stand-in for the package: a resumed run continues the tracker's run."""
+    found = []
+    run = SimpleNamespace(
+        log=lambda values, step: found.append((step, values)), finish=lambda: found.append("end")
+    )
+    init = lambda **given: found.append((given["name"], given["config"])) or run  # noqa: E731
+    monkeypatch.setitem(sys.modules, track, SimpleNamespace(init=init))
+    monkeypatch.setattr(tracks, "check_installed", lambda track: None)
+    monkeypatch.setattr(logs, "check_installed", lambda track: None)
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "config.py").write_text("max_steps = 9\n", encoding="utf-8")
+    log = RunLog(str(out), 9, 0, track=track)
+    log.write("train", 1, {"loss": 2.5, "note": "x"})
+    log.write("eval", 1, {"val_loss": 3.5})
+    log.close()
+    want = [(1, {"train/loss": 2.5}), (1, {"eval/val_loss": 3.5})]
+    assert found == [("mine", {"max_steps": 9}), *want, "end"]
 
 
 # ---- the card ------------------------------------------------------------------------------------
