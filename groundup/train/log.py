@@ -226,6 +226,8 @@ class RunLog:
             how = "the same command continues" if saved else "the last save failed"
             if saved and config["resume"] == "never":
                 how += ", without --resume=never --overwrite=True"
+            elif saved and config["resume_from"]:
+                how += f", without --resume_from={config['resume_from']} --overwrite=True"
             self.print(f"stopped by a signal after step {self.step}; {how}")
         elif saved:
             self.print(f"saved in {out}; next: {next_command}")

@@ -16,6 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -564,7 +565,8 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, monkeypatch, c
     training = Training(case, base)
     behind, waits = training.saver(tmp_path / "out"), training.saver(tmp_path / "same" / "out")
     behind.config = waits.config
-    for step in (1, 2, 3):
+    training.save(behind)  # the first save is waited for
+    for step in (2, 3, 4):
         training.save(waits, step)
         waits.wait()
         with monkeypatch.context() as patch:
@@ -606,6 +608,7 @@ def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
     noise = torch.rand(3)
     again = Training(case, base)
     path = tmp_path / "out" / "step_000002"
+    huggingface.load_resumed(again.model, path)
     state = checkpoint.restore(path, again.model, again.ddp, again.opt, again.scaler, seed=0)
     assert (
         state["step"] == 2
@@ -619,6 +622,24 @@ def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
         training.train()
         torch.manual_seed(1)
         again.train()
+
+
+def test_a_rank_that_the_saved_run_did_not_have_draws_other_numbers_at_each_resume(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Else it would repeat the dropout masks of the steps before."""
+    training, seen = Training("adamw"), []
+    behind = training.saver(tmp_path)
+    for step in (1, 2):
+        training.save(behind, step)
+    behind.close()
+    monkeypatch.setattr(checkpoint.ranks, "rank", lambda: 1)
+    for path in (None, tmp_path / "step_000001", tmp_path / "step_000002"):
+        checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+        seen.append(torch.rand(4))
+    assert not any(torch.equal(*pair) for pair in combinations(seen, 2))
+    checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+    assert torch.equal(torch.rand(4), seen[-1])
 
 
 def test_memory_is_allocated_once() -> None:
