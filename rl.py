@@ -502,7 +502,7 @@ if __name__ == "__main__":
                 if in_a_row >= MAX_SKIPPED:
                     saver.wait()
                     text = f"{int(in_a_row)} updates in a row without a finite gradient"
-                    how = f"lower {key} or continue from an earlier checkpoint"
+                    how = f"lower {key} or continue from an earlier checkpoint (--resume_from)"
                     raise UserError(f"train: step {step}: {text}; {how}")
             since_log = []
 

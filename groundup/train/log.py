@@ -293,7 +293,7 @@ def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batc
     raise UserError(
         f"train: step {step}: {int(skipped[1])} steps in a row without a finite gradient; {what}; "
         f"samples {first} to {first + per_rank - 1}; "
-        f"lower learning_rate or continue from an earlier checkpoint"
+        f"lower learning_rate or continue from an earlier checkpoint (--resume_from=STEP)"
     )
 
 

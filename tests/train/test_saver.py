@@ -23,12 +23,14 @@ import pytest
 import saved
 import test_checkpoint as tc
 import torch
+import torch.distributed as dist
 from test_checkpoint import error_line, flip_byte, names, same, save, tiny, train_state, weights
 
 import ddp
 from groundup.errors import LostRank, UserError, say
 from groundup.files import disk
-from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
+from groundup.files.untrusted import crc32_of
+from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver, tensor_files
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
@@ -753,6 +755,80 @@ def begin_save(behind: Saver, step: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("zero1", [False, True])
+def test_rank_0_reads_for_all_ranks(tmp_path: Path, zero1: bool) -> None:
+    """The others have its weights and its optimizer's state, and its error; with ZeRO-1 they read their share."""
+    good, damaged = save(tmp_path / "good", 1, tiny(1)), save(tmp_path / "damaged", 1, tiny(1))
+    flip_byte(damaged / "model.safetensors")
+    getitem = tensor_files.Stored.__getitem__
+
+    def action(world: ranks.World) -> None:
+        n_read = [0, 0]  # tensors of weights, bytes whose checksum was computed
+
+        def count_read(stored: tensor_files.Stored, rows: slice) -> torch.Tensor:
+            n_read[0] += 1
+            return getitem(stored, rows)
+
+        def count_crc(path: Path) -> int:
+            n_read[1] += 1
+            return crc32_of(path)
+
+        tensor_files.Stored.__getitem__, huggingface.crc32_of = count_read, count_crc
+        assert checkpoint.resolve(good) == good
+        model = tiny(10 + world.rank)
+        huggingface.load_start(model, good, tc.V, tc.TOKENIZER)
+        parallel = ddp.DDP(model, zero1=zero1)
+        assert all(n_read) == any(n_read) == world.is_main
+        assert same(weights(model), weights(tiny(1)))
+        with pytest.raises(UserError, match="model.safetensors is damaged"):
+            checkpoint.resolve(damaged)
+
+        # Without ZeRO-1 the others need not read the state: a tensor on the meta device has none.
+        opt = Optimizer(parallel.buckets)
+        device = "cpu" if world.is_main or zero1 else "meta"
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        state = {
+            name: {
+                "step": torch.ones((), device=device),
+                **{key: torch.ones(shape, device=device) for key in ("exp_avg", "exp_avg_sq")},
+            }
+            for name, shape in shapes.items()
+        }
+        opt.load_state_dict(state)
+        loaded = opt.state_dict(parallel.gather if zero1 else None)
+        assert all((t == 1).all() for entry in loaded.values() for t in entry.values())
+        ranks.close()
+
+    assert in_ranks(2, action) == [0, 0]
+
+
+@pytest.mark.dist
+def test_a_step_is_one_agreement_which_tells_of_signals(tmp_path: Path) -> None:
+    def action(world: ranks.World) -> None:
+        training, all_reduce, n_flags = Training("adamw"), dist.all_reduce, []
+
+        def count(t: torch.Tensor, *args: object, **kwargs: object) -> object:
+            n_flags.extend([1] * (not t.is_floating_point()))
+            return all_reduce(t, *args, **kwargs)
+
+        dist.all_reduce = count
+        for stop in (False, world.rank == 1):
+            n_flags.clear()
+            tokens = torch.randint(tc.V, (2, 9))
+            training.model(tokens[:, :-1], tokens[:, 1:]).backward()
+            training.ddp.step(training.opt, lr=0.01, stop=stop)
+            assert len(n_flags) == 1
+            stopping = training.ddp.stopping
+            assert stopping is (len(seen) == 1)
+            seen.append(stopping)
+        dist.all_reduce = all_reduce
+        ranks.close()
+
+    seen: list[bool] = []
+    assert in_ranks(2, action) == [0, 0]
+
+
+@pytest.mark.dist
 def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
     """Each rank is slow at another time, and their training exchanges numbers all the while."""
 
@@ -840,10 +916,9 @@ def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
         if world.rank == 1:
             saver.HostMemory.wait = lambda memory: os.kill(os.getpid(), signal.SIGSTOP)
             (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
-        begin_save(behind, 3)
         begin = time.monotonic()
         with pytest.raises(LostRank, match="rank 1 has not been seen for 2 s"):
-            behind.wait()
+            begin_save(behind, 3)  # the first: it waits
         assert time.monotonic() - begin < 20
         os.kill(int((tmp_path / "stuck").read_text("utf-8")), signal.SIGKILL)
 
