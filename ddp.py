@@ -272,7 +272,7 @@ class DDP:
 
     Set `sync` to whether the next backward is the last one of the step. After a step, `found_inf`
     (0-d float32) is 1 if it was skipped because its norm was not finite. `skipped` (2,) float32
-    counts such steps: in all, and in a row.
+    counts such steps: in all, and in a row. `stopping`: a signal has told some rank to stop.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class DDP:
         if hasattr(hook, "attach"):
             hook.attach(self.buckets)  # state of its own, such as PowerSGD's errors
 
-        self.sync, self.n_steps = True, 0
+        self.sync, self.n_steps, self.stopping = True, 0, False
         self.found_inf = torch.zeros((), device=self.device)
         self.skipped = torch.zeros(2, device=self.device)
         self._slot = {p: (b, i) for b in self.buckets for i, p in enumerate(b.params)}
@@ -442,8 +442,11 @@ class DDP:
         lr: float,
         clip: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
+        stop: bool = False,
     ) -> Tensor:
         """Finish the reduction, clip to the global norm, update now or later, drop the gradients.
+
+        stop: a signal tells this rank to stop. `stopping` is then True on all ranks.
 
         Return the global norm before clipping and without the loss scale, 0-d float32 on the
         device. All ranks share it: if it is not finite, all skip the update. Only with overlap_step
@@ -454,7 +457,7 @@ class DDP:
             raise UserError(f"ddp: {reason}")
         if self._expected not in (None, (optimizer, lr)):
             raise UserError("ddp: step() got another optimizer or lr than expect_step()")
-        norm = self._finish_reduction()
+        norm = self._finish_reduction(stop)
         # Everything below stays on the device: `found_inf` skips the update without a host sync
         grad_scale = torch.ones((), device=self.device)
         if scaled:
@@ -491,7 +494,7 @@ class DDP:
             self._begin_refresh(bucket)
         return norm
 
-    def _finish_reduction(self) -> Tensor:
+    def _finish_reduction(self, stop: bool) -> Tensor:
         """Wait for all buckets and return the global norm."""
         for bucket in self.buckets[self._next :]:
             # If forward skipped a block, its deferred update still needs the old gradient
@@ -502,7 +505,7 @@ class DDP:
         while self._launch_second_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
         # The agreement travels while the norms are computed, each while later buckets travel
-        check = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}")
+        agree = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}", stop)
         for bucket in self.buckets:
             if bucket.state is State.IN_FLIGHT:
                 self._finish_bucket(bucket)
@@ -512,7 +515,7 @@ class DDP:
         if self.buckets[0].sharded:  # each rank knows the norm of its shards alone
             name = f"step {self.n_steps + 1}: all_reduce of the squared norm"
             ranks.all_reduce_sum(square, name)
-        check()
+        self.stopping = agree()
         return square.sqrt()
 
     def _problem(self) -> str:

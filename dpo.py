@@ -33,6 +33,7 @@ from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import computation
 from groundup.train.device import (
+    Undrawn,
     autocast,
     check_compiler,
     choose_device,
@@ -42,7 +43,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import Transformer
@@ -57,7 +58,8 @@ val_data = ""  # the same for validation; "" = the directory's own, or val_fract
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
-overwrite = False  # with resume='never': delete what out_dir holds
+resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
+overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
 seed = 1337  # of new weights, data order, dropout and samples
 # loss
 loss = "sigmoid"  # sigmoid | cdpo | robust | hinge | ipo | sigmoid_norm | simpo | orpo | kto
@@ -259,7 +261,7 @@ if __name__ == "__main__":
     kind = LabelCorpus if loss == "kto" else PairCorpus
     corpus = kind(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    settings = config | {"total_batch_pairs": pairs_per_step}
+    settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
     lost = corpus.left_out()  # for the error message
     max_steps = steps_of(
         settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
@@ -272,14 +274,14 @@ if __name__ == "__main__":
     batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
 
     # ---- model
-    seed_everything(seed)  # all ranks draw the same new weights
+    seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
         if reason := fsdp.conflict(config, torch_dtype):
             raise UserError(f"config: {reason}")
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+        with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
@@ -306,14 +308,17 @@ if __name__ == "__main__":
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = new; restore() loads it below
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = warmup_of(config, max_steps, resumed)  # steps
+    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     reference_path = Path(out_dir, "reference.safetensors")
     table = None  # the reference's log-probabilities of all pairs
     if made_of and checkpoint.resume_mode(config) != "never":  # else the file will be deleted
         table = preference.read_reference(reference_path, made_of)
     must_compute = made_of and table is None
+    # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
     if must_compute or not resumed:
         huggingface.load_start(model, source, n_known, tokenizer)
+    else:
+        huggingface.load_resumed(model, resumed)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
 
     # ---- device, compile, data parallel, optimizer
@@ -346,6 +351,9 @@ if __name__ == "__main__":
     # ---- the reference, then restore
     if must_compute:
         table = preference.compute_reference(model, corpus, batch_size, torch_device, torch_dtype)
+        if resumed:
+            huggingface.load_resumed(model, resumed)
+            ranks.broadcast_weights(model)
     state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
@@ -399,13 +407,13 @@ if __name__ == "__main__":
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
         # <<< optimizer step
         log.advance()
 
         # log
         last = step == max_steps
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             # .tolist() waits for the device, so the time below is real
             means = named(ranks.all_reduce_sum(sums.clone()).tolist(), config)

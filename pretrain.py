@@ -29,6 +29,7 @@ from groundup.tokens.batches import Batches, TextCorpus
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import computation
 from groundup.train.device import (
+    Undrawn,
     autocast,
     check_compiler,
     choose_device,
@@ -38,7 +39,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from model import ModelConfig, Transformer
@@ -51,14 +52,14 @@ data_dir = "data/demo"  # of prepare.py; 'data/a=0.7,data/b=0.3'; stages '0: dat
 val_data = ""  # directories to validate on, 'data/zh,data/code'; "" = those of data_dir
 init_from = ""  # "" = new weights; else a run, a checkpoint or a Hugging Face directory
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
-overwrite = False  # with resume='never': delete what out_dir holds
+resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
+overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
 seed = 1337  # of new weights, data order, dropout and samples
 # model
 n_layer = 6  # at least 1
 n_head = 6  # at least 1
 n_kv_head = 0  # 0 = n_head; fewer = grouped-query attention
 n_embd = 384  # at least 1
-head_dim = 0  # 0 = n_embd / n_head
 ffn_dim = 0  # 0 = 8/3 n_embd, rounded up to a multiple of 64
 block_size = 256  # tokens per sequence (at least 1)
 vocab_size = 0  # 0 = the tokenizer's
@@ -253,14 +254,16 @@ if __name__ == "__main__":
     huggingface.check_trainable(trainable, source, n_ids - n_known)
 
     # ---- model
-    seed_everything(seed)  # all ranks draw the same new weights
+    seed_everything(seed)  # of new weights
     if parallel == "fsdp" and not plan_only:
         if reason := fsdp.conflict(config, torch_dtype):
             raise UserError(f"config: {reason}")
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=not source)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+        # rank 0 draws new weights, DDP sends them to the others
+        is_new = world.is_main and not source
+        with place, Undrawn(not is_new), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -280,8 +283,11 @@ if __name__ == "__main__":
     huggingface.check_saves(model_config, tokenizer)
     # None = new; restore() loads it below
     resumed = checkpoint.find(config, model_config, data_record)
-    warmup = warmup_of(config, max_steps, resumed)  # steps
-    if source and not resumed:
+    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # rank 0 reads the weights, DDP sends them to the others; with FSDP each reads its rows
+    if resumed:
+        huggingface.load_resumed(model, resumed)
+    elif source:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
 
@@ -362,13 +368,13 @@ if __name__ == "__main__":
             loss_sum += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
         # <<< optimizer step
         log.advance()
 
         # log
         last = step == max_steps
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             mean_loss = ranks.all_reduce_sum(loss_sum.clone()).item() / world_size
             values = {"loss": mean_loss, "tokens": step * tokens_per_step, "lr": lr}

@@ -32,6 +32,7 @@ from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import computation
 from groundup.train.device import (
+    Undrawn,
     autocast,
     check_compiler,
     choose_device,
@@ -41,7 +42,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog, raise_not_finite
 from groundup.train.lora import LoRAConfig, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.powersgd import make_hook
 from groundup.train.saver import Saver
 from tokenizer import Tokenizer, chat_ready
@@ -55,7 +56,8 @@ val_data = ""  # the same for validation; "" = the directory's own, or val_fract
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.05  # of rows without validation data of their own (from 0 to 1)
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
-overwrite = False  # with resume='never': delete what out_dir holds
+resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
+overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
 seed = 1337  # of new weights, data order, dropout and samples
 # scoring instead of training: init_from is then a reward model
 score = ""  # files to score: conversations, or what sample.py --out wrote
@@ -228,7 +230,7 @@ if __name__ == "__main__":
     # ---- data
     corpus = PairCorpus(data, tokenizer, block_size, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    settings = config | {"total_batch_pairs": pairs_per_step}
+    settings = config | {"total_batch_pairs": pairs_per_step, "world_size": world_size}
     lost = corpus.left_out()  # for the error message
     max_steps = steps_of(
         settings, corpus.n_rows, pairs_per_step, "total_batch_pairs", "pairs", lost
@@ -239,9 +241,9 @@ if __name__ == "__main__":
     batch_line = f"{pairs_per_step} pairs per step, {max_steps:,} steps, {epochs_of_each}"
 
     # ---- model
-    seed_everything(seed)  # all ranks draw the same new weights
+    seed_everything(seed)  # of new weights
     place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+    with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = RewardModel(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     model.score.requires_grad_(True)  # the new head, whatever else is trained
@@ -263,8 +265,11 @@ if __name__ == "__main__":
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = new; restore() loads it below
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = warmup_of(config, max_steps, resumed)  # steps
-    if not resumed:
+    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # rank 0 reads the weights, DDP sends them to the others
+    if resumed:
+        reward_model.load_resumed(model, resumed)
+    else:
         reward_model.load_start(model, source, n_known, tokenizer)
     base = reward_model.frozen_base(model, source, resumed)  # of adapters
 
@@ -291,15 +296,15 @@ if __name__ == "__main__":
     )
 
     # ---- restore, and make the run directory
-    load = reward_model.load_weights
-    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed, load)
+    state = checkpoint.restore(resumed, model, ddp, opt, scaler, seed)
     steps_done = state["step"]  # 0 for a new run
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
     log = RunLog(out_dir, max_steps, steps_done, world, track, flops, peak, torch_device)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data_record, files=reward_model)
     batches = Batches(corpus, order, batch_size, accum_steps, world, torch_device, steps_done)
-    other = {"warmup_steps": warmup}  # part of each checkpoint
+    # part of each checkpoint, with the adapters to the bit
+    other = {"warmup_steps": warmup, "trained": reward_model.trained_weights(model, base)}
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -332,13 +337,13 @@ if __name__ == "__main__":
             n_tokens_seen += batch.x.numel()  # padding too
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
         # <<< optimizer step
         log.advance()
 
         # log
         last = step == max_steps
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             # .tolist() waits for the device, so the time below is real
             means = (ranks.all_reduce_sum(sums.clone()) / pairs_per_step).tolist()
@@ -362,7 +367,6 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                other["trained"] = reward_model.trained_weights(model, base)  # adapters, to the bit
                 saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores = evaluate(model, corpus, torch_device, torch_dtype)
@@ -377,7 +381,6 @@ if __name__ == "__main__":
     batches.close()
     if stopping and not saving:
         ddp.flush()
-        other["trained"] = reward_model.trained_weights(model, base)
         saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}

@@ -19,6 +19,7 @@ import sys
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configurator import configure
 from ddp import DDP
@@ -34,6 +35,7 @@ from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.config_json import computation
 from groundup.train.device import (
+    Undrawn,
     check_compiler,
     choose_device,
     choose_dtype,
@@ -42,7 +44,7 @@ from groundup.train.device import (
 )
 from groundup.train.log import RunLog
 from groundup.train.lora import LoRAConfig, adapters_off, frozen_dtype, set_trainable, weights_in
-from groundup.train.optim import Optimizer, check_schedule, learning_rate_at, warmup_of
+from groundup.train.optim import Optimizer, check_schedule, learning_rate_at
 from groundup.train.saver import Saver
 from model import Transformer
 from tokenizer import Tokenizer, chat_ready
@@ -56,7 +58,8 @@ val_data = ""  # the same for validation; "" = the directory's own, or val_fract
 chat_template_kwargs = ""  # settings of the checkpoint's own chat template: 'enable_thinking=False'
 val_fraction = 0.02  # of rows without validation data of their own (from 0 to 1)
 resume = "auto"  # auto = continue if out_dir has a checkpoint | must | never
-overwrite = False  # with resume='never': delete what out_dir holds
+resume_from = 0  # step of out_dir to continue from; 0 = its newest checkpoint (at least 0)
+overwrite = False  # delete what is there: with resume='never' a run, with resume_from later steps
 seed = 1337  # of new weights, data order, dropout and samples
 # which parameters are trained
 trainable = "all"  # all, or some of embed, lm_head, lora, regular expressions of names
@@ -86,7 +89,6 @@ kl_coef = 0.04  # weight of the KL divergence from the start; 0 = off (from 0 to
 # critic, of ppo
 critic_from = ""  # reward model to start from; "" = init_from, with a head of zeros
 value_learning_rate = 1e-5  # peak, of the critic; the schedule is learning_rate's (at least 0)
-lam = 0.95  # of advantage estimation: 1 = whole returns, 0 = one token ahead (from 0 to 1)
 # data
 block_size = 1024  # tokens of a prompt and its answer; longer prompts are left out (at least 1)
 epochs = 1.0  # passes over the rows of all sources, if max_steps is 0 (from 0 to 1000)
@@ -114,6 +116,7 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 100  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
+LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
 MAX_SKIPPED = 20  # stop after this many updates in a row without a finite gradient
@@ -183,6 +186,16 @@ def report(log: RunLog, step: int, scores: dict[str, float], lines: list[str]) -
     log.report(step, scores, line, lines)
 
 
+def state_beside_policy(warmup: int, reward_sums: Tensor, learner: tuple | None) -> dict:
+    """Return what a checkpoint holds besides the policy. All ranks call it.
+
+    learner: the critic with its DDP, optimizer and scaler."""
+    state = {"warmup_steps": warmup, "reward_sums": reward_sums.tolist()}
+    if learner:
+        state["critic"] = critics.state_of(*learner, zero1)
+    return state
+
+
 if __name__ == "__main__":
     config = configure(globals())
 
@@ -226,13 +239,14 @@ if __name__ == "__main__":
     refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
     corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
     corpus.need_validation(val_fraction)
-    max_steps = steps_of(config, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
+    settings = config | {"world_size": world_size}
+    max_steps = steps_of(settings, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
     check_schedule(config, max_steps)
 
     # ---- model
-    seed_everything(seed)  # all ranks draw the same new weights
+    seed_everything(seed)  # of new weights
     place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, weights_in(frozen_dtype(trainable, torch_dtype)):
+    with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -251,15 +265,18 @@ if __name__ == "__main__":
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
     data_record |= {"reward": rewards.record()} | corpus.record()
     if trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
-        data_record["reference_weights"] = huggingface.weights_fingerprint(source)
+        data_record["reference_weights"] = huggingface.shared_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
-        data_record["critic_weights"] = huggingface.weights_fingerprint(critic_source)
+        data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
     computed = computation(model_config)  # by model.py, on this rank
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = new; restore() loads it below
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
-    warmup = warmup_of(config, max_steps, resumed)  # steps
-    if not resumed:
+    warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
+    # rank 0 reads the weights, DDP sends them to the others
+    if resumed:
+        huggingface.load_resumed(model, resumed)
+    else:
         huggingface.load_start(model, source, n_known, tokenizer)
     base = huggingface.frozen_base(model, source, resumed)  # of adapters
     model.to(torch_device)
@@ -272,13 +289,14 @@ if __name__ == "__main__":
         reference = huggingface.build(Transformer, model_config, held_in)
         reference.requires_grad_(False)
         huggingface.load_start(reference, source, n_known, tokenizer)
+        ranks.broadcast_weights(reference)
         reference.to(torch_device)
         models.append(reference)
 
     # ---- the critic
     if is_ppo:
         critic_config = huggingface.tuned_config(critic_source, n_ids, block_size, dropout=0.0)
-        with weights_in(frozen_dtype(trainable, torch_dtype)):
+        with Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)
@@ -316,8 +334,11 @@ if __name__ == "__main__":
     steps_done = state["step"]  # 0 for a new run
     # number, sum and sum of squares of all rewards so far
     reward_sums = torch.tensor(state.get("reward_sums", [0.0, 0.0, 0.0]), dtype=torch.float64)
-    if is_ppo and resumed:
-        critics.restore(state["critic"], critic, critic_ddp, critic_opt, critic_scaler)
+    learner = None  # of the critic
+    if is_ppo:
+        learner = critic, critic_ddp, critic_opt, critic_scaler
+        if resumed:
+            critics.restore(state["critic"], *learner)
     del state  # its tensors are mapped from a file
     config = checkpoint.make_run_dir(config, __file__, resumed, max_steps)
     flops = plan.flops_per_token(model, block_size)
@@ -327,7 +348,6 @@ if __name__ == "__main__":
     sampler = AnswerSampler(
         model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile, stop_signal
     )
-    other = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
@@ -392,7 +412,7 @@ if __name__ == "__main__":
             kls = old - of_reference if kl_coef else torch.zeros_like(old)
             of_tokens = pg.token_rewards(learned_rewards[own], kls.cpu(), answers.row, kl_coef)
             advantages, returns, figures["explained"] = critics.estimate_advantages(
-                of_tokens, values, answers, GAMMA, lam
+                of_tokens, values, answers, GAMMA, LAMBDA
             )
         else:
             of_answers = pg.group_advantages(learned_rewards, group_size, scale_rewards, learned)
@@ -445,7 +465,7 @@ if __name__ == "__main__":
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
                 # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-                grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler)
+                grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
                 # <<< optimizer step
                 if is_ppo:
                     value_norm = critic_ddp.step(
@@ -461,7 +481,7 @@ if __name__ == "__main__":
             del figures["kl"], figures["kl_answer"]
         since_log.append(figures)
         last = step == max_steps
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ddp.stopping
         if step % log_every == 0 or last or stopping:
             means = rollouts.mean_figures(since_log)
             n_positions = means.pop("positions") * len(since_log)
@@ -482,7 +502,7 @@ if __name__ == "__main__":
                 if in_a_row >= MAX_SKIPPED:
                     saver.wait()
                     text = f"{int(in_a_row)} updates in a row without a finite gradient"
-                    how = f"lower {key} or continue from an earlier checkpoint"
+                    how = f"lower {key} or continue from an earlier checkpoint (--resume_from)"
                     raise UserError(f"train: step {step}: {text}; {how}")
             since_log = []
 
@@ -493,12 +513,7 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                other["reward_sums"] = reward_sums.tolist()
-                if is_ppo:
-                    critic_ddp.flush()
-                    other["critic"] = critics.state_of(
-                        critic, critic_ddp, critic_opt, critic_scaler, zero1
-                    )
+                other = state_beside_policy(warmup, reward_sums, learner)
                 saver.save(step, model, ddp, opt, scaler, other)
             if evaluating:
                 scores, lines = evaluate(sampler, rewards, corpus, config)
@@ -512,10 +527,7 @@ if __name__ == "__main__":
     # ---- the end
     if stopping and not saving:
         ddp.flush()
-        other["reward_sums"] = reward_sums.tolist()
-        if is_ppo:
-            critic_ddp.flush()
-            other["critic"] = critics.state_of(critic, critic_ddp, critic_opt, critic_scaler, zero1)
+        other = state_beside_policy(warmup, reward_sums, learner)
         saver.save(step, model, ddp, opt, scaler, other)
     saver.close()
     config = config | {"max_steps": max_steps}

@@ -19,7 +19,7 @@ import ddp
 from groundup.train.log import RunLog
 
 ROOT = Path(__file__).parent.parent
-STOP = 5  # a signal stops the runs that are to be interrupted after this step, where no save was due
+STOP = 5  # a signal stops the runs that are to be interrupted after this step, where no save is due
 Jobs = list[tuple[list[str], bool]]  # flags, and whether it is to be interrupted
 
 
@@ -43,7 +43,7 @@ def run_jobs(script: str, jobs: Jobs) -> None:
     def count(log: RunLog) -> None:
         nonlocal n_steps
         n_steps += 1
-        if stops and n_steps == STOP and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        if stops and n_steps == STOP - 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             os.kill(os.getpid(), signal.SIGTERM)
         advance(log)
 

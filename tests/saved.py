@@ -16,8 +16,8 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 CONFIG = {
-    "zero1": False, "timeout_s": 60.0, "init_from": "", "trainable": "all", "resume": "auto", "overwrite": False,
-    "max_steps": 10**6,
+    "zero1": False, "timeout_s": 60.0, "init_from": "", "trainable": "all", "resume": "auto", "resume_from": 0,
+    "overwrite": False, "max_steps": 10**6,
 }  # fmt: skip
 
 

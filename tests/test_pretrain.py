@@ -569,7 +569,9 @@ def refused(run, capsys, *flags: str) -> str:
         ("--total_batch_tokens=-512", "total_batch_tokens must be at least 0"),
         ("--eval_steps=-1", "eval_steps must be at least 0"),
         ("--decay_fraction=1.5", "decay_fraction must be from 0 to 1"),
-        ("--overwrite=True", "needs resume='never'"),
+        ("--overwrite=True", "needs resume='never' or resume_from"),
+        ("--resume_from=-1", "resume_from must be at least 0"),
+        ("--resume_from=2", "resume_from=2: "),
         ("--data_dir=a=1,b", "'b' in data_dir='a=1,b' has no weight"),
         ("--data_dir=0: a; 5: b=0", "'b=0' in data_dir="),
         ("--max_epochs=many", "max_epochs has 'many'; write '4'"),
@@ -598,6 +600,30 @@ def test_out_dir_of_another_architecture_is_refused(run, tmp_path, capsys):
     assert "seed=1337 (asked 1)" in refused(run, capsys, "--max_steps=3", "--seed=1")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
     assert run("--max_steps=2", "--resume=never", "--overwrite=True", "--n_layer=3") == 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_an_earlier_step_as_if_the_later_ones_had_not_been(run, tmp_path, capsys):
+    """Neither their checkpoints, nor their log, nor the best of them are mixed up with what follows."""
+    out, short = tmp_path / "out", tmp_path / "short"
+    flags = ["--save_every=2", "--eval_every=2", "--keep_last=0", "--learning_rate=3e-2"]
+    assert run(*flags, "--max_steps=6") == 0
+    assert "deletes step_000004, step_000006" in refused(run, capsys, *flags, "--max_steps=6", "--resume_from=2")
+    tamer = [*flags[:3], "--max_steps=4", "--learning_rate=1e-4"]
+    assert run(*tamer, "--resume_from=2", "--overwrite=True") == 0
+    assert "step_000004, a step after resume_from" in capsys.readouterr().out
+    assert sorted(path.name for path in out.glob("step_*")) == [f"step_{step:06d}" for step in (2, 4)]
+    assert [event["step"] for event in events(out, "train")] == [1, 2, 3, 4]
+    assert [event["step"] for event in events(out, "eval")] == [0, 2, 4]
+    assert (out / "best").exists() and "step 4 of 4" in (out / "README.md").read_text(encoding="utf-8")
+    config = (out / "config.py").read_text(encoding="utf-8")
+    assert "resume_from = 0" in config and "overwrite = False" in config
+    # What it trained is what a run trains that ended at step 2.
+    assert run(*flags, "--max_steps=6", f"--out_dir={short}") == 0
+    for step in (4, 6):
+        shutil.rmtree(short / f"step_{step:06d}")
+    assert run(*tamer, f"--out_dir={short}") == 0
+    assert_same_run(short, out)
 
 
 @pytest.mark.slow
@@ -892,7 +918,7 @@ def peak_bytes() -> int:
 
 
 CONFIGS = [str(path) for path in sorted(ROOT.glob("config/*.py")) if " pretrain.py " in path.read_text("utf-8")]
-SHRUNK = ["--n_layer=1", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--head_dim=0", "--ffn_dim=0", "--vocab_size=0"]
+SHRUNK = ["--n_layer=1", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--ffn_dim=0", "--vocab_size=0"]
 SHRUNK += ["--block_size=32", "--batch_size=2", "--total_batch_tokens=0", "--max_steps=3", "--eval_steps=2"]
 SHRUNK += ["--device=cpu", "--dtype=float32", "--compile=False", "--warmup_steps=1"]
 SHRUNK += ["--trainable=all"]  # config/continue.py begins with a model

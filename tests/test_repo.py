@@ -201,6 +201,15 @@ def test_optimizer_step_is_the_same_everywhere():
         assert optimizer_step(name) == optimizer_step(first), f"{name}: the step drifted from {first}; change both"
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_step_asks_the_other_ranks_once(name):
+    """In ddp.step: what else waits for all ranks stands in an evaluation, a save or a log line."""
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    after = source.partition("# <<< optimizer step")[2].partition("# save, then evaluate")[0]
+    always = after.partition("if step % log_every == 0")[0]
+    assert "stopping = ddp.stopping" in always and "ranks." not in always
+
+
 def test_text_is_ascii_in_code():
     for path in FILES.values():
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -352,7 +352,7 @@ def test_a_stopped_run_continues_to_the_bit(run, tmp_path, flags, monkeypatch):
 
     def stop(log: RunLog) -> None:
         n_steps.append(1)
-        if len(n_steps) == 5:
+        if len(n_steps) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         advance(log)
 

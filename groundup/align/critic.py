@@ -70,7 +70,8 @@ def estimate_advantages(
 def state_of(
     critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler, zero1: bool
 ) -> dict:
-    """Return what a resume needs. All ranks call it, after ddp.flush()."""
+    """Return what a resume needs. All ranks call it."""
+    ddp.flush()  # apply the updates that wait for the next forward
     trained = {name: p.detach() for name, p in critic.named_parameters() if p.requires_grad}
     return {
         "weights": trained,
@@ -85,10 +86,14 @@ def state_of(
 def restore(
     saved: dict, critic: RewardModel, ddp: DDP, opt: Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
-    """Restore what `state_of` returned. The frozen weights are loaded as in a new run."""
-    params = dict(critic.named_parameters())
-    for name, weight in saved["weights"].items():
-        params[name].copy_(weight)
+    """Restore what `state_of` returned. All ranks call it.
+
+    The frozen weights are loaded as in a new run."""
+    if ranks.rank() == 0:
+        params = dict(critic.named_parameters())
+        for name, weight in saved["weights"].items():
+            params[name].copy_(weight)
+    ranks.broadcast_weights(critic)
     opt.load_state_dict(saved["optimizer"])
     if saved["scaler"]:  # empty unless that run was in float16
         scaler.load_state_dict(saved["scaler"])

@@ -25,7 +25,6 @@ from groundup.kernels.cross_entropy import token_logps
 from groundup.tokens import IGNORE
 from groundup.tokens.pairs import PairBatch, PairCorpus
 from groundup.train import huggingface, ranks
-from groundup.train.checkpoint import on_rank_0
 from groundup.train.device import autocast
 from groundup.train.fsdp import same_forwards
 from groundup.train.lora import adapters_off
@@ -252,9 +251,9 @@ def named(means: Iterable[float], config: Mapping) -> dict[str, float]:
 
 def describe_reference(source: Path, corpus: PairCorpus, dtype: torch.dtype) -> dict[str, str]:
     """Return {what the reference's log-probabilities depend on: its fingerprint}."""
-    weights = huggingface.weights_fingerprint(source)
+    weights = huggingface.shared_fingerprint(source)
     if huggingface.is_adapter(source):
-        weights += f" on {huggingface.weights_fingerprint(huggingface.base_of(source))}"
+        weights += f" on {huggingface.shared_fingerprint(huggingface.base_of(source))}"
     return {
         "checkpoint": weights,
         "pairs": corpus.fingerprint,
@@ -263,7 +262,7 @@ def describe_reference(source: Path, corpus: PairCorpus, dtype: torch.dtype) -> 
     }
 
 
-@on_rank_0
+@ranks.on_rank_0
 def read_reference(path: Path, made_of: Mapping[str, str]) -> Tensor | None:
     """Return the log-probabilities of chosen and rejected answers, (n_pairs, 2) float32, or None if
     there is no file. Rank 0 reads them for all.

@@ -27,7 +27,7 @@ from groundup.errors import UserError
 from groundup.files.untrusted import read_json
 from groundup.tokens import foreign
 from groundup.tokens.pairs import PairBatch
-from groundup.train import checkpoint, huggingface, lora
+from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.config_json import to_hf_config, write_json
 from groundup.train.device import autocast
 from groundup.train.tensor_files import hf_name, save_weights
@@ -272,11 +272,14 @@ def find_model(name: str, tokenizer: Tokenizer, key: str) -> Path:
 def load(
     directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> RewardModel:
-    """Return the reward model of a directory, in eval mode. dtype: of its matrix products."""
+    """Return the reward model of a directory, in eval mode. All ranks call it.
+
+    dtype: of its matrix products."""
     if not is_reward_model(directory):
         raise UserError(f"reward: {directory} holds no reward model; reward.py trains one")
     model = huggingface.build(RewardModel, huggingface.load_config(directory), dtype)
-    huggingface.copy_weights(model, directory)
+    huggingface.load_on_ranks(huggingface.copy_weights, model, directory)
+    ranks.broadcast_weights(model)
     return model.to(device).eval()
 
 
@@ -284,9 +287,17 @@ def load(
 
 
 def load_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
-    """Load the weights that a new run starts from, as huggingface.load_start does.
+    """Load the weights that a new run starts from, as huggingface.load_start does."""
+    huggingface.load_on_ranks(read_start, model, source, n_known, tokenizer)
 
-    `source` is a reward model, or a language model, whose head is not used."""
+
+def load_resumed(model: RewardModel, path: Path) -> None:
+    """Load the weights of a checkpoint to continue it."""
+    huggingface.load_on_ranks(load_weights, model, path)
+
+
+def read_start(model: RewardModel, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
+    """Copy the weights of a reward model, or of a language model, whose head is not used."""
     if is_reward_model(source):
         huggingface.copy_weights(model, source)
     else:
@@ -310,7 +321,7 @@ def trained_weights(model: RewardModel, base: str) -> dict:
     if not base:
         return {}
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return {"base": base, "base_key": huggingface.weights_fingerprint(base), "weights": weights}
+    return {"base": base, "base_key": huggingface.shared_fingerprint(base), "weights": weights}
 
 
 @torch.no_grad()
@@ -328,7 +339,7 @@ def load_weights(model: RewardModel, resumed: Path) -> None:
         raise UserError(f"reward: {text}")
     tokenizer = Tokenizer.load(resumed)
     n_known = huggingface.count_known_ids(base, tokenizer, str(resumed))
-    load_start(model, base, n_known, tokenizer)
+    read_start(model, base, n_known, tokenizer)
     params = dict(model.named_parameters())
     for name, weight in trained["weights"].items():
         params[name].copy_(weight)

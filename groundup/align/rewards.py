@@ -180,7 +180,7 @@ class ModelReward:
         self.model = load(directory, device, dtype)
         self.block_size = self.model.cfg.block_size
         self.n_parameters = sum(p.numel() for p in self.model.parameters())
-        self.fingerprint = huggingface.weights_fingerprint(directory)
+        self.fingerprint = huggingface.shared_fingerprint(directory)
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Return the scores of finished answers, read at the <|im_end|> that replaces the last id.

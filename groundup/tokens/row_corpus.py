@@ -1,7 +1,6 @@
 """What the training data of rows (conversations, pairs, prompts) share, and what was left out."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -150,8 +149,8 @@ def steps_of(
 ) -> int:
     """Return max_steps, or, if that is 0, the steps of `per_step` rows that the epochs take.
 
-    Raise UserError if those are too few to learn from. key: the setting that decides per_step;
-    lost: what `left_out` returned."""
+    Raise UserError if those are too few to learn from. config: settings, and world_size, the number
+    of ranks. key: the setting that decides per_step. lost: what `left_out` returned."""
     if config["max_steps"]:
         return config["max_steps"]
     steps = math.ceil(config["epochs"] * n_rows / per_step)
@@ -159,7 +158,7 @@ def steps_of(
         return steps
 
     # propose settings that make at least four times FEW_STEPS steps
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    world_size = config["world_size"]
     rows = max(1, min(config["batch_size"], n_rows // (8 * world_size)))  # of each rank
     per_smaller_step = rows * world_size
     flags = {} if key == "prompts_per_step" else {"batch_size": rows}

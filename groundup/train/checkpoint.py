@@ -32,8 +32,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -47,12 +46,12 @@ from groundup.files.untrusted import check_zip, is_inside, read_json
 from groundup.tokens.corpus import changed_entry
 from groundup.train import huggingface, ranks
 from groundup.train.device import seed_everything, set_rng_state
+from groundup.train.optim import warmup_length
 from groundup.train.powersgd import PowerSGD
 from model import ModelConfig, Transformer
 
 STEP_NAME = re.compile(r"step_(\d+)")
 BEST = ("best", "best2")
-SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
 NEW_DIRECTORY_S = 60  # NFS may hide a new directory from other machines for this long
 START_OVER = "start over with --resume=never --overwrite=True"
 
@@ -120,8 +119,17 @@ def check_bytes(step_dir: Path) -> None:
             fail(f"{path} is damaged, its checksum is not the one in checksums.json")
 
 
+@ranks.on_rank_0
 def resolve(init_from: str | Path) -> Path:
-    """Return the model directory that is meant: init_from itself, or a run's newest checkpoint."""
+    """Return the model directory that is meant: init_from itself, or a run's newest checkpoint.
+
+    Its checksums are compared. All ranks call it.
+    """
+    return find_model(init_from)
+
+
+def find_model(init_from: str | Path) -> Path:
+    """Return what `resolve` does."""
     path = Path(init_from)
     if not str(init_from):
         fail("init_from: give the run, checkpoint or Hugging Face directory to start from")
@@ -132,7 +140,7 @@ def resolve(init_from: str | Path) -> Path:
 
     # A model. An adapter without its base should show now.
     if huggingface.is_adapter(path):
-        resolve(huggingface.base_of(path))
+        find_model(huggingface.base_of(path))
         return path
     if (path / "config.json").exists():
         return path
@@ -141,7 +149,7 @@ def resolve(init_from: str | Path) -> Path:
     latest = find_latest(path)
     if latest is None:
         fail(f"{path} holds no checkpoint: no config.json, no step_*")
-    return resolve(latest)
+    return find_model(latest)
 
 
 def why_no_model(path: Path) -> str:
@@ -188,32 +196,15 @@ def read_state(path: Path) -> dict:
 # ---- find ----------------------------------------------------------------------------------------
 
 
-def on_rank_0(function: Callable) -> Callable:
-    """Decorate a function: rank 0 runs it, and all return its result or raise its UserError."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result, problem = None, ""
-        if ranks.rank() == 0:
-            try:
-                result = function(*args, **kwargs)
-            except UserError as error:
-                problem = str(error)
-        # A group of its own: to read 100 GB takes longer than ranks usually wait for each other.
-        group = ranks.new_group(SLOW_DISK_S)
-        result, problem = ranks.gather_objects((result, problem), group)[0]
-        if problem:
-            raise UserError(problem)
-        return result
-
-    return call
-
-
 def resume_mode(config: dict) -> str:
     """Return the setting `resume`, "auto" when torchrun restarts a run after an error."""
     # The same command must not delete what it saved before the error.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return "auto" if restarted else config["resume"]
+    return "auto" if is_restarted() else config["resume"]
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun has started these processes again, after an error."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0) -> Path | None:
@@ -227,14 +218,16 @@ def find(config: dict, model_config: ModelConfig, data: dict, max_steps: int = 0
     return path
 
 
-@on_rank_0
+@ranks.on_rank_0
 def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) -> Path | None:
     """Return what `find` does."""
     # Settings that contradict each other.
     out, resume = Path(config["out_dir"]), resume_mode(config)
     # The setting, not resume_mode: a restarted run still has its overwrite=True.
-    deletes = config["overwrite"] and config["resume"] != "never"
-    refuse(deletes, "overwrite=True deletes the run to continue; it needs resume='never'")
+    step, is_new = config["resume_from"], config["resume"] == "never"
+    deletes = config["overwrite"] and not (is_new or step)
+    refuse(deletes, "overwrite=True deletes what is there; it needs resume='never' or resume_from")
+    refuse(step and is_new, f"resume_from={step} continues a run; leave resume='never' out")
     is_file = out.exists() and not out.is_dir()
     refuse(not config["out_dir"] or is_file, f"out_dir={config['out_dir']!r} is not a directory")
 
@@ -253,6 +246,9 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
     if used:
         check_stage(out, Path(sys.argv[0]).name)
         repair(out)
+    if step and not is_restarted():
+        path = find_step(out, step, config["overwrite"])
+    elif used:
         path = find_latest(out)
     if path is None:
         refuse(resume == "must", f"resume='must' but {out} has no checkpoint")
@@ -271,6 +267,20 @@ def choose(config: dict, model_config: ModelConfig, data: dict, max_steps: int) 
         text = f"{path} was trained with {key}={before[key]!r}, not {config[key]!r}"
         refuse(before[key] != config[key], text)
     print(describe_resume(path, before, config, max_steps or config["max_steps"]), flush=True)
+    return path
+
+
+def find_step(out: Path, step: int, overwrite: bool) -> Path:
+    """Return the checkpoint of a step. Raise UserError if there are later ones to be kept."""
+    steps = step_dirs(out)
+    path = out / f"step_{step:06d}"
+    there = ", ".join(str(step_of(other)) for other in steps) or "none"
+    refuse(path not in steps, f"resume_from={step}: {out} has no such checkpoint, only {there}")
+    check_bytes(path)
+    # The run would continue from them the next time, as if they followed from what is to come.
+    later = ", ".join(other.name for other in steps if step_of(other) > step)
+    text = f"resume_from={step} deletes {later} of {out}; add --overwrite=True, or copy the run"
+    refuse(later and not overwrite, f"{text} to another out_dir first")
     return path
 
 
@@ -398,7 +408,7 @@ def describe_resume(path: Path, saved: dict, config: dict, max_steps: int) -> st
 # ---- start ---------------------------------------------------------------------------------------
 
 
-@on_rank_0
+@ranks.on_rank_0
 def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int = 0) -> dict:
     """Make out_dir, without a run for overwrite=True, and write config.py. All ranks call it.
 
@@ -418,6 +428,13 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
                 discard(path)
             elif name != ".lock":
                 path.unlink()
+        # resume_from: delete the steps after it, and the card that tells of them.
+        later = [path for path in step_dirs(out) if resumed and step_of(path) > step_of(resumed)]
+        if later and config["resume_from"] and not is_restarted():
+            (out / "README.md").unlink(missing_ok=True)
+            for path in reversed(later):
+                print(f"deleting {path}, a step after resume_from", flush=True)
+                discard(path)
     except OSError as error:
         raise UserError(f"config: out_dir={config['out_dir']!r}: {error.strerror}") from None
 
@@ -433,7 +450,7 @@ def make_run_dir(config: dict, script: str, resumed: Path | None, max_steps: int
     # because no step would have the new settings.
     is_done = resumed and step_of(resumed) >= (max_steps or config["max_steps"])
     if not (is_done and (out / "config.py").exists()):
-        again = recorded | {"resume": "auto", "overwrite": False}
+        again = recorded | {"resume": "auto", "resume_from": 0, "overwrite": False}
         command = f"python {Path(script).name} {out}/config.py"
         write_config(again, f"{out}/config.py", command)
     return recorded
@@ -475,6 +492,16 @@ def is_ours(out: Path) -> bool:
 # ---- restore -------------------------------------------------------------------------------------
 
 
+def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
+    """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
+    # A share of a raised max_steps would warm up again. A changed setting counts.
+    if resumed:
+        state = read_state(resumed / "train_state.pt")
+        if "warmup_steps" in state and state["config"]["warmup_steps"] == config["warmup_steps"]:
+            return state["warmup_steps"]
+    return warmup_length(config["warmup_steps"], max_steps)
+
+
 def restore(
     path: Path | None,
     model: Transformer,
@@ -482,16 +509,14 @@ def restore(
     opt: Any,
     scaler: torch.amp.GradScaler,
     seed: int,
-    load: Callable[[Transformer, Path], None] = huggingface.load_weights,
 ) -> dict:
-    """Restore a checkpoint into the arguments and the random generators.
+    """Restore all of a checkpoint but its weights: into the arguments and the random generators.
 
     All ranks call it, after DDP or FSDP. path None: only seed the generators. Return the rest of
     the training state. Its tensors are mapped from a file: drop them once they are loaded.
     """
     state = {"step": 0}
     if path:
-        load(model, path)
         state = read_state(path / "train_state.pt")
     # Dropout differs by rank. A rank that the saved run did not have keeps these seeds.
     seed_everything(seed + 1_000_003 * state["step"], ranks.rank())

@@ -10,11 +10,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from groundup.errors import UserError, refuse
 
@@ -145,6 +148,24 @@ def synchronize(device: torch.device) -> None:
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed torch's generators. Draw weights with rank=0 on all ranks, dropout with their own."""
     torch.manual_seed(seed + rank)
+
+
+class Undrawn(TorchFunctionMode):
+    """Leave new weights as they are in memory within the context: others will replace them."""
+
+    DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.enabled and function in self.DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

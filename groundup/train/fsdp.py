@@ -223,6 +223,7 @@ class FSDP:
         # Changes nothing: a rank has no room for all gradients, so every micro-step reduces them.
         self.sync = True
         self.n_steps = 0
+        self.stopping = False
         self.found_inf = torch.zeros((), device=self.device)  # 1.0: the last step was skipped
         self.skipped = torch.zeros(2, device=self.device)  # steps in all, and in a row
 
@@ -231,23 +232,29 @@ class FSDP:
 
     @torch.no_grad()
     def step(
-        self, optimizer: "AdamW", lr: float, clip: float = 0.0, scaler: object = None
+        self,
+        optimizer: "AdamW",
+        lr: float,
+        clip: float = 0.0,
+        scaler: object = None,
+        stop: bool = False,
     ) -> Tensor:
         """Clip, update, drop the gradients; return the norm before clipping, 0-d float32.
 
-        clip: largest global norm, 0 = off. Raise UserError on all ranks if one lacks a gradient.
+        clip: largest global norm, 0 = off. stop: a signal tells this rank to stop; `stopping` is
+        then True on all ranks. Raise UserError on all ranks if one lacks a gradient.
         """
         # A missing gradient is told to all ranks while the norm is computed.
         step = f"step {self.n_steps + 1}"
         absent = [name for name, p in self.params.items() if p.grad is None]
         problem = f"no gradient for {listed(absent)}" if absent else ""
-        check = ranks.start_agreement(problem, step)
+        agree = ranks.start_agreement(problem, step, stop)
 
         # The norm of the whole gradient: every rank adds up the squares of its rows.
         grads = [local(p.grad) for p in self.params.values() if p.grad is not None]
         square = torch.stack([sum_of_squares(grad.reshape(-1)) for grad in grads]).sum()
         ranks.all_reduce_sum(square, f"{step}: all_reduce of the squared norm")
-        check()
+        self.stopping = agree()
         norm = square.sqrt()
 
         # Skip the step if the norm is not finite. On the device, so nothing waits for it.

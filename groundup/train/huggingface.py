@@ -13,17 +13,19 @@ import hashlib
 import json
 import tempfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groundup.errors import UserError, say
 from groundup.files.untrusted import crc32_of, read_json
-from groundup.train import lora
+from groundup.train import lora, ranks
 from groundup.train.config_json import from_hf_config, is_as_saved, to_hf_config, write_json
+from groundup.train.device import Undrawn
 from groundup.train.lora import LoRAConfig, lora_config_of
 from groundup.train.tensor_files import (
     PREFIX,
@@ -180,6 +182,10 @@ def weights_fingerprint(directory: str | Path) -> str:
     return ", ".join(parts)
 
 
+# For all ranks, which may share a disk: rank 0 reads the files.
+shared_fingerprint = ranks.on_rank_0(weights_fingerprint)
+
+
 def model_name(directory: Path) -> str:
     """Return the directory's name and a fingerprint of its weights and settings."""
     # adapter_config.json and model_config.json are of LoRA, config.json of a whole model.
@@ -248,9 +254,11 @@ def check_same_computation(directory: str | Path) -> None:
 
 
 def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """Return kind(cfg) for products in `dtype`: bfloat16 halves the memory of its matrices."""
+    """Return kind(cfg), whose weights are to be loaded, for products in `dtype`.
+
+    bfloat16 halves the memory of its matrices."""
     # A GPU computes float16 from float32 weights. Vectors (norms, biases) are always float32.
-    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32):
+    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), Undrawn():
         model = kind(cfg)
     for p in model.parameters():
         if p.ndim < 2:
@@ -308,7 +316,7 @@ def load_weights(model: Transformer, directory: str | Path) -> None:
 @torch.no_grad()
 def copy_weights(model: Transformer, directory: str | Path, leave: Collection[str] = ()) -> None:
     """Copy stored weights into `model`, except adapters and the parameters named in `leave`."""
-    if hasattr(model, "reshard"):  # FSDP: otherwise these could be gathered copies
+    if ranks.is_sharded(model):  # otherwise these could be gathered copies
         model.reshard()
     params = dict(model.named_parameters())
     params = {n: p for n, p in params.items() if ".lora_" not in n and n not in leave}
@@ -429,14 +437,27 @@ def tuned_config(source: Path, n_ids: int, block_size: int, dropout: float) -> M
     return replace(cfg, vocab_size=vocab_size, block_size=longest, dropout=dropout)
 
 
+def load_resumed(model: Transformer, path: Path) -> None:
+    """Load the weights of a checkpoint to continue it."""
+    load_on_ranks(load_weights, model, path)
+
+
 def load_start(model: Transformer, source: Path, n_known: int, tokenizer: Tokenizer) -> None:
     """Load the weights that a new run starts from. Rows of ids from n_known on are new."""
     # The common case needs no second model.
     same_rows = load_config(source).vocab_size == model.cfg.vocab_size == n_known
     if same_rows and not is_adapter(source):
-        load_weights(model, source)
+        load_on_ranks(load_weights, model, source)
     else:
-        load_with_new_rows(model, source, n_known, tokenizer)
+        load_on_ranks(load_with_new_rows, model, source, n_known, tokenizer)
+
+
+def load_on_ranks(load: Callable[..., None], model: Transformer, *args: Any) -> None:
+    """Call load(model, *args) on rank 0: DDP(model) will send the weights to the others.
+
+    With FSDP all ranks call it, because each reads its own rows."""
+    together = ranks.on_all_ranks if ranks.is_sharded(model) else ranks.on_rank_0
+    together(load)(model, *args)
 
 
 def load_with_new_rows(model: Transformer, source: Path, n_known: int, tok: Tokenizer) -> None:

@@ -217,6 +217,8 @@ class RunLog:
             how = "the same command continues" if saved else "the last save failed"
             if saved and config["resume"] == "never":
                 how += ", without --resume=never --overwrite=True"
+            elif saved and config["resume_from"]:
+                how += f", without --resume_from={config['resume_from']} --overwrite=True"
             self.print(f"stopped by a signal after step {self.step}; {how}")
         elif saved:
             self.print(f"saved in {out}; next: {next_command}")
@@ -281,7 +283,7 @@ def raise_not_finite(step: int, skipped: Tensor, loss_sum: Tensor, batches: Batc
     raise UserError(
         f"train: step {step}: {int(skipped[1])} steps in a row without a finite gradient; {what}; "
         f"samples {first} to {first + per_rank - 1}; "
-        f"lower learning_rate or continue from an earlier checkpoint"
+        f"lower learning_rate or continue from an earlier checkpoint (--resume_from=STEP)"
     )
 
 

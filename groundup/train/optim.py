@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from ddp import stays_whole
 from groundup.errors import UserError, refuse
-from groundup.train.checkpoint import read_state
+from groundup.train import ranks
 
 if TYPE_CHECKING:
     from ddp import Bucket
@@ -247,7 +246,7 @@ class Optimizer:
         return saved
 
     def load_state_dict(self, saved: States) -> None:
-        """Load the part of a whole state that this rank updates.
+        """Load the part of a whole state that this rank updates. All ranks call it.
 
         Raise UserError if another optimizer saved it.
         """
@@ -260,7 +259,17 @@ class Optimizer:
                     f"{sorted(ours)}; resume with the optimizer it was saved with, or start anew "
                     "with init_from"
                 )
-        # Of each parameter, copy the span that this rank updates
+        # Of each parameter, copy the span that this rank updates. Without ZeRO-1 every rank updates
+        # all, so rank 0 reads the file and sends what it read.
+        is_shared = not any(bucket.sharded for bucket in self.buckets)
+        if ranks.rank() == 0 or not is_shared:
+            self._copy_state(saved)
+        for groups in self.groups if is_shared else ():
+            for group in groups:
+                for t in (*group.state.values(), *group.scalars.values()):
+                    ranks.broadcast(t)
+
+    def _copy_state(self, saved: States) -> None:
         for bucket, group, i in self.members():
             state, offset = saved[bucket.names[i]], bucket.offsets[i]
             begin, end = own_span(bucket, [i])
@@ -333,16 +342,6 @@ def check_schedule(config: Mapping, max_steps: int) -> None:
     refuse(rises, f"{min_lr=} is above learning_rate={peak}, the peak; lower min_lr, to 0.0 say")
     text = f"warmup_steps={warmup:g} is longer than the run, {max_steps=}"
     refuse(warmup >= 1 and warmup > max_steps, f"{text}; give fewer, or a share of the run below 1")
-
-
-def warmup_of(config: Mapping, max_steps: int, resumed: Path | None) -> int:
-    """Return the steps of warm-up, which a run that goes on keeps from its beginning."""
-    # A share of a raised max_steps would warm up again. A changed setting counts.
-    if resumed:
-        state = read_state(resumed / "train_state.pt")
-        if "warmup_steps" in state and state["config"]["warmup_steps"] == config["warmup_steps"]:
-            return state["warmup_steps"]
-    return warmup_length(config["warmup_steps"], max_steps)
 
 
 def warmup_length(warmup_steps: float, max_steps: int) -> int:

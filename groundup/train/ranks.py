@@ -14,6 +14,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 # torch._dynamo imports this module at some point. It keeps the process group as a default argument:
 # after init() that would keep the group's threads alive at exit, and they would abort the process.
 import torch.distributed.nn.functional  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from groundup.errors import LostRank, Stopped, UserError
@@ -192,6 +193,47 @@ def own_part(n: int) -> range:
     return range(rank(), n, world_size())
 
 
+# ---- work that one rank does for all -------------------------------------------------------------
+
+SLOW_DISK_S = 6 * 3600  # ranks wait this long for the slowest disk; a dead rank is noticed at once
+
+
+def on_rank_0(function: Callable) -> Callable:
+    """Decorate a function: rank 0 runs it, and all return its result or raise its UserError."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_on(rank() == 0, function, args, kwargs)[0]
+
+    return call
+
+
+def on_all_ranks(function: Callable) -> Callable:
+    """Decorate a function that returns nothing: if one rank raises a UserError, all raise it."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        run_on(True, function, args, kwargs)
+
+    return call
+
+
+def run_on(this_rank: bool, function: Callable, args: tuple, kwargs: dict) -> list[Any]:
+    """Return what function(*args, **kwargs) returns on every rank, None on those without it."""
+    result, problem = None, ""
+    if this_rank:
+        try:
+            result = function(*args, **kwargs)
+        except UserError as error:
+            problem = str(error)
+    # A group of its own: to read 100 GB takes longer than ranks usually wait for each other.
+    outcomes = gather_objects((result, problem), new_group(SLOW_DISK_S))
+    for _, problem in outcomes:
+        if problem:
+            raise UserError(problem)
+    return [result for result, _ in outcomes]
+
+
 # ---- collectives: all ranks call them, in the same order -----------------------------------------
 
 
@@ -218,6 +260,18 @@ def broadcast(t: Tensor) -> Tensor:
     if dist.is_initialized():
         issue("broadcast", dist.broadcast, t, src=0)
     return t
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP has divided the weights of a model among the ranks."""
+    return hasattr(model, "reshard")
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Overwrite a model's weights and buffers with rank 0's, unless FSDP has divided them."""
+    tensors = () if is_sharded(model) else (*model.parameters(), *model.buffers())
+    for t in tensors:
+        broadcast(t.data)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -266,26 +320,29 @@ def check_replicas(weights: list[Tensor]) -> None:
             raise UserError(f"train: {text}; all machines need the same code and sound hardware")
 
 
-def start_agreement(problem: str, where: str) -> Callable[[], None]:
-    """Start to tell all ranks whether `problem` is empty here.
+def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[], bool]:
+    """Start to tell all ranks whether `problem` is empty here, and whether this rank should stop.
 
-    Return a function that waits for their answers; if one has a problem it raises on all ranks.
+    Return a function that waits for their answers. If a rank has a problem it raises on all ranks,
+    else it returns whether any rank should stop.
     """
-    # 8 bytes over gloo. Work between the two calls hides the latency.
-    flag = torch.tensor(int(problem != ""))
+    # 16 bytes over gloo. Work between the two calls hides the latency.
+    flags = torch.tensor([problem != "", stop], dtype=torch.int64)
     operation = f"{where}: agreement that all is well"
     work = None
     if dist.is_initialized():
-        work = issue(operation, dist.all_reduce, flag, async_op=True)
+        work = issue(operation, dist.all_reduce, flags, async_op=True)
 
-    def check() -> None:
+    def check() -> bool:
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        if flag.item():
+        n_problems, n_stopping = flags.tolist()
+        if n_problems:
             problems = gather_objects(problem)
             other = next(i for i, text in enumerate(problems) if text)
             raise UserError(f"ddp: rank {other}, {where}: {problems[other]}")
+        return n_stopping > 0
 
     return check
 

@@ -31,7 +31,6 @@ from groundup.files.disk import free_name, housekeeping, sync
 from groundup.train import fsdp, huggingface, ranks
 from groundup.train.checkpoint import (
     BEST,
-    SLOW_DISK_S,
     discard,
     is_ours,
     rank_file,
@@ -52,7 +51,7 @@ class Saver:
 
     All ranks make a Saver together and call the same methods. Rank 0 alone writes. If it cannot, it
     says so, and `saved` is False on all ranks until a later save succeeds. A run without any
-    checkpoint ends: the next call raises UserError.
+    checkpoint ends: the first save is waited for, and raises UserError if it fails.
 
     config, data: as for `checkpoint.find`; every checkpoint holds them. base: directory of the
     frozen weights that LoRA adapters need. files: the module with `stored_weights` and
@@ -79,7 +78,7 @@ class Saver:
         self.newest_step = log.steps_done
         self.memory = HostMemory()
         # A group of the thread's own: in a shared one its messages would mix with training's.
-        self.group = ranks.new_group(SLOW_DISK_S)
+        self.group = ranks.new_group(ranks.SLOW_DISK_S)
         # Python waits for this thread before it exits, after an exception too.
         self.pool = futures.ThreadPoolExecutor(1, initializer=let_training_go_first)
         self.pending: list[futures.Future] = []
@@ -135,6 +134,9 @@ class Saver:
         # the model only its architecture.
         copied = self.memory.copy(content)
         self.pending.append(self.pool.submit(self._write, step, model, copied))
+        # A run that cannot save ends now, not at its second save.
+        if not self.newest_step:
+            self.wait()
 
     def update_best(self) -> None:
         """Update links and remove steps by the evaluations in the log. Call after an evaluation."""

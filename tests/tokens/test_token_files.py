@@ -669,7 +669,7 @@ def test_max_epochs_in_a_corpus(tmp_path: Path) -> None:
 
 
 def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
-    config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64}
+    config = {"max_steps": 0, "epochs": 1.0, "batch_size": 4, "total_batch_pairs": 64, "world_size": 1}
     assert steps_of(config, 320, 64, "total_batch_pairs") == 5
     with pytest.raises(UserError, match=r"11 pairs make 1 step of total_batch_pairs=64, too few .* --epochs=2$"):
         steps_of(config, 11, 64, "total_batch_pairs", "pairs")
@@ -680,6 +680,8 @@ def test_epochs_that_make_no_steps_are_refused_with_flags_that_do() -> None:
         steps_of(config, 1, 128, "total_batch_tokens")
     with pytest.raises(UserError, match=r"100 rows make 2 steps .* --batch_size=4 --total_batch_pairs=4 --epochs=1$"):
         steps_of(config, 100, 64, "total_batch_pairs")
+    with pytest.raises(UserError, match=r"100 rows make 2 steps .* --batch_size=4 --total_batch_pairs=8 --epochs=2$"):
+        steps_of(config | {"world_size": 2}, 100, 64, "total_batch_pairs")
     assert steps_of(config | {"max_steps": 1}, 11, 64, "total_batch_pairs") == 1  # who asks for one gets one
 
 

@@ -832,6 +832,45 @@ def test_torchruns_restart_continues_whatever_the_command_says(begun: Path, monk
     assert names(begun) == ["config.py"]
 
 
+def test_a_step_to_resume_from(begun: Path, monkeypatch) -> None:
+    """Later steps go, if the user says so, at a start and not before: a refused start leaves them."""
+    for step in (5, 8):
+        save(begun, step, tiny(), config={"max_steps": 9}, other={"data": DATA})
+    assert "resume_from=4: " in config_error(begun, resume_from=4)
+    assert config_error(begun, resume_from=4).endswith("no such checkpoint, only 3, 5, 8")
+    assert "deletes step_000008 of" in config_error(begun, resume_from=5)
+    assert "leave resume='never' out" in config_error(begun, resume_from=5, resume="never", overwrite=True)
+    assert find(begun, resume_from=8) == begun / "step_000008"  # nothing is later
+    changes = {"resume_from": 3, "overwrite": True}
+    path = find(begun, **changes)
+    assert path == begun / "step_000003" and len(checkpoint.step_dirs(begun)) == 3
+    (begun / "README.md").write_text("Complete: step 8 of 8", encoding="utf-8")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same command, after an error
+    assert find(begun, **changes) == begun / "step_000008"
+    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", begun / "step_000008")
+    assert len(checkpoint.step_dirs(begun)) == 3
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    checkpoint.make_run_dir(settings(begun, **changes), "pretrain.py", path)
+    assert checkpoint.step_dirs(begun) == [path] and not (begun / "README.md").exists()
+
+
+def test_a_damaged_step_to_resume_from_is_refused(begun: Path) -> None:
+    save(begun, 5, tiny(), config={"max_steps": 9}, other={"data": DATA})
+    flip_byte(begun / "step_000003" / "model.safetensors")
+    with pytest.raises(UserError, match="step_000003/model.safetensors is damaged"):
+        find(begun, resume_from=3, overwrite=True)
+    assert find(begun) == begun / "step_000005"
+
+
+def test_a_run_that_goes_on_keeps_its_warm_up(tmp_path: Path) -> None:
+    """A share of a longer run would begin to warm up again."""
+    before = {"warmup_steps": 0.05}
+    assert checkpoint.warmup_of(before, 100, None) == 5
+    torch.save({"config": before, "warmup_steps": 5}, tmp_path / "train_state.pt")
+    assert checkpoint.warmup_of(before, 1000, tmp_path) == 5
+    assert checkpoint.warmup_of({"warmup_steps": 0.1}, 1000, tmp_path) == 100  # the user has changed it
+
+
 def test_what_a_resume_says(begun: Path, capsys: pytest.CaptureFixture) -> None:
     find(begun, init_from="first")
     assert capsys.readouterr().out == f"continuing {begun}/step_000003 after step 3\n"

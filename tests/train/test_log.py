@@ -226,7 +226,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(tmp_path, capsys):
 def test_what_a_run_says_at_its_end(tmp_path, capsys):
     out, script = tmp_path / "out", str(ROOT / "sft.py")
     out.mkdir()
-    config = {"max_steps": 1, "resume": "auto"}
+    config = {"max_steps": 1, "resume": "auto", "resume_from": 0}
 
     def end(config: dict, stopped: bool = False, saved: bool = True) -> str:
         log = RunLog(str(out), 1, 0)
@@ -245,6 +245,8 @@ def test_what_a_run_says_at_its_end(tmp_path, capsys):
     assert "Ended before its last step: step 0 of 1" in text
     assert "last save failed" in end(config, stopped=True, saved=False)
     assert "without --resume=never" in end(config | {"resume": "never"}, stopped=True)
+    earlier = end(config | {"resume_from": 3}, stopped=True)
+    assert earlier.endswith("continues, without --resume_from=3 --overwrite=True\n")
 
 
 @pytest.mark.parametrize("track", ["tensorboard", "trackio", "wandb"])

@@ -19,7 +19,6 @@ from groundup.train.optim import (
     orthogonalize,
     row_scales,
     warmup_length,
-    warmup_of,
 )
 from model import ModelConfig, Transformer
 
@@ -278,14 +277,6 @@ SCHEDULE = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_steps": 0.05, "schedu
 def test_settings_of_the_learning_rate_that_contradict_each_other(changes, says):
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
         check_schedule(SCHEDULE | changes, 10)
-
-
-def test_a_run_that_goes_on_keeps_its_warm_up(tmp_path):
-    """A share of a longer run would begin to warm up again."""
-    assert warmup_of(SCHEDULE, 100, None) == 5
-    torch.save({"config": SCHEDULE, "warmup_steps": 5}, tmp_path / "train_state.pt")
-    assert warmup_of(SCHEDULE, 1000, tmp_path) == 5
-    assert warmup_of(SCHEDULE | {"warmup_steps": 0.1}, 1000, tmp_path) == 100  # the user has changed it
 
 
 def test_decay_fraction_of_wsd():

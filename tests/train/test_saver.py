@@ -16,18 +16,21 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import saved
 import test_checkpoint as tc
 import torch
+import torch.distributed as dist
 from test_checkpoint import error_line, flip_byte, names, same, save, tiny, train_state, weights
 
 import ddp
 from groundup.errors import LostRank, UserError, say
 from groundup.files import disk
-from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver
+from groundup.files.untrusted import crc32_of
+from groundup.train import checkpoint, huggingface, lora, powersgd, ranks, saver, tensor_files
 from groundup.train.log import read_events
 from groundup.train.lora import LoRAConfig, set_trainable
 from groundup.train.optim import Optimizer
@@ -564,7 +567,8 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path, monkeypatch, c
     training = Training(case, base)
     behind, waits = training.saver(tmp_path / "out"), training.saver(tmp_path / "same" / "out")
     behind.config = waits.config
-    for step in (1, 2, 3):
+    training.save(behind)  # the first save is waited for
+    for step in (2, 3, 4):
         training.save(waits, step)
         waits.wait()
         with monkeypatch.context() as patch:
@@ -606,6 +610,7 @@ def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
     noise = torch.rand(3)
     again = Training(case, base)
     path = tmp_path / "out" / "step_000002"
+    huggingface.load_resumed(again.model, path)
     state = checkpoint.restore(path, again.model, again.ddp, again.opt, again.scaler, seed=0)
     assert (
         state["step"] == 2
@@ -619,6 +624,24 @@ def test_restore_brings_everything_back(tmp_path: Path, case: str) -> None:
         training.train()
         torch.manual_seed(1)
         again.train()
+
+
+def test_a_rank_that_the_saved_run_did_not_have_draws_other_numbers_at_each_resume(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Else it would repeat the dropout masks of the steps before."""
+    training, seen = Training("adamw"), []
+    behind = training.saver(tmp_path)
+    for step in (1, 2):
+        training.save(behind, step)
+    behind.close()
+    monkeypatch.setattr(checkpoint.ranks, "rank", lambda: 1)
+    for path in (None, tmp_path / "step_000001", tmp_path / "step_000002"):
+        checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+        seen.append(torch.rand(4))
+    assert not any(torch.equal(*pair) for pair in combinations(seen, 2))
+    checkpoint.restore(path, training.model, training.ddp, training.opt, training.scaler, 7)
+    assert torch.equal(torch.rand(4), seen[-1])
 
 
 def test_memory_is_allocated_once() -> None:
@@ -732,6 +755,80 @@ def begin_save(behind: Saver, step: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("zero1", [False, True])
+def test_rank_0_reads_for_all_ranks(tmp_path: Path, zero1: bool) -> None:
+    """The others have its weights and its optimizer's state, and its error; with ZeRO-1 they read their share."""
+    good, damaged = save(tmp_path / "good", 1, tiny(1)), save(tmp_path / "damaged", 1, tiny(1))
+    flip_byte(damaged / "model.safetensors")
+    getitem = tensor_files.Stored.__getitem__
+
+    def action(world: ranks.World) -> None:
+        n_read = [0, 0]  # tensors of weights, bytes whose checksum was computed
+
+        def count_read(stored: tensor_files.Stored, rows: slice) -> torch.Tensor:
+            n_read[0] += 1
+            return getitem(stored, rows)
+
+        def count_crc(path: Path) -> int:
+            n_read[1] += 1
+            return crc32_of(path)
+
+        tensor_files.Stored.__getitem__, huggingface.crc32_of = count_read, count_crc
+        assert checkpoint.resolve(good) == good
+        model = tiny(10 + world.rank)
+        huggingface.load_start(model, good, tc.V, tc.TOKENIZER)
+        parallel = ddp.DDP(model, zero1=zero1)
+        assert all(n_read) == any(n_read) == world.is_main
+        assert same(weights(model), weights(tiny(1)))
+        with pytest.raises(UserError, match="model.safetensors is damaged"):
+            checkpoint.resolve(damaged)
+
+        # Without ZeRO-1 the others need not read the state: a tensor on the meta device has none.
+        opt = Optimizer(parallel.buckets)
+        device = "cpu" if world.is_main or zero1 else "meta"
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        state = {
+            name: {
+                "step": torch.ones((), device=device),
+                **{key: torch.ones(shape, device=device) for key in ("exp_avg", "exp_avg_sq")},
+            }
+            for name, shape in shapes.items()
+        }
+        opt.load_state_dict(state)
+        loaded = opt.state_dict(parallel.gather if zero1 else None)
+        assert all((t == 1).all() for entry in loaded.values() for t in entry.values())
+        ranks.close()
+
+    assert in_ranks(2, action) == [0, 0]
+
+
+@pytest.mark.dist
+def test_a_step_is_one_agreement_which_tells_of_signals(tmp_path: Path) -> None:
+    def action(world: ranks.World) -> None:
+        training, all_reduce, n_flags = Training("adamw"), dist.all_reduce, []
+
+        def count(t: torch.Tensor, *args: object, **kwargs: object) -> object:
+            n_flags.extend([1] * (not t.is_floating_point()))
+            return all_reduce(t, *args, **kwargs)
+
+        dist.all_reduce = count
+        for stop in (False, world.rank == 1):
+            n_flags.clear()
+            tokens = torch.randint(tc.V, (2, 9))
+            training.model(tokens[:, :-1], tokens[:, 1:]).backward()
+            training.ddp.step(training.opt, lr=0.01, stop=stop)
+            assert len(n_flags) == 1
+            stopping = training.ddp.stopping
+            assert stopping is (len(seen) == 1)
+            seen.append(stopping)
+        dist.all_reduce = all_reduce
+        ranks.close()
+
+    seen: list[bool] = []
+    assert in_ranks(2, action) == [0, 0]
+
+
+@pytest.mark.dist
 def test_ranks_write_while_they_talk_of_other_things(tmp_path: Path) -> None:
     """Each rank is slow at another time, and their training exchanges numbers all the while."""
 
@@ -819,10 +916,9 @@ def test_a_rank_that_is_stuck_in_a_save_is_named(tmp_path: Path) -> None:
         if world.rank == 1:
             saver.HostMemory.wait = lambda memory: os.kill(os.getpid(), signal.SIGSTOP)
             (tmp_path / "stuck").write_text(str(os.getpid()), encoding="utf-8")
-        begin_save(behind, 3)
         begin = time.monotonic()
         with pytest.raises(LostRank, match="rank 1 has not been seen for 2 s"):
-            behind.wait()
+            begin_save(behind, 3)  # the first: it waits
         assert time.monotonic() - begin < 20
         os.kill(int((tmp_path / "stuck").read_text("utf-8")), signal.SIGKILL)
 
