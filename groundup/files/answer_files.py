@@ -59,7 +59,9 @@ def need_settings(path: str | Path) -> dict:
     """Return the settings beside the answers in `path`. Raise UserError if there are none."""
     settings = read_settings(path)
     if settings is None:
-        raise UserError(f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}")
+        raise UserError(
+            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}"
+        )
     return settings
 
 
@@ -80,7 +82,9 @@ def check_settings(path: str | Path, settings: dict) -> None:
     old = read_settings(path)
     if old is None and os.path.exists(path) and os.path.getsize(path):
         missing = settings_path(path).name
-        raise UserError(f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out")
+        raise UserError(
+            f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out"
+        )
     if old is None:
         write_settings(path, settings)
     elif differ := [key for key in old | settings if old.get(key) != settings.get(key)]:
@@ -102,7 +106,9 @@ def row_of(record: records.Record) -> dict:
     listed = record.value.get("completions") if isinstance(record.value, dict) else None
     if not isinstance(listed, list):
         raise BadLine("no list of completions")
-    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
+    if not all(
+        isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed
+    ):
         raise BadLine("a completion without a text")
     return record.value
 
@@ -118,11 +124,6 @@ def continued_text(row: dict, chat: bool) -> str | None:
     return row[key] if isinstance(row.get(key), str) else None
 
 
-# A question without its answer, or with one that is no text, such as a number to check: the key of its answer.
-OPEN_QUESTIONS = {"prompt": "completion", "instruction": "output", "question": "answer"}
-ABOUT_QUESTIONS = ("input", "system", "tools", "history")
-
-
 def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     """Return (the messages that the model answers, the data set's own answer or ""). Raise NoPair, BadLine.
 
@@ -132,11 +133,9 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     messages, problem = row_formats.messages_of(row)
     if problem and (pair := row_formats.pair_of(row)[0]):
         messages, problem = [*pair.prompt, {"role": "assistant", "content": pair.chosen}], ""
-    question = next((key for key in OPEN_QUESTIONS if row.get(key) is not None), "")
-    if problem and question and row.get("messages") is None:
-        about, asked = {key: row[key] for key in ABOUT_QUESTIONS if key in row}, row[question]
-        turns = {"messages": asked} if isinstance(asked, list) else {question: asked, OPEN_QUESTIONS[question]: ""}
-        messages, problem = row_formats.messages_of(about | turns)
+    alone = row.get("messages") is None and row_formats.recognise(row, "question")
+    if problem and alone:
+        messages, problem = row_formats.question_of(row)
     if problem:
         raise BadLine("messages that are not understood", problem)
     own = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""

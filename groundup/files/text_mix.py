@@ -31,7 +31,9 @@ def parts_of(spec: str) -> list[Part]:
         taken.update(files)
         parts.append((Part(name, files, float(weight or 0)), weight))
     if any(weight for _, weight in parts) and not all(part.weight for part, _ in parts):
-        raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
+        raise UserError(
+            f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none"
+        )
     return [part for part, _ in parts]
 
 
@@ -61,12 +63,17 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
     try:
         if all(part.weight for part in parts):
             weighted = zip(parts, streams, strict=True)
-            sources = [(f"{part.name}, weight {part.weight:g}", texts, part.weight) for part, texts in weighted]
+            sources = [
+                (f"{part.name}, weight {part.weight:g}", texts, part.weight)
+                for part, texts in weighted
+            ]
             yield from mix_texts(sources, max_mb * 1_000_000)
             return
         for text in itertools.chain(*streams):
             if n_bytes >= max_mb * 1_000_000:
-                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
+                print(
+                    f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this"
+                )
                 return
             yield text
             n_bytes += len(text.encode())

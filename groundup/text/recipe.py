@@ -315,6 +315,7 @@ class Counts:
     torn: Counter[str] = field(default_factory=Counter)  # by file that is damaged: bytes lost, 1 if unknown
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
+    unread: Counter[str] = field(default_factory=Counter)  # rows by their keys with content that is not read
     shown: list[str] = field(default_factory=list)  # the first problems, in words
 
     def __add__(self, other: "Counts") -> "Counts":

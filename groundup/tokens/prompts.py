@@ -46,6 +46,7 @@ class PromptReader(RowReader):
     """Reads prompts of at most `longest` tokens."""
 
     noun, split_by_prompt = "prompt", True
+    kinds = ("chat", "preference", "question")
 
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)
