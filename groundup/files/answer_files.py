@@ -1,12 +1,16 @@
-"""A file of answers and the settings beside it: what sample.py writes, reward.py scores and prepare.py makes pairs of.
+"""A file of answers and the settings beside it.
 
-    FILE              a line for each prompt: its own fields, "index" (its number, from 0), and "completions":
-                      [{"text", "finish_reason": "stop" | "length", "stop_reason", with a reward model "reward"}]
-    FILE.config.json  the settings that decided them: "model" (its name and a fingerprint), "system", "temperature",
-                      "seed", ..., and "reward_model", likewise, where one was used
+sample.py writes it, reward.py scores it and prepare.py makes pairs of it.
 
-So one file never holds answers of different settings. Answers without their settings are refused: nobody knows which
-model gave them, and after which system message.
+    FILE              a line for each prompt: its own fields, "index" (its number, from 0), and
+                      "completions": [{"text", "finish_reason": "stop" | "length", "stop_reason",
+                      with a reward model "reward"}]
+    FILE.config.json  the settings that decided them: "model" (its name and a fingerprint),
+                      "system", "temperature", "seed", ..., and "reward_model", likewise, where one
+                      was used
+
+So one file never holds answers of different settings. Answers without their settings are refused:
+nobody knows which model gave them, and after which system message.
 """
 
 import json
@@ -45,7 +49,9 @@ def is_settings_file(path: str | Path) -> bool:
 
 
 def read_settings(path: str | Path) -> dict | None:
-    """Return the settings beside the answers in `path`, None if there are none. Raise UserError: damaged."""
+    """Return the settings beside the answers in `path`, None if there are none.
+
+    Raise UserError if they are damaged."""
     name = settings_path(path)
     if not name.exists():
         return None
@@ -60,7 +66,8 @@ def need_settings(path: str | Path) -> dict:
     settings = read_settings(path)
     if settings is None:
         raise UserError(
-            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}"
+            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; "
+            f"{HINT}"
         )
     return settings
 
@@ -78,12 +85,15 @@ def write_settings(path: str | Path, settings: dict) -> None:
 
 
 def check_settings(path: str | Path, settings: dict) -> None:
-    """Write the settings of a new file of answers. Raise UserError if an existing one was begun with others."""
+    """Write the settings of a new file of answers.
+
+    Raise UserError if an existing one was begun with others."""
     old = read_settings(path)
     if old is None and os.path.exists(path) and os.path.getsize(path):
         missing = settings_path(path).name
         raise UserError(
-            f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out"
+            f"answers: {path} has no {missing} beside it, so it cannot be continued; "
+            "use another out"
         )
     if old is None:
         write_settings(path, settings)
@@ -114,8 +124,9 @@ def row_of(record: records.Record) -> dict:
 
 
 def continued_text(row: dict, chat: bool) -> str | None:
-    """Return the text that a row asks a model to continue, None if it asks for an answer. chat: a prompt is a user's
-    message."""
+    """Return the text that a row asks a model to continue, None if it asks for an answer.
+
+    chat: a prompt is a user's message."""
     if row.get("messages") is not None:
         return None
     key = "" if chat else "prompt"
@@ -125,9 +136,10 @@ def continued_text(row: dict, chat: bool) -> str | None:
 
 
 def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
-    """Return (the messages that the model answers, the data set's own answer or ""). Raise NoPair, BadLine.
+    """Return (the messages that the model answers, the data set's own answer or "").
 
-    The row has any format of row_formats, so the messages are those before the answer that training reads in it."""
+    The row has any format of row_formats, so the messages are those before the answer that training
+    reads in it. Raise NoPair, BadLine."""
     if continued_text(row, settings.get("chat", True)) is not None:
         raise NoPair("a text that was continued, not a question that was answered")
     messages, problem = row_formats.messages_of(row)
@@ -150,7 +162,9 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
 
 
 def text_of(answer: dict) -> str:
-    """Return the text of an answer without the end of turn that sample.py --skip_special_tokens=False leaves."""
+    """Return the text of an answer without the end of turn.
+
+    sample.py --skip_special_tokens=False leaves it there."""
     return re.sub(r"<\|im_end\|>\n*\Z", "", answer["text"])
 
 

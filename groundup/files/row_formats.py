@@ -175,10 +175,13 @@ def known_keys(kind: str) -> str:
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 
+NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
+
 
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
-    if isinstance(row, dict) and (found := next((key for key in MEDIA if row.get(key)), "")):
+    row = row if isinstance(row, dict) else {}
+    if found := next((key for key in MEDIA if row.get(key) not in NO_MEDIA), ""):
         raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
     return messages
 
@@ -227,7 +230,8 @@ ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
 
 def describe_unread(counts: Counter[str]) -> str:
     """Return how many rows have which unread keys, as a part of a line for people."""
-    listing = [f"{key} in {n:,} rows" for key, n in sorted(counts.items(), key=lambda one: -one[1])]
+    ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    listing = [f"{key} in {n:,} row{'s' * (n > 1)}" for key, n in ordered]
     more = f", and {len(listing) - MOST_UNREAD} more keys" if len(listing) > MOST_UNREAD else ""
     return ", ".join(listing[:MOST_UNREAD]) + more
 
@@ -251,7 +255,7 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
             seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
             left += unread_of_turns(key, listing)
     left = [key for key in left if "." in key or row[key] not in seen]
-    return left + unread_settings(row.get("chat_template_kwargs"))
+    return left + unread_settings(unpacked(row.get("chat_template_kwargs")))
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -279,7 +283,7 @@ def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
 def has_content(key: str, value: object) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return False
-    if isinstance(value, str) and (not value.strip() or value in turns.NO_TOOLS):
+    if isinstance(value, str) and (not value.strip() or value in turns.NOTHING):
         return False
     about = key in ABOUT or key == "id" or key.endswith("_id")
     return not about and value not in ([], {})
@@ -673,13 +677,6 @@ CHATS = (
         "conversation",
         partial(turns_at, "conversation"),
     ),
-    RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
-    RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
-    RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
-    RowFormat("glaive v2", "system,chat", turns.glaive),
-    RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
-    RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
-    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
     asking("instructions (Alpaca)", "instruction,output", "instruction,input?", "output", "input"),
     RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
     asking(
@@ -703,6 +700,13 @@ CHATS = (
     asking("questions (baike_qa)", "title,answer", "title,desc?", "answer", "desc"),
     asking("questions (webtext2019zh)", "title,desc,content", "title,desc?", "content"),
     asking("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", "INSTRUCTION", "RESPONSE"),
+    RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
+    RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
+    RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
+    RowFormat("glaive v2", "system,chat", turns.glaive),
+    RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
+    RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
+    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
     RowFormat("texts by turns (UltraChat)", "data", ultrachat),
 )
 

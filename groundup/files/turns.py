@@ -46,7 +46,7 @@ TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools", *sum(EXCHANGES, ())}
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 TOOL_KEYS = ("tools", "functions")
-NO_TOOLS = ("", "None", "null", "nan")  # what exporters write into CSV where there are none
+NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
 
 
 # ---- a list of turns -------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def as_json(value: object) -> str:
 
 def with_system(turns: list[dict], row: dict) -> list[dict]:
     """Put the row's own system prompt and tools into the first message."""
-    settings = row.get("chat_template_kwargs")  # smoltalk2's
+    settings = unpacked(row.get("chat_template_kwargs"))  # smoltalk2's
     settings = settings if isinstance(settings, dict) else {}
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
     prompts = [message("system", prompt)["content"] for prompt in prompts if prompt]
@@ -333,7 +333,7 @@ def tools_of(row: dict) -> list:
     """Return the tools that a row offers, [] if there are none."""
     for key in TOOL_KEYS:
         found = row.get(key)
-        if isinstance(found, str) and found.strip() not in NO_TOOLS:
+        if isinstance(found, str) and found.strip() not in NOTHING:
             return [tool for tool in list_of(found) if tool]
         if found and not isinstance(found, str):
             return [without_nulls(tool) for tool in list_of(found)]
@@ -379,7 +379,8 @@ def question_turns(text: str) -> list[dict]:
 GLAIVE_TURN = re.compile(r"(?:\A|\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ")
 # arguments are an object, often within single quotes
 GLAIVE_CALL = re.compile(
-    r"""<functioncall>\s*\{"name":\s*"([^"]*)"(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
+    r"""<functioncall>\s*\{"name":\s*"([^"]*)" """.strip()
+    + r"""(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
     re.DOTALL,
 )
 GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
@@ -422,7 +423,8 @@ def moss_text(row: dict) -> list[dict]:
 
 def moss_chat(row: dict) -> list[dict]:
     """Return the turns of a row of moss-003: {"turn_1": {"Human": ..., "MOSS": ...}, ...}."""
-    turns = row["chat"].values() if isinstance(row["chat"], dict) else []
+    chat = unpacked(row["chat"])
+    turns = chat.values() if isinstance(chat, dict) else []
     turns = [turn for turn in turns if turn is not None]
     if not turns or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("chat is not an object of turns")
@@ -439,7 +441,7 @@ def moss_chat(row: dict) -> list[dict]:
 
 def best_thread(row: dict) -> list[dict]:
     """Return the turns along the best replies of a tree of OpenAssistant."""
-    node, messages = row["prompt"], []
+    node, messages = unpacked(row["prompt"]), []
     while isinstance(node, dict):
         messages += read_turn(node)
         replies = [one for one in listed(node.get("replies")) or [] if not one.get("deleted")]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -618,9 +619,9 @@ def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: 
 
 
 def test_every_format_has_a_golden_row() -> None:
-    golden = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
+    golden = {"text": DOCUMENTS, "chat": CHATS | test_layouts.CHATS, "preference": PAIRS | test_layouts.PAIRS}
     for kind, rows in golden.items():
-        seen = {row_formats.recognise(row, kind) for row, _ in rows.values()}
+        seen = {row_formats.recognise(row, kind) for row, *_ in rows.values()}
         assert seen - {None} == set(row_formats.FORMATS[kind])  # a string has none
 
 
