@@ -474,6 +474,8 @@ def dialogue_at(key: str, row: dict) -> list[dict]:
 
 def ultrachat(row: dict) -> list[dict]:
     texts = list_at("data", row, str, "texts, questions and answers by turns")
+    if not texts:
+        raise BadRow("no turns")
     roles = ("user", "assistant")
     return with_system([message(roles[i % 2], said) for i, said in enumerate(texts)], row)
 

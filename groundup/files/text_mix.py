@@ -66,7 +66,8 @@ def first_texts(part: Part, text_key: str, max_mb: int) -> Iterator[str]:
 def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[str]:
     """Yield the documents of all parts, up to max_mb.
 
-    They come by turns if the parts have weights, else one part after the other. Print what is not read and what could not be read."""
+    They come by turns if the parts have weights, else one part after the other. Print
+    what is not read and what could not be read."""
     report, n_bytes = Report(), 0
     streams = [read_texts(part, text_key, report) for part in parts]
     try:
@@ -118,6 +119,6 @@ def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -
     for k, (label, _, _) in enumerate(sources):
         fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
         print(
-            f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), {n_texts[k]:,} texts, "
-            f"{n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}"
+            f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
+            f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}"
         )

@@ -379,8 +379,8 @@ def question_turns(text: str) -> list[dict]:
 GLAIVE_TURN = re.compile(r"(?:\A|\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ")
 # arguments are an object, often within single quotes
 GLAIVE_CALL = re.compile(
-    r"""<functioncall>\s*\{"name":\s*"([^"]*)" """.strip()
-    + r"""(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
+    r"""<functioncall>\s*\{"name":\s*"([^"]*)\""""
+    r"""(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
     re.DOTALL,
 )
 GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}

@@ -40,6 +40,7 @@ UNIT_BYTES = 2**26  # a large file is cut into units of this size
 GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000 files are not 100,000 tasks
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
+TURN_MARK = "<|im_start|>"
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
 
 
@@ -146,6 +147,7 @@ class Inspector:
                 self.problems.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
                 continue
             counts.mended["unanswered_turns_cut"] += item.trimmed
+            counts.marked += TURN_MARK in item.text
             counts.unread.update(f"{self.source_name}{key}" for key in item.unread)
             pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
             counts.mended["split_huge"] += len(pieces) - 1

@@ -312,6 +312,7 @@ class Counts:
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, taken away by cleaning
     bytes_cut: int = 0  # of it, taken out because an evaluation file has it
+    marked: int = 0  # records whose text holds the marker of a turn
     torn: Counter[str] = field(default_factory=Counter)  # by file that is damaged: bytes lost, 1 if unknown
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could

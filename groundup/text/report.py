@@ -59,6 +59,7 @@ def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     unreadable = [file.name for file in inputs if file.problem]
+    info["marked"] = counts.marked
     info["unread"] = dict(counts.unread)
     info["torn"] = dict(counts.torn)
     info["failed"] = sorted({*unreadable, *counts.torn, *(name for name in counts.bad if not counts.passed[name])})
@@ -187,6 +188,9 @@ def print_report(manifest: dict, seconds: float) -> None:
         f"{' '.join(changed(n_bytes))}",
     ]
     lines += [f"{what}: {n:,} {reason}" for what in ("dropped", "mended") for reason, n in documents[what].items()]
+    if info["marked"]:
+        how = "it stays text, so a model would learn to write it as words; if these are conversations, use kind=chat"
+        lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {how}")
     if info["unread"]:
         lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
     if evals := info.get("decontaminate"):

@@ -391,7 +391,8 @@ CHATS = {
         {
             "system": "SYSTEM: Use tools.",
             "chat": "USER: Rome?\n\n\n"
-            'ASSISTANT: <functioncall> {"name": "weather", "arguments": \'{"city": "Rome"}\'} <|endoftext|>\n\n\n'
+            'ASSISTANT: <functioncall> {"name": "weather", '
+            '"arguments": \'{"city": "Rome"}\'} <|endoftext|>\n\n\n'
             'FUNCTION RESPONSE: {"sky": "sun"}\n\n\nASSISTANT: Sunny <|endoftext|>',
         },
         [s("Use tools."), u("Rome?"), a(CALL), t('{"sky": "sun"}'), a("Sunny")],

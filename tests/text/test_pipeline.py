@@ -492,6 +492,18 @@ def test_keys_that_are_not_read_are_named_once(tmp_path, tok, capsys):
     assert reader.report("x.jsonl") == [f"x.jsonl: {named}"]
 
 
+def test_texts_with_markers_of_turns_are_warned_of(tmp_path, tok, capsys):
+    """minimind's pretrain_hq.jsonl holds conversations as text."""
+    texts = [f"<|im_start|>user\nWhat is {k}?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>" for k in range(9)]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in (*texts, "A text without any of them.")])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: 9 documents hold <|im_start|>: it stays text") == 1
+    other = write_rows(tmp_path / "y.jsonl", [{"text": "Quite another text, without."}])
+    run(tmp_path / "none", input=other, tokenizer_dir=tok)
+    assert "im_start" not in capsys.readouterr().out
+
+
 def test_an_unknown_format_is_said_once(tmp_path, tok, capsys):
     rows = [{"问": f"{k}?", "答": "x"} for k in range(30)]
     path = write_rows(tmp_path / "x.jsonl", [*rows, talk("Question?", "answer")])
