@@ -143,30 +143,11 @@ def hint_of(row: dict, kind: str) -> str:
         return f"; this is {name}, of kind={other!r}" if name else ""
     thread = next((key for key, value in row.items() if listed(value)), "")
     if kind == "chat" and thread and not name:
-        setting = thread_setting(thread, listed(row[thread]))
+        setting = ",".join(filter(None, (f"messages={thread}", turns.naming(listed(row[thread])))))
         return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
     if name:
         return f"; this is {name}, of kind={other!r}"
     return "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
-
-
-def thread_setting(thread: str, found: list[dict]) -> str:
-    """Return the text_key that reads a list as turns; the longest texts are the contents."""
-    texts = {key: value for key, value in found[0].items() if isinstance(value, str)}
-    lengths = {
-        key: sum(len(turn[key]) for turn in found if isinstance(turn.get(key), str))
-        for key in texts
-    }
-    by_length = sorted(lengths, key=lengths.get)
-    known = {*turns.ROLE_KEYS, *turns.CONTENT_KEYS}
-    content = next((key for key in by_length if key in turns.CONTENT_KEYS), "")
-    role = next((key for key in by_length if key in turns.ROLE_KEYS), "")
-    content = content or (by_length[-1] if by_length else "KEY")
-    role = role or next((key for key in by_length if key != content), "KEY")
-    parts = [f"messages={thread}"]
-    parts += [] if role in known else [f"role={role}"]
-    parts += [] if content in known else [f"content={content}"]
-    return ",".join(parts)
 
 
 def known_keys(kind: str) -> str:
@@ -347,7 +328,7 @@ ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, after the turns of the history."""
-    said = answer_text(answer, row)
+    said = turns.without_space(text(question, row), answer_text(answer, row))
     thoughts = [row[key] for key in turns.THOUGHT_KEYS if isinstance(row.get(key), str)]
     said = turns.with_thoughts("\n".join(filter(None, thoughts)), said)
     return with_system(
@@ -507,6 +488,9 @@ def two_answers(prompt: str, row: dict) -> Pair:
         asked = read_turns(row[key])
     else:
         asked = [*history(row), *question_turns(prompt, row)]
+        sides = {side: row[side] for side in ("chosen", "rejected") if isinstance(row[side], str)}
+        sides = {side: turns.without_space(text(prompt, row), said) for side, said in sides.items()}
+        row = row | sides
     chosen, rejected = answer_turns("chosen", row), answer_turns("rejected", row)
     if not repeats(chosen, asked):
         chosen, rejected = [*asked, *chosen], [*asked, *rejected]

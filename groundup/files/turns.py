@@ -13,6 +13,7 @@ A turn that cannot be used raises BadRow.
 
 import json
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from groundup.files import TOOLS_HEAD, TOOLS_TAIL
@@ -133,12 +134,26 @@ def role_of(turn: dict) -> str:
     if role:
         return role
     shown = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
-    how = f"user={shown}" if isinstance(shown, str) else "role=KEY,content=KEY"
+    how = f"user={shown}" if isinstance(shown, str) else naming([turn])
     known = ", ".join(ROLES)
     raise BadRow(
         f"a turn has the role {shown!r:.40} ({keys_of(turn)}), not one of {known}; "
         f"prepare.py --text_key='{how}' reads others"
     )
+
+
+def naming(found: list[dict]) -> str:
+    """Return the text_key to try for turns: the longest texts are contents. "" if keys are known."""
+    lengths: Counter[str] = Counter()
+    for turn in found:
+        lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})
+    texts = sorted(lengths, key=lambda key: lengths[key])
+    content = next((key for key in texts if key in CONTENT_KEYS), texts[-1] if texts else "KEY")
+    role = next((key for key in texts if key in ROLE_KEYS), "")
+    role = role or next((key for key in texts if key != content), "KEY")
+    names = [] if role in ROLE_KEYS else [f"role={role}"]
+    names += [] if content in CONTENT_KEYS else [f"content={content}"]
+    return ",".join(names)
 
 
 def read_turn(turn: dict) -> list[dict]:
@@ -362,6 +377,11 @@ def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
         raise BadRow("a dialogue does not start with a blank line and Human:")
     names = ("user" if name == "Human" else "assistant" for name in rest[::2])
     return [message(role, words) for role, words in zip(names, rest[1::2], strict=True)]
+
+
+def without_space(question: str, said: str) -> str:
+    """Return an answer to a question; one that goes on with a dialogue begins with a space."""
+    return said.removeprefix(" ") if OPEN_DIALOGUE.fullmatch(question) else said
 
 
 def question_turns(text: str) -> list[dict]:

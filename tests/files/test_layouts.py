@@ -516,10 +516,10 @@ CHATS = {
         [*HH_TURNS, a("4")],
         [],
     ),
-    "full-hh-rlhf, response": ({"prompt": HH, "response": "4"}, [*HH_TURNS, a("4")], []),
+    "full-hh-rlhf, response": ({"prompt": HH, "response": " 4"}, [*HH_TURNS, a("4")], []),
     "turns under unknown keys": (
         {"messages": [{"who": "Ann", "says": "2 + 2?"}, {"who": "Bot", "says": "4"}]},
-        "a turn has the role None (keys who, says)",
+        "prepare.py --text_key='role=who,content=says' reads others",
         [],
     ),
     "turns of unknown roles": (
@@ -725,7 +725,7 @@ PAIRS = {
     ),
     "full-hh-rlhf": (
         {"prompt": HH, "response": " 4", "chosen": " 4", "rejected": " 5"},
-        Pair(HH_TURNS, " 4", " 5"),
+        Pair(HH_TURNS, "4", "5"),
         [],
     ),
     "Nectar": (
