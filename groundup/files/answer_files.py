@@ -150,7 +150,9 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
         messages, problem = row_formats.question_of(row)
     if problem:
         raise BadLine("messages that are not understood", problem)
-    own = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+    own = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}
+    if usable.is_bad(row) or not usable.is_learned(own):
+        own = {"content": ""}  # a bad answer is none to learn from
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
     if problem := usable.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
@@ -158,7 +160,8 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     system = settings.get("system")
     if system and messages[0]["role"] != "system":  # which sample.py put in front
         messages = [{"role": "system", "content": system}, *messages]
-    return messages, own
+    messages = [{key: turn[key] for key in turn if key != "learn"} for turn in messages]
+    return messages, own["content"]
 
 
 def text_of(answer: dict) -> str:

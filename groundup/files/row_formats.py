@@ -156,12 +156,14 @@ def known_keys(kind: str) -> str:
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
 
+MEDIA_KEYS = frozenset(MEDIA)
 NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
 
 
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
     """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
-    row = row if isinstance(row, dict) else {}
+    if not isinstance(row, dict) or MEDIA_KEYS.isdisjoint(row):
+        return messages
     if found := next((key for key in MEDIA if row.get(key) not in NO_MEDIA), ""):
         raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
     return messages
@@ -223,20 +225,39 @@ def unread_keys(row: object, *kinds: str) -> list[str]:
     Those of turns are named like messages.name. Numbers, null, what is empty or about the row, and
     what only repeats a value that is read, are no content."""
     row = {"messages": row} if isinstance(row, list) else row
-    kind = next((kind for kind in kinds if recognise(row, kind)), "")
-    if not kind:
+    for kind in kinds:
+        if found := recognise(row, kind):
+            break
+    else:
         return []
-    found = recognise(row, kind)
     row = rename(row)
-    known = keys_read(found, kind)
-    left = [key for key in row if key not in known and has_content(key, row[key])]
-    seen = [row[key] for key in row if key in known] if left else []
-    for key in known & row.keys() if kind != "text" else ():
-        if isinstance(row[key], list | str | dict) and (listing := listed(row[key])):
-            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS]
+    known, others, lists = keys_read(found, kind, tuple(row))
+    left = [key for key in others if has_content(row[key])]
+    seen = [row[key] for key in known] if left else []
+    for key in lists:
+        if listing := listed(row[key]):
+            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS if left]
             left += unread_of_turns(key, listing)
     left = [key for key in left if "." in key or row[key] not in seen]
-    return left + unread_settings(unpacked(row.get("chat_template_kwargs")))
+    if "chat_template_kwargs" in row:
+        left += unread_settings(unpacked(row["chat_template_kwargs"]))
+    return left
+
+
+@lru_cache(maxsize=256)  # the rows of a file have the same keys
+def keys_read(
+    found: RowFormat, kind: str, keys: tuple[str, ...]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return which keys of a row are read, which are not but may hold content, and which of those
+    that are read may hold turns."""
+    names = set(",".join((found.keys, found.also, BESIDE[kind])).split(","))
+    known = [key for key in keys if key in names]
+    others = [key for key in keys if key not in names and not is_about(key)]
+    return known, others, [key for key in known if key in TURN_LISTS and kind != "text"]
+
+
+def is_about(key: str) -> bool:
+    return key in ABOUT or key == "id" or key.endswith("_id")
 
 
 def unread_settings(settings: object) -> list[str]:
@@ -244,38 +265,29 @@ def unread_settings(settings: object) -> list[str]:
     if not isinstance(settings, dict):
         return []
     left = settings.keys() - {"custom_instructions", "xml_tools"}
-    return [f"chat_template_kwargs.{key}" for key in left if has_content(key, settings[key])]
+    return [f"chat_template_kwargs.{key}" for key in left if has_content(settings[key])]
 
 
 def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
     """Return the keys of turns that hold content but are not read, each once."""
-    if key not in TURN_LISTS:
-        return []
-    known = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
-    found = {
-        name: None
-        for turn in listing
-        for name in turn.keys() - known
-        if has_content(name, turn[name])
-    }
+    found: dict[str, None] = {}
+    for turn in listing:
+        if not turn.keys() <= KNOWN_OF_TURNS:
+            for name in turn.keys() - KNOWN_OF_TURNS:
+                if not is_about(name) and has_content(turn[name]):
+                    found[name] = None
     return [f"{key}.{name}" for name in found]
 
 
-def has_content(key: str, value: object) -> bool:
+def has_content(value: object) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return False
     if isinstance(value, str) and (not value.strip() or value in turns.NOTHING):
         return False
-    about = key in ABOUT or key == "id" or key.endswith("_id")
-    return not about and value not in ([], {})
+    return value not in ([], {})
 
 
-@lru_cache(maxsize=64)
-def keys_read(found: RowFormat, kind: str) -> frozenset[str]:
-    names = ",".join(filter(None, (found.keys, found.also, BESIDE[kind])))
-    return frozenset(names.split(","))
-
-
+KNOWN_OF_TURNS = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
 TURN_LISTS = (*THREADS, "prompt", "completion", "chosen", "rejected", "rejected_messages")
 TURN_LISTS += ("conversation_a", "conversation_b")
 BESIDE = {"text": "", "preference": "completions,difficulty,score,margin,@answers"}  # in any format
@@ -322,6 +334,7 @@ def question_and_answer(question: str, answer: str, row: dict) -> str:
 PASSAGES = ("context", "article", "passage")  # what a question is about
 LETTERS = "ABCDEFGHIJ"
 OPTIONS = ("options", "choices")  # of multiple choice; or the letters are keys of the row
+ABOUT_QUESTIONS = {*PASSAGES, *OPTIONS, "A"}
 ASKED = "history,context,article,passage,options,choices,A,B,C,D,E,F,G,H,I,J"  # by questions
 ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
@@ -330,7 +343,8 @@ def one_turn(question: str, answer: str, row: dict) -> list[dict]:
     """Return a question and its answer, from two text_keys, after the turns of the history."""
     said = turns.without_space(text(question, row), answer_text(answer, row))
     thoughts = [row[key] for key in turns.THOUGHT_KEYS if isinstance(row.get(key), str)]
-    said = turns.with_thoughts("\n".join(filter(None, thoughts)), said)
+    if thoughts:
+        said = turns.with_thoughts("\n".join(filter(None, thoughts)), said)
     return with_system(
         [*history(row), *question_turns(question, row), message("assistant", said)], row
     )
@@ -358,6 +372,8 @@ def whole_question(question: str, row: dict) -> str:
 
     The passage follows an instruction, and stands before any other question."""
     asked = text(question, row)
+    if ABOUT_QUESTIONS.isdisjoint(row):
+        return asked
     passages = [as_text(key, row) for key in PASSAGES if row.get(key) not in (None, "", [])]
     parts = [asked, *passages] if question.startswith("instruction") else [*passages, asked]
     return "\n".join([*parts, *(f"{letter}. {option}" for letter, option in options_of(row))])
@@ -401,7 +417,7 @@ def options_of(row: dict) -> list[tuple[str, str]]:
 
 
 def without_letter(letter: str, option: str) -> str:
-    marks = tuple(f"{letter}{mark}" for mark in (".", ")", ":", "、", "．"))
+    marks = tuple(f"{letter}{mark}" for mark in (".", ")", ":", "\u3001", "\uff0e"))
     return option[len(letter) + 1 :].strip() if option.startswith(marks) else option
 
 

@@ -47,6 +47,7 @@ TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools", *sum(EXCHANGES, ())}
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
 TOOL_KEYS = ("tools", "functions")
+BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
 NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
 
 
@@ -68,10 +69,23 @@ def read_turns(value: object) -> list[dict]:
     else:
         messages = []
         for turn in turns:
+            if plain := plain_message(turn):
+                messages.append(plain)
+                continue
             for message in read_turn(turn):
                 add_turn(messages, message, name_of(turn) in CALLERS)
     tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
-    return with_system(messages, {"tools": tools})
+    return with_system(messages, {"tools": tools}) if tools else messages
+
+
+def plain_message(turn: dict) -> dict | None:
+    """Return the message of a turn that is a role and a text, as most are; None for another."""
+    if len(turn) != 2:
+        return None
+    name, said = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if type(name) is not str or type(said) is not str or name not in ROLES or name in CALLERS:
+        return None
+    return {"role": ROLES[name], "content": said}
 
 
 def why_no_turns(value: object) -> str:
@@ -326,6 +340,8 @@ def as_json(value: object) -> str:
 
 def with_system(turns: list[dict], row: dict) -> list[dict]:
     """Put the row's own system prompt and tools into the first message."""
+    if BESIDE_TURNS.isdisjoint(row):
+        return turns
     settings = unpacked(row.get("chat_template_kwargs"))  # smoltalk2's
     settings = settings if isinstance(settings, dict) else {}
     prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
@@ -381,7 +397,8 @@ def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
 
 def without_space(question: str, said: str) -> str:
     """Return an answer to a question; one that goes on with a dialogue begins with a space."""
-    return said.removeprefix(" ") if OPEN_DIALOGUE.fullmatch(question) else said
+    opened = said.startswith(" ") and OPEN_DIALOGUE.fullmatch(question)
+    return said.removeprefix(" ") if opened else said
 
 
 def question_turns(text: str) -> list[dict]:
@@ -390,7 +407,7 @@ def question_turns(text: str) -> list[dict]:
     Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
     if text.startswith("<|im_start|>"):
         raise BadRow("the prompt is in ChatML; give its turns as messages")
-    if not OPEN_DIALOGUE.fullmatch(text):
+    if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
         return [message("user", text)]
     pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN
     return dialogue_turns(text.rstrip(), pattern)[:-1]

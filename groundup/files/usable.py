@@ -20,6 +20,7 @@ class Pair(NamedTuple):
 WEIGHTS = ("learn", "weight", "train", "training", "loss", "loss_scale", "loss_weight")
 ROW_WEIGHTS = ("weight", "train", "loss_scale", "loss_weight")  # evaluate.py writes a loss, too
 KTO_LABELS = ("label", "kto_tag")  # of trl, of LLaMA-Factory: whether the last answer is good
+FLAGS_OF_ROWS = {*ROW_WEIGHTS, *KTO_LABELS}
 
 
 def as_number(value: object) -> float:
@@ -35,7 +36,8 @@ def as_number(value: object) -> float:
 
 def is_learned(holder: dict, flags: tuple[str, ...] = WEIGHTS) -> bool:
     """Return False if a flag of a turn, part or row says not to learn from it."""
-    return not any(as_number(holder[flag]) <= 0 for flag in flags if flag in holder)
+    found = [holder[flag] for flag in flags if flag in holder]
+    return not any(as_number(value) <= 0 for value in found)
 
 
 def label_of(row: object) -> bool | None:
@@ -48,7 +50,7 @@ def label_of(row: object) -> bool | None:
 
 def is_bad(row: object) -> bool:
     """Return whether a row says that its answer is bad, or not to be learned."""
-    if not isinstance(row, dict):
+    if not isinstance(row, dict) or FLAGS_OF_ROWS.isdisjoint(row):
         return False
     return label_of(row) is False or not is_learned(row, ROW_WEIGHTS)
 

@@ -34,6 +34,7 @@ class RowReader:
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
     kinds: tuple[str, ...] = ()  # all kinds that it reads, the first that fits a row; () = kind
+    unread_are = "not read"
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
     def __init__(self, tokenizer: Tokenizer | None = None, longest: int = 0) -> None:
@@ -98,7 +99,7 @@ class RowReader:
         if self.trimmed:
             lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
         if self.unread:
-            lines.append(f"{name}: not read: {row_formats.describe_unread(self.unread)}")
+            lines.append(f"{name}: {self.unread_are}: {row_formats.describe_unread(self.unread)}")
         return lines
 
 
