@@ -140,6 +140,8 @@ def windows(hashes: np.ndarray, n: int) -> Iterator[np.ndarray]:
 
 CJK_RANGES = ((0x2E80, 0x3100), *ONE_CHARACTER_UNITS, (0xFF01, 0xFF65))
 CJK = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in CJK_RANGES)
+INDENTS = re.compile(r"\n[ \t]*(?=\S)")  # of each line that is not blank
+MAYBE_CJK = re.compile("[\u2e80-\U0003ffff]")  # a quick look: all of CJK, and more
 BESIDE_HAN = re.compile(f" (?:(?=[{CJK}])|(?<=[{CJK}] ))")  # also beside full-width marks
 
 
@@ -149,15 +151,15 @@ def exact_key(text: str) -> bytes:
     White space beside a Chinese or Japanese character is ignored. Indentation is not: in code it is a part of the text.
     text may be a row as JSON. With 64 bits a false pair among a billion documents would be likely (n**2 / 2**65).
     """
-    text = unicodedata.normalize("NFC", text).lower().replace("\\n", "\n").replace("\\t", "\t")
-    if "\n " in text or "\n\t" in text:
-        lines = [line for line in text.split("\n") if line.strip()]
-        indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines]
-        text = "\n".join(indent + " ".join(line.split()) for indent, line in zip(indents, lines, strict=True)).strip()
-    else:
-        text = " ".join(text.split())
-    if not text.isascii():
+    text = unicodedata.normalize("NFC", text).lower().strip()
+    if "\\n" in text:
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    indents = "".join(INDENTS.findall(text)) if "\n " in text or "\n\t" in text else ""
+    text = " ".join(text.split())
+    if not text.isascii() and MAYBE_CJK.search(text):
         text = BESIDE_HAN.sub("", text)
+    if indents:
+        text = f"{text}\0{indents}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
