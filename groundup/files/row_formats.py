@@ -155,7 +155,6 @@ def known_keys(kind: str) -> str:
 
 
 MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
-
 MEDIA_KEYS = frozenset(MEDIA)
 NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
 
@@ -206,8 +205,8 @@ OTHER_NAMES |= {"response_chosen": "chosen", "response_rejected": "rejected"}
 
 # ---- keys that no reader asked for -----------------------------------------------------------
 
-# Names of what is about a row and no part of what it says; so are names that end in id.
 MOST_UNREAD = 12  # keys that are named
+# Names of what is about a row and no part of what it says; so are names that end in id.
 ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
 
 
