@@ -408,7 +408,8 @@ class Tokenizer:
         are ChatML: each message is <|im_start|> role newline content <|im_end|> newline; the prompt
         for an answer ends after "assistant" newline. Markers are ids and all the rest is ordinary
         text, so no content can open or close a turn. mask is 1 where the model is trained: on the
-        assistant's words and the token that ends its turn, at which generation stops.
+        assistant's words and the token that ends its turn, at which generation stops. An answer
+        with "learn": False has the mask 0.
 
         Raise UserError."""
         if self.turn_end_id < 0:
@@ -423,7 +424,7 @@ class Tokenizer:
             opening = [self.im_start_id, *self.encode(message["role"] + "\n")]
             content = [*self.encode(message["content"]), self.im_end_id]
             newline = self.encode("\n")
-            learned = int(message["role"] == "assistant")
+            learned = int(message["role"] == "assistant" and message.get("learn", True))
             ids += opening + content + newline
             mask += [0] * len(opening) + [learned] * len(content) + [0] * len(newline)
         if add_generation_prompt:

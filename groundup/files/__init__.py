@@ -1,13 +1,13 @@
 """What do these files say?
 
 In: raw files (text, JSON, CSV, parquet, compressed). Out: documents, conversations and preference pairs, and in which
-split each belongs. Read readers, then streams (bytes) and records (containers) for how files are taken apart,
-row_formats and text_keys for what a row means, usable for whether it can be trained on; splits; text_mix; answer_files
-(what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere. disk has what a file system may
-refuse: locks, links, removals.
+split each belongs. Read paths and readers, then streams (bytes) and records (containers) for how files are taken apart,
+row_formats, turns and text_keys for what a row means, usable for whether it can be trained on; splits; text_mix;
+answer_files (what sample.py writes). untrusted reads what belongs to a checkpoint from elsewhere. disk has what a file
+system may refuse: locks, links, removals.
 """
 
-# How tools stand in a system message: row_formats writes them so, tokens/templates.py reads them.
+# How tools stand in a system message: turns writes them so, tokens/templates.py reads them.
 TOOLS_HEAD = (  # the wording of Qwen2.5's chat template
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"

@@ -1,12 +1,16 @@
-"""A file of answers and the settings beside it: what sample.py writes, reward.py scores and prepare.py makes pairs of.
+"""A file of answers and the settings beside it.
 
-    FILE              a line for each prompt: its own fields, "index" (its number, from 0), and "completions":
-                      [{"text", "finish_reason": "stop" | "length", "stop_reason", with a reward model "reward"}]
-    FILE.config.json  the settings that decided them: "model" (its name and a fingerprint), "system", "temperature",
-                      "seed", ..., and "reward_model", likewise, where one was used
+sample.py writes it, reward.py scores it and prepare.py makes pairs of it.
 
-So one file never holds answers of different settings. Answers without their settings are refused: nobody knows which
-model gave them, and after which system message.
+    FILE              a line for each prompt: its own fields, "index" (its number, from 0), and
+                      "completions": [{"text", "finish_reason": "stop" | "length", "stop_reason",
+                      with a reward model "reward"}]
+    FILE.config.json  the settings that decided them: "model" (its name and a fingerprint),
+                      "system", "temperature", "seed", ..., and "reward_model", likewise, where one
+                      was used
+
+So one file never holds answers of different settings. Answers without their settings are refused:
+nobody knows which model gave them, and after which system message.
 """
 
 import json
@@ -45,7 +49,9 @@ def is_settings_file(path: str | Path) -> bool:
 
 
 def read_settings(path: str | Path) -> dict | None:
-    """Return the settings beside the answers in `path`, None if there are none. Raise UserError: damaged."""
+    """Return the settings beside the answers in `path`, None if there are none.
+
+    Raise UserError if they are damaged."""
     name = settings_path(path)
     if not name.exists():
         return None
@@ -59,7 +65,10 @@ def need_settings(path: str | Path) -> dict:
     """Return the settings beside the answers in `path`. Raise UserError if there are none."""
     settings = read_settings(path)
     if settings is None:
-        raise UserError(f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; {HINT}")
+        raise UserError(
+            f"answers: {settings_path(path)} is missing, so nobody knows what made the answers; "
+            f"{HINT}"
+        )
     return settings
 
 
@@ -76,11 +85,16 @@ def write_settings(path: str | Path, settings: dict) -> None:
 
 
 def check_settings(path: str | Path, settings: dict) -> None:
-    """Write the settings of a new file of answers. Raise UserError if an existing one was begun with others."""
+    """Write the settings of a new file of answers.
+
+    Raise UserError if an existing one was begun with others."""
     old = read_settings(path)
     if old is None and os.path.exists(path) and os.path.getsize(path):
         missing = settings_path(path).name
-        raise UserError(f"answers: {path} has no {missing} beside it, so it cannot be continued; use another out")
+        raise UserError(
+            f"answers: {path} has no {missing} beside it, so it cannot be continued; "
+            "use another out"
+        )
     if old is None:
         write_settings(path, settings)
     elif differ := [key for key in old | settings if old.get(key) != settings.get(key)]:
@@ -102,14 +116,17 @@ def row_of(record: records.Record) -> dict:
     listed = record.value.get("completions") if isinstance(record.value, dict) else None
     if not isinstance(listed, list):
         raise BadLine("no list of completions")
-    if not all(isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed):
+    if not all(
+        isinstance(answer, dict) and isinstance(answer.get("text"), str) for answer in listed
+    ):
         raise BadLine("a completion without a text")
     return record.value
 
 
 def continued_text(row: dict, chat: bool) -> str | None:
-    """Return the text that a row asks a model to continue, None if it asks for an answer. chat: a prompt is a user's
-    message."""
+    """Return the text that a row asks a model to continue, None if it asks for an answer.
+
+    chat: a prompt is a user's message."""
     if row.get("messages") is not None:
         return None
     key = "" if chat else "prompt"
@@ -118,28 +135,24 @@ def continued_text(row: dict, chat: bool) -> str | None:
     return row[key] if isinstance(row.get(key), str) else None
 
 
-# A question without its answer, or with one that is no text, such as a number to check: the key of its answer.
-OPEN_QUESTIONS = {"prompt": "completion", "instruction": "output", "question": "answer"}
-ABOUT_QUESTIONS = ("input", "system", "tools", "history")
-
-
 def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
-    """Return (the messages that the model answers, the data set's own answer or ""). Raise NoPair, BadLine.
+    """Return (the messages that the model answers, the data set's own answer or "").
 
-    The row has any format of row_formats, so the messages are those before the answer that training reads in it."""
+    The row has any format of row_formats, so the messages are those before the answer that training
+    reads in it. Raise NoPair, BadLine."""
     if continued_text(row, settings.get("chat", True)) is not None:
         raise NoPair("a text that was continued, not a question that was answered")
     messages, problem = row_formats.messages_of(row)
     if problem and (pair := row_formats.pair_of(row)[0]):
         messages, problem = [*pair.prompt, {"role": "assistant", "content": pair.chosen}], ""
-    question = next((key for key in OPEN_QUESTIONS if row.get(key) is not None), "")
-    if problem and question and row.get("messages") is None:
-        about, asked = {key: row[key] for key in ABOUT_QUESTIONS if key in row}, row[question]
-        turns = {"messages": asked} if isinstance(asked, list) else {question: asked, OPEN_QUESTIONS[question]: ""}
-        messages, problem = row_formats.messages_of(about | turns)
+    alone = row.get("messages") is None and row_formats.recognise(row, "question")
+    if problem and alone:
+        messages, problem = row_formats.question_of(row)
     if problem:
         raise BadLine("messages that are not understood", problem)
-    own = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+    own = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}
+    if usable.is_bad(row) or not usable.is_learned(own):
+        own = {"content": ""}  # a bad answer is none to learn from
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise NoPair("no question before the answer")
     if problem := usable.chat_problem([*messages, {"role": "assistant", "content": "answer"}]):
@@ -147,11 +160,14 @@ def conversation_of(row: dict, settings: dict) -> tuple[list[dict], str]:
     system = settings.get("system")
     if system and messages[0]["role"] != "system":  # which sample.py put in front
         messages = [{"role": "system", "content": system}, *messages]
-    return messages, own
+    messages = [{key: turn[key] for key in turn if key != "learn"} for turn in messages]
+    return messages, own["content"]
 
 
 def text_of(answer: dict) -> str:
-    """Return the text of an answer without the end of turn that sample.py --skip_special_tokens=False leaves."""
+    """Return the text of an answer without the end of turn.
+
+    sample.py --skip_special_tokens=False leaves it there."""
     return re.sub(r"<\|im_end\|>\n*\Z", "", answer["text"])
 
 

@@ -8,7 +8,6 @@ keys of a row mean in row_formats.py.
 """
 
 import codecs
-import glob
 import os
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from groundup.errors import UserError
-from groundup.files import records, streams
+from groundup.files import paths, records, streams
 from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
@@ -34,9 +33,9 @@ def find_files(input: str) -> list[str]:
     Raise UserError for a part that matches no file.
     """
     found: list[str] = []
-    for part in filter(None, (part.strip() for part in input.split(","))):
-        matches = [part] if part == "-" or os.path.exists(part) else sorted(glob.glob(part, recursive=True))
-        files = [file for match in matches for file in (list_directory(match) if os.path.isdir(match) else [match])]
+    for part in filter(None, paths.split_names(input)):
+        matched = [part] if part == "-" else paths.matches(part)
+        files = [file for match in matched for file in (list_directory(match) if os.path.isdir(match) else [match])]
         if not files:
             raise UserError(f"data: no file matches {part!r}; give files, directories or globs, separated by commas")
         found += files
@@ -75,7 +74,8 @@ def list_directory(top: str) -> list[str]:
 def is_data(name: str) -> bool:
     """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE, a suffix of data."""
     stem, suffix = os.path.splitext(unpacked_name(name))
-    return not name.startswith(".") and stem not in ("readme", "license") and suffix in DATA_SUFFIXES
+    about = ("readme", "license", "dataset_info", "dataset_infos")  # of Hugging Face's and LLaMA-Factory's folders
+    return not name.startswith(".") and stem not in about and suffix in DATA_SUFFIXES
 
 
 def unpacked_name(path: str) -> str:

@@ -2,6 +2,7 @@
 Problems are records too: nothing raises because of a file's content."""
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -413,10 +414,20 @@ def parquet_records(path: str, begin: int, end: int | None, columns: list[str] |
         yield Record(None, row + 1, row, problem="truncated_file", detail=str(error))
 
 
+def decode_texts(row: dict, binary: list[str]) -> dict:
+    """Return a row with the bytes of its binary columns as text, where they are UTF-8."""
+    for name in binary:
+        with contextlib.suppress(AttributeError, UnicodeDecodeError):  # null, or no text
+            row[name] = row[name].decode()
+    return row
+
+
 def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
     """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8 is a problem of its own."""
     try:
-        yield from (Record(value, row + k + 1, row + k) for k, value in enumerate(batch.to_pylist()))
+        binary = [field.name for field in batch.schema if "binary" in str(field.type)]
+        for k, value in enumerate(batch.to_pylist()):
+            yield Record(decode_texts(value, binary), row + k + 1, row + k)
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
             yield Record(None, row + 1, row, problem="bad_encoding", detail=str(error))

@@ -1,30 +1,53 @@
-"""Row formats: a row of a raw file is a document, a conversation or a preference pair, under the keys that published
-Chinese and English sets use. The three tables at the end of this file list all formats.
+"""Row formats: a row of a raw file is a document, a conversation or a preference pair.
 
-What keys mean depends on what is wanted: prompt and response are one text for `document_of` and two turns for
-`messages_of`. A row is an object from JSON, CSV or parquet, or a string (a document). Nothing here raises because of a
-row: a row that cannot be used comes back with one line that says why, for the caller to count and show.
+Which, is told by its keys, as published Chinese and English sets have them. The tables at the end
+of this file list all formats, with the keys that each reads. `unread_keys` names those that hold
+content and that no reader asked for.
+
+What keys mean depends on what is wanted: prompt and response are one text for `document_of` and two
+turns for `messages_of`. A row is an object from JSON, CSV or parquet, or a string (a document).
+Nothing here raises because of a row: a row that cannot be used comes back with one line that says
+why, for the caller to count and show.
 """
 
-import json
-import re
+import math
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from groundup.files import TOOLS_HEAD, TOOLS_TAIL
-from groundup.files.text_keys import BadRow, keys_of, parse_text_key, text
-from groundup.files.usable import Pair, are_equal, is_blank, label_of
+from groundup.files import turns
+from groundup.files.text_keys import (
+    THREADS,
+    BadRow,
+    as_score,
+    keys_of,
+    listed,
+    parse_text_key,
+    text,
+    unpacked,
+)
+from groundup.files.turns import message, read_turns, turns_at, with_system
+from groundup.files.usable import (
+    KTO_LABELS,
+    ROW_WEIGHTS,
+    Pair,
+    are_equal,
+    is_blank,
+    is_learned,
+    label_of,
+)
 
 
 class RowFormat(NamedTuple):
     name: str  # for people
     keys: str  # a row that has all of these has this format
     read: Callable[[dict], str | list[dict] | Pair]
+    also: str = ""  # keys that are read, too, where a row has them
 
 
 def document_of(row: object, text_key: str = "") -> tuple[str, str]:
-    """Return (text, "") or ("", what is wrong). text_key: see `parse_text_key`; "" = found by the row's keys.
+    """Return (text, "") or ("", what is wrong). text_key: see `parse_text_key`; "" = by the keys.
 
     Raise UserError for a malformed text_key only.
     """
@@ -33,27 +56,33 @@ def document_of(row: object, text_key: str = "") -> tuple[str, str]:
     if isinstance(row, str):
         return row, ""
     try:
-        return (text(text_key, row, lists=True) if text_key and isinstance(row, dict) else read(row, "text")), ""
+        if text_key and isinstance(row, dict):
+            return text(text_key, row, lists=True), ""
+        return read(row, "text"), ""
     except BadRow as problem:
         return "", str(problem)
 
 
 def messages_of(row: object) -> tuple[list[dict], str]:
-    """Return ([{"role": ..., "content": ...}, ...], "") or ([], what is wrong). The ids of calls stay beside their
-    text, if a row has them: tool_call_ids of the assistant's turn, tool_call_id of a result.
+    """Return (messages as turns.py has them, "") or ([], what is wrong).
 
-    Roles are system, user, assistant and tool. Empty answers and a last turn that is not the assistant's are kept. What
-    is more than text becomes text as in Qwen's models: tool_calls as <tool_call> lines, tools in the system message,
-    reasoning_content within <think>.
-    """
+    Empty answers and a last turn that is not the assistant's are kept."""
     try:
         return check_media(read(row, "chat"), row), ""
     except BadRow as problem:
         return [], str(problem)
 
 
+def question_of(row: object) -> tuple[list[dict], str]:
+    """Return (the messages of a question that stands alone, "") or ([], what is wrong)."""
+    try:
+        return check_media(read(row, "question"), row), ""
+    except BadRow as problem:
+        return [], str(problem)
+
+
 def pair_of(row: object) -> tuple[Pair | None, str]:
-    """Return (Pair, "") or (None, what is wrong), such as an empty answer, equal answers or different prompts."""
+    """Return (Pair, "") or (None, what is wrong), such as an empty answer or equal answers."""
     try:
         pair = read(row, "preference")
         check_media(pair.prompt, row)
@@ -66,14 +95,12 @@ def pair_of(row: object) -> tuple[Pair | None, str]:
         return None, str(problem)
 
 
-# ---- which format --------------------------------------------------------------------------------------------
+# ---- which format ----------------------------------------------------------------------------
 
 
 def read(row: object, kind: str) -> str | list[dict] | Pair:
     """Return what a row holds. Raise BadRow."""
-    row = {"messages": row} if isinstance(row, list) and row and isinstance(row[0], dict) else row  # nanochat's
-    if not isinstance(row, dict):
-        raise BadRow(f"{type(row).__name__}, not an object")
+    row = as_object(row)
     found, row = recognise(row, kind), rename(row)
     sides = [side for side in ("chosen", "rejected") if row.get(side)]
     if kind == "preference" and len(sides) == 1 and not (found and has_all(row, found)):
@@ -81,39 +108,77 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
         return found.read(row)
-    kinds = ("chat", "text", "preference")  # chats first: many are known as text too
-    other = next((k for k in kinds if k != kind and recognise(row, k)), "")
-    hint = f"; this is {recognise(row, other).name}, of kind={other!r}" if other else ""
-    if kind == "preference" and "completions" in row:
-        hint = "; these are answers of sample.py: prepare.py --pair_by=dataset or reward makes pairs of them"
+    raise BadRow(
+        f"unknown format: {keys_of(row)}{hint_of(row, kind)}; "
+        f"{kind} is known by: {known_keys(kind)}"
+    )
+
+
+def as_object(row: object) -> dict:
+    """Return a row as an object: a list of turns is a conversation (nanochat's). Raise BadRow."""
+    if isinstance(row, list) and listed(row) and turns.name_of(row[0]) is not None:
+        return {"messages": row}
+    if isinstance(row, dict):
+        return row
+    hint = ""
+    if isinstance(row, list) and listed(row):
+        hint = "; if the line is an array of rows, give the file a name that ends in .json"
+    raise BadRow(f"{type(row).__name__}, not an object{hint}")
+
+
+def hint_of(row: dict, kind: str) -> str:
+    """Return what a row of no known format may be, and what to do, as the end of a sentence."""
+    listing = listed(row.get("completions"))
+    if kind == "preference" and listing and "text" in listing[0]:
+        how = "prepare.py --pair_by=dataset or reward makes pairs of them"
+        return f"; these are answers of sample.py: {how}"
+    if "completions" in row and "labels" in row:
+        return "; these are steps with labels (trl's stepwise), from which no stage here learns"
     if kind == "preference" and label_of(row) is not None:
-        hint = "; this is an answer with a label: dpo.py --loss=kto learns from it"
-    if kind != "text" and not hint:
-        hint = "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
-    raise BadRow(f"unknown format: {keys_of(row)}{hint}; {kind} is known by: {known_keys(kind)}")
+        return "; this is an answer with a label: dpo.py --loss=kto learns from it"
+    kinds = ("chat", "text", "preference")  # chats first: many are known as text too
+    other = next((one for one in kinds if one != kind and recognise(row, one)), "")
+    name = recognise(row, other).name if other else ""
+    if kind == "text":
+        return f"; this is {name}, of kind={other!r}" if name else ""
+    thread = next((key for key, value in row.items() if listed(value)), "")
+    if kind == "chat" and thread and not name:
+        setting = ",".join(filter(None, (f"messages={thread}", turns.naming(listed(row[thread])))))
+        return f"; prepare.py --text_key='{setting}' reads {thread} as turns, if they are turns"
+    if name:
+        return f"; this is {name}, of kind={other!r}"
+    return "; prepare.py --text_key='question=KEY,answer=KEY' reads other names"
 
 
 def known_keys(kind: str) -> str:
     return " | ".join(known.keys for known in FORMATS[kind])
 
 
+MEDIA = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
+MEDIA_KEYS = frozenset(MEDIA)
+NO_MEDIA = (None, False, [], {}, *turns.NOTHING)
+
+
 def check_media(messages: list[dict], row: dict | list) -> list[dict]:
-    """Return the messages. Raise BadRow if one has the place of a picture, video or sound of the row."""
-    kinds = ("image", "video", "audio") if isinstance(row, dict) else ()
-    kinds = [kind for kind in kinds if row.get(kind) or row.get(f"{kind}s")]
-    if found := next((kind for kind in kinds for m in messages if f"<{kind}>" in m["content"]), ""):
-        raise BadRow(f"a turn holds an {found}, not only text")
+    """Return the messages. Raise BadRow if the row has a picture, video or sound beside them."""
+    if not isinstance(row, dict) or MEDIA_KEYS.isdisjoint(row):
+        return messages
+    if found := next((key for key in MEDIA if row.get(key) not in NO_MEDIA), ""):
+        raise BadRow(f"a turn holds an {found.removesuffix('s')} ({found}), not only text")
     return messages
 
 
 def recognise(row: object, kind: str) -> RowFormat | None:
-    """Return the first format whose keys are all there and not null (joined tables have columns of others, with nulls);
-    if there is none, the first whose keys are there, so that a null is reported as such."""
+    """Return the first format whose keys are all there and neither null nor empty.
+
+    (Joined tables have columns of others, without content.) If there is none, return the first
+    whose keys are there, so that what is missing is reported as such."""
     if not isinstance(row, dict):
         return None
     row = rename(row)
-    if kind != "preference" and "rejected" in row and ("chosen" in row or "messages" in row):
-        return HH_CHAT if kind == "chat" and is_dialogue(row.get("chosen")) else None
+    two_sides = "rejected" in row and ("chosen" in row or "messages" in row)
+    if kind in ("text", "chat") and (two_sides or "rejected_messages" in row):
+        return HH_CHAT if kind == "chat" and turns.is_dialogue(row.get("chosen")) else None
     known = formats_with(tuple(row), kind)
     return next((one for one in known if has_all(row, one)), known[0] if known else None)
 
@@ -124,33 +189,129 @@ def formats_with(keys: tuple[str, ...], kind: str) -> list[RowFormat]:
 
 
 def has_all(row: dict, known: RowFormat) -> bool:
-    return all(row.get(key) is not None for key in known.keys.split(","))
+    return all(row.get(key) not in (None, "") for key in known.keys.split(","))
 
 
 def rename(row: dict) -> dict:
     """Return a preference row under the most common names of its keys."""
-    return row if OTHER_NAMES.keys().isdisjoint(row) else {OTHER_NAMES.get(key, key): row[key] for key in row}
+    if OTHER_NAMES.keys().isdisjoint(row):
+        return row
+    return {OTHER_NAMES.get(key, key): row[key] for key in row}
 
 
 OTHER_NAMES = {"reject": "rejected", "rejected_response": "rejected"}
 OTHER_NAMES |= {"response_chosen": "chosen", "response_rejected": "rejected"}
 
 
+# ---- keys that no reader asked for -----------------------------------------------------------
+
+MOST_UNREAD = 12  # keys that are named
+# Names of what is about a row and no part of what it says; so are names that end in id.
+ABOUT = {"source", "url", "made_by", "prompt_id", "uuid", "index"}
+
+
+def describe_unread(counts: Counter[str]) -> str:
+    """Return how many rows have which unread keys, as a part of a line for people."""
+    ordered = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    listing = [f"{key} in {n:,} row{'s' * (n > 1)}" for key, n in ordered]
+    more = f", and {len(listing) - MOST_UNREAD} more keys" if len(listing) > MOST_UNREAD else ""
+    return ", ".join(listing[:MOST_UNREAD]) + more
+
+
+def unread_keys(row: object, *kinds: str) -> list[str]:
+    """Return the keys of a row that hold content but are not read. kinds: the first that fits it.
+
+    Those of turns are named like messages.name. Numbers, null, what is empty or about the row, and
+    what only repeats a value that is read, are no content."""
+    row = {"messages": row} if isinstance(row, list) else row
+    for kind in kinds:
+        if found := recognise(row, kind):
+            break
+    else:
+        return []
+    row = rename(row)
+    known, others, lists = keys_read(found, kind, tuple(row))
+    left = [key for key in others if has_content(row[key])]
+    seen = [row[key] for key in known] if left else []
+    for key in lists:
+        if listing := listed(row[key]):
+            seen += [turn.get(name) for turn in listing for name in turns.CONTENT_KEYS if left]
+            left += unread_of_turns(key, listing)
+    left = [key for key in left if "." in key or row[key] not in seen]
+    if "chat_template_kwargs" in row:
+        left += unread_settings(unpacked(row["chat_template_kwargs"]))
+    return left
+
+
+@lru_cache(maxsize=256)  # the rows of a file have the same keys
+def keys_read(
+    found: RowFormat, kind: str, keys: tuple[str, ...]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return which keys of a row are read, which are not but may hold content, and which of those
+    that are read may hold turns."""
+    names = set(",".join((found.keys, found.also, BESIDE[kind])).split(","))
+    known = [key for key in keys if key in names]
+    others = [key for key in keys if key not in names and not is_about(key)]
+    return known, others, [key for key in known if key in TURN_LISTS and kind != "text"]
+
+
+def is_about(key: str) -> bool:
+    return key in ABOUT or key == "id" or key.endswith("_id")
+
+
+def unread_settings(settings: object) -> list[str]:
+    """Return the keys of smoltalk2's chat_template_kwargs that are not read."""
+    if not isinstance(settings, dict):
+        return []
+    left = settings.keys() - {"custom_instructions", "xml_tools"}
+    return [f"chat_template_kwargs.{key}" for key in left if has_content(settings[key])]
+
+
+def unread_of_turns(key: str, listing: list[dict]) -> list[str]:
+    """Return the keys of turns that hold content but are not read, each once."""
+    found: dict[str, None] = {}
+    for turn in listing:
+        if not turn.keys() <= KNOWN_OF_TURNS:
+            for name in turn.keys() - KNOWN_OF_TURNS:
+                if not is_about(name) and has_content(turn[name]):
+                    found[name] = None
+    return [f"{key}.{name}" for name in found]
+
+
+def has_content(value: object) -> bool:
+    if value is None or isinstance(value, bool | int | float):
+        return False
+    if isinstance(value, str) and (not value.strip() or value in turns.NOTHING):
+        return False
+    return value not in ([], {})
+
+
+KNOWN_OF_TURNS = {*turns.TURN_KEYS, *turns.THOUGHT_KEYS}
+TURN_LISTS = (*THREADS, "prompt", "completion", "chosen", "rejected", "rejected_messages")
+TURN_LISTS += ("conversation_a", "conversation_b")
+BESIDE = {"text": "", "preference": "completions,difficulty,score,margin,@answers"}  # in any format
+BESIDE["chat"] = ",".join((*turns.SYSTEM_KEYS, *turns.TOOL_KEYS, *KTO_LABELS, *ROW_WEIGHTS, *MEDIA))
+BESIDE["chat"] += ",chat_template_kwargs"
+BESIDE["question"] = BESIDE["chat"]
+BESIDE["preference"] += "," + BESIDE["chat"]
+
+
+# ---- texts -----------------------------------------------------------------------------------
+
+
 def list_at(key: str, row: dict, item: type, what: str) -> list:
-    """Return the list under a key, which may be stored as JSON. Raise BadRow if its items are of another type."""
+    """Return the list under a key, also as JSON. Raise BadRow if its items are of another type."""
     found = unpacked(row[key])
     if not isinstance(found, list) or not all(isinstance(one, item) for one in found):
         raise BadRow(f"{key} is not a list of {what}")
     return found
 
 
-# ---- texts ---------------------------------------------------------------------------------------------------
-
-
 def encyclopedia(row: dict) -> str:
     """Return title, summary, then every section with its heading."""
-    sections = [text("title?,content?", section) for section in list_at("sections", row, dict, "objects")]
-    return "\n".join(filter(None, [text("title?,summary?", row), *sections]))
+    sections = list_at("sections", row, dict, "objects")
+    texts = [text("title?,content?", section) for section in sections]
+    return "\n".join(filter(None, [text("title?,summary?", row), *texts]))
 
 
 def article(row: dict) -> str:
@@ -158,24 +319,116 @@ def article(row: dict) -> str:
 
 
 def poem(row: dict) -> str:
-    return "\n".join([text("title?,rhythmic?,author?", row), *list_at("paragraphs", row, str, "texts")]).strip("\n")
+    lines = list_at("paragraphs", row, str, "texts")
+    return "\n".join([text("title?,rhythmic?,author?", row), *lines]).strip("\n")
 
 
-# ---- conversations ----------------------------------------------------------------------------------------
+def question_and_answer(question: str, answer: str, row: dict) -> str:
+    """Return a question with what belongs to it, and its answer, as one text."""
+    return "\n".join([whole_question(question, row), answer_text(answer, row)])
 
-ROLES = dict.fromkeys(("system", "developer"), "system") | dict.fromkeys(("user", "human"), "user")
-ROLES |= dict.fromkeys(("assistant", "gpt", "function_call"), "assistant")
-ROLES |= dict.fromkeys(("tool", "observation", "function"), "tool")
+
+# ---- a question and its answer ---------------------------------------------------------------
+
+PASSAGES = ("context", "article", "passage")  # what a question is about
+LETTERS = "ABCDEFGHIJ"
+OPTIONS = ("options", "choices")  # of multiple choice; or the letters are keys of the row
+ABOUT_QUESTIONS = {*PASSAGES, *OPTIONS, "A"}
+ASKED = "history,context,article,passage,options,choices,A,B,C,D,E,F,G,H,I,J"  # by questions
+ANSWERED = ",".join(turns.THOUGHT_KEYS)  # by answers
 
 
 def one_turn(question: str, answer: str, row: dict) -> list[dict]:
-    """Return a question and its answer, from two text_keys, after the turns in history: [[question, answer], ...]."""
-    history = list_at("history", row, list, "[question, answer]") if row.get("history") else []
-    if any(len(turn) != 2 for turn in history):
+    """Return a question and its answer, from two text_keys, after the turns of the history."""
+    said = turns.without_space(text(question, row), answer_text(answer, row))
+    thoughts = [row[key] for key in turns.THOUGHT_KEYS if isinstance(row.get(key), str)]
+    if thoughts:
+        said = turns.with_thoughts("\n".join(filter(None, thoughts)), said)
+    return with_system(
+        [*history(row), *question_turns(question, row), message("assistant", said)], row
+    )
+
+
+def question_turns(question: str, row: dict) -> list[dict]:
+    return turns.question_turns(whole_question(question, row))
+
+
+def history(row: dict) -> list[dict]:
+    """Return the turns of history: [[question, answer], ...], or a list of turns."""
+    if not row.get("history"):
+        return []
+    if listed(row["history"]):
+        return read_turns(row["history"])
+    pairs = list_at("history", row, list, "[question, answer]")
+    if any(len(pair) != 2 for pair in pairs):
         raise BadRow("history is not a list of [question, answer]")
-    turns = [message(role, said) for turn in history for role, said in zip(("user", "assistant"), turn, strict=True)]
-    turns += [message("user", text(question, row)), message("assistant", text(answer, row))]
-    return with_system(turns, row)
+    roles = ("user", "assistant")
+    return [message(role, said) for pair in pairs for role, said in zip(roles, pair, strict=True)]
+
+
+def whole_question(question: str, row: dict) -> str:
+    """Return a question with the passage that it is about and the options that it offers.
+
+    The passage follows an instruction, and stands before any other question."""
+    asked = text(question, row)
+    if ABOUT_QUESTIONS.isdisjoint(row):
+        return asked
+    passages = [as_text(key, row) for key in PASSAGES if row.get(key) not in (None, "", [])]
+    parts = [asked, *passages] if question.startswith("instruction") else [*passages, asked]
+    return "\n".join([*parts, *(f"{letter}. {option}" for letter, option in options_of(row))])
+
+
+def as_text(key: str, row: dict) -> str:
+    found = row[key]
+    lines = unpacked(found) if isinstance(found, str) and found.startswith('["') else found
+    if isinstance(lines, list) and all(isinstance(one, str) for one in lines):
+        return "\n".join(lines)
+    if not isinstance(found, str):
+        raise BadRow(f"{key} is {type(found).__name__}, not text; it belongs to the question")
+    return found
+
+
+def options_of(row: dict) -> list[tuple[str, str]]:
+    """Return [(letter, option)] of a question of multiple choice, [] of another. Raise BadRow."""
+    key = next((key for key in OPTIONS if row.get(key)), "")
+    if not key:
+        if not isinstance(row.get("A"), str) or not isinstance(row.get("B"), str):
+            return []
+        found = {letter: row[letter] for letter in LETTERS if row.get(letter)}
+    else:
+        found = unpacked(row[key])
+    if isinstance(found, dict) and {"text", "label"} <= found.keys():  # ARC
+        found = dict(zip(found["label"], found["text"], strict=False))
+    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+        letters = [one.get("key", one.get("label")) for one in found]
+        found = dict(
+            zip(letters, [one.get("value", one.get("text")) for one in found], strict=True)
+        )
+    if isinstance(found, list):
+        found = dict(zip(LETTERS, found, strict=False)) if len(found) <= len(LETTERS) else None
+    if not isinstance(found, dict):
+        raise BadRow(f"{key} is not a list or object of texts")
+    options = [(str(letter), option) for letter, option in found.items() if option is not None]
+    if not all(isinstance(option, str) for _, option in options):
+        raise BadRow(f"{key or 'an option'} holds {type(options[0][1]).__name__}, not text")
+    # some texts have their letter already
+    return [(letter, without_letter(letter, option)) for letter, option in options]
+
+
+def without_letter(letter: str, option: str) -> str:
+    marks = tuple(f"{letter}{mark}" for mark in (".", ")", ":", "\u3001", "\uff0e"))
+    return option[len(letter) + 1 :].strip() if option.startswith(marks) else option
+
+
+def answer_text(answer: str, row: dict) -> str:
+    """Return an answer; the number of an option, from 0, is its letter."""
+    found = row.get(answer)
+    number = isinstance(found, int) or (isinstance(found, str) and found.isdecimal())
+    if number and not isinstance(found, bool) and (options := options_of(row)):
+        named = any(found in (letter, option) for letter, option in options)
+        if not named and 0 <= int(found) < len(options):
+            return options[int(found)][0]
+    return text(answer, row)
 
 
 def seed_task(row: dict) -> list[dict]:
@@ -188,162 +441,120 @@ def seed_task(row: dict) -> list[dict]:
 
 def prompt_and_completion(row: dict) -> list[dict]:
     """Return the turns of two texts or two lists of turns, as trl has them."""
-    prompt, answer = row["prompt"], row["completion"]
-    turns = read_turns(prompt) if isinstance(prompt, list) else [message("user", prompt)]
-    turns += read_turns(answer) if isinstance(answer, list) else [message("assistant", answer)]
-    return with_system(turns, row)
+    if not listed(row["prompt"]) and not listed(row["completion"]):
+        return one_turn("prompt", "completion", row)
+    asked = asked_turns("prompt", row)
+    said = row["completion"]
+    answer = read_turns(said) if listed(said) else [message("assistant", said)]
+    return with_system([*asked, *answer], row)
 
 
-def turns_at(key: str, row: dict) -> list[dict]:
-    return with_system(read_turns(row[key]), row)
+def asked_turns(key: str, row: dict) -> list[dict]:
+    """Return the turns of a question that is a text or a list of turns."""
+    return read_turns(row[key]) if listed(row[key]) else [*history(row), *question_turns(key, row)]
 
 
-def read_turns(value: object) -> list[dict]:
-    """Return messages from [{role or from, content or value}, ...], or from such a list as JSON."""
-    turns = unpacked(value)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        inner = f" with {type(turns[0]).__name__}" if isinstance(turns, list) and turns else ""
-        raise BadRow(f"{type(turns).__name__}{inner}, not a list of turns" if turns else "no turns")
-    tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
-    return with_system(list(map(read_turn, turns)), {"tools": tools})
-
-
-def question_answer_turns(row: dict) -> list[dict]:
-    """Return messages from [{"human": ..., "assistant": ...}, ...]; the last question may lack its answer."""
-    turns = list_at("conversation", row, dict, "{human, assistant}")
-    said = [(role, turn.get(key)) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
-    if not said:
-        raise BadRow("no turns")
-    open_end = said[-1][1] is None
-    return with_system([message(role, text) for role, text in said[: len(said) - open_end]], row)
+def open_question(key: str, row: dict) -> list[dict]:
+    """Return a question without an answer, or with one that is no text, as a number to check."""
+    if key == "instruction":
+        return with_system([*history(row), *question_turns("instruction,input?", row)], row)
+    return with_system(asked_turns(key, row), row)
 
 
 def dialogue_at(key: str, row: dict) -> list[dict]:
     """Return messages from one of Anthropic's dialogues, or from turns."""
-    if not isinstance(row[key], str):
+    if listed(row[key]) or not isinstance(row[key], str):
         return turns_at(key, row)
-    before, *rest = HH_TURN.split(row[key])
-    if before or not rest:
-        raise BadRow("a dialogue does not start with a blank line and Human:")
-    return with_system([message(HH_ROLES[name], said) for name, said in zip(rest[::2], rest[1::2], strict=True)], row)
+    return with_system(turns.read_dialogue(row[key]), row)
 
 
-def is_dialogue(value: object) -> bool:
-    return isinstance(value, str) and HH_TURN.match(value) is not None
+def ultrachat(row: dict) -> list[dict]:
+    texts = list_at("data", row, str, "texts, questions and answers by turns")
+    if not texts:
+        raise BadRow("no turns")
+    roles = ("user", "assistant")
+    return with_system([message(roles[i % 2], said) for i, said in enumerate(texts)], row)
 
 
-HH_TURN = re.compile(r"\n\n(Human|Assistant):(?: |\Z)")
-HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+def calls_for(row: dict) -> list[dict]:
+    """Return a query and the calls that answer it (xLAM)."""
+    calls = list_at("answers", row, dict, "calls")
+    if not calls:
+        raise BadRow("answers is empty: no call")
+    said = "\n".join(map(turns.call_text, calls))
+    return with_system([message("user", row["query"]), message("assistant", said)], row)
 
 
-def read_turn(turn: dict) -> dict:
-    name = turn.get("role", turn.get("from"))
-    role = ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise BadRow(f"a turn has the role {name!r:.40}, not one of {', '.join(ROLES)}")
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):
-        content = "".join(part_text(part) for part in content)
-    calls = turn.get("tool_calls") or turn.get("function_call")
-    if name == "function_call":
-        content, calls = "", content
-    ids = {"tool_call_id": turn["tool_call_id"]} if role == "tool" and is_id(turn.get("tool_call_id")) else {}
-    if calls:
-        content = "\n".join(filter(None, [content if content else "", *map(call_text, list_of(calls))]))
-        found = [call.get("id") for call in list_of(calls) if isinstance(call, dict)]
-    else:
-        found = turn.get("tool_call_ids")  # of a row that prepare.py has written
-    if role == "assistant" and isinstance(found, list) and found and all(map(is_id, found)):
-        ids = {"tool_call_ids": found}
-    if turn.get("reasoning_content"):
-        thought = message(role, turn["reasoning_content"])["content"]
-        content = f"<think>\n{thought}\n</think>\n\n{content or ''}"
-    return message(role, content) | ids
+def one_of_a_tree(row: dict) -> list[dict]:
+    raise BadRow(
+        "one message of a tree (OpenAssistant, flat): give the file of its trees or threads"
+    )
 
 
-def is_id(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def message(role: str, content: object) -> dict:
-    if not isinstance(content, str):
-        raise BadRow(f"a turn ({role}) holds {'no text' if content is None else type(content).__name__ + ', not text'}")
-    return {"role": role, "content": content}
-
-
-def part_text(part: object) -> str:
-    """Return the text of one part of a content that is a list: {"type": "text", "text" or "value": ...}."""
-    is_part = isinstance(part, dict)
-    kind, found = (part.get("type"), part.get("text", part.get("value"))) if is_part else (type(part).__name__, None)
-    if kind == "text" and not isinstance(found, str):
-        raise BadRow("a part of a turn is of type text but has none")
-    if kind != "text":
-        raise BadRow(f"a turn holds {kind!r:.40}, not text")
-    return found
-
-
-def call_text(call: object) -> str:
-    if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        call = call["function"]  # OpenAI's form has an id and a type around it
-    if isinstance(call, dict) and "name" in call:
-        call = {"name": call["name"], "arguments": unpacked(call.get("arguments", {}))}
-    return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
-
-
-def unpacked(value: object) -> object:
-    """Parse JSON that is stored as a string; return any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
-def list_of(value: object) -> list:
-    value = unpacked(value)
-    return value if isinstance(value, list) else [value]
-
-
-def as_json(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(f"tools or calls are not JSON: {error}") from None
-
-
-def with_system(turns: list[dict], row: dict) -> list[dict]:
-    """Put the row's own system prompt and tools into the first message."""
-    system, tools = row.get("system"), unpacked(row.get("tools"))
-    if not system and not tools:
-        return turns
-    has_own = turns[0]["role"] == "system"
-    first = turns[0]["content"] if has_own else ""
-    if system:
-        first = message("system", system)["content"] + ("\n" + first if first not in ("", system) else "")
-    if tools:
-        lines = "\n".join(tool if isinstance(tool, str) else as_json(tool) for tool in list_of(tools))
-        first = (first + "\n\n" if first else "") + TOOLS_HEAD + lines + TOOLS_TAIL
-    return [message("system", first), *turns[has_own:]]
-
-
-# ---- preference pairs -------------------------------------------------------------------------------------
+# ---- preference pairs ------------------------------------------------------------------------
 
 
 def two_answers(prompt: str, row: dict) -> Pair:
-    """Return two answers to the text_key `prompt` (text or turns), or to the turns before each answer."""
-    if isinstance(row["chosen"], list) and len(row["chosen"]) > 1:
-        return two_dialogues(row)  # UltraFeedback repeats the prompt
+    """Return the pair of two answers to a text_key, or to the turns under it.
+
+    The prompt is put in front of each, unless the chosen answer repeats it (UltraFeedback)."""
     key = prompt.split(",")[0]
-    if isinstance(row[key], str) and row[key].startswith("<|im_start|>"):
-        raise BadRow("the prompt is in ChatML; give its turns as messages")
-    # "nothing?" is a key that no row has: one_turn then makes an empty answer, which [:-1] removes
-    turns = turns_at(key, row) if isinstance(row[key], list) else one_turn(prompt, "nothing?", row)[:-1]
-    return Pair(turns, answer_at(row, "chosen"), answer_at(row, "rejected"))
+    if listed(row[key]):
+        asked = read_turns(row[key])
+    else:
+        asked = [*history(row), *question_turns(prompt, row)]
+        sides = {side: row[side] for side in ("chosen", "rejected") if isinstance(row[side], str)}
+        sides = {side: turns.without_space(text(prompt, row), said) for side, said in sides.items()}
+        row = row | sides
+    chosen, rejected = answer_turns("chosen", row), answer_turns("rejected", row)
+    if not repeats(chosen, asked):
+        chosen, rejected = [*asked, *chosen], [*asked, *rejected]
+    return two_conversations(with_system(chosen, row), with_system(rejected, row))
 
 
-def turns_then_two(key: str, row: dict) -> Pair:
-    return Pair(turns_at(key, row), answer_at(row, "chosen"), answer_at(row, "rejected"))
+def repeats(answer: list[dict], prompt: list[dict]) -> bool:
+    """Return whether a conversation that is given as an answer holds its prompt already."""
+    whole, asked = turns.said(answer), turns.said(prompt)
+    if whole and whole[0][0] == "system" and asked and asked[0][0] != "system":
+        whole = whole[1:]
+    one = len(asked) == 1 and asked[0][0] == "user"
+    return whole[: len(asked)] == asked or (one and asked[0] in whole)
+
+
+def answer_turns(key: str, row: dict) -> list[dict]:
+    """Return an answer given as a text, as a turn, or as a list of turns."""
+    value = row[key]
+    if isinstance(value, dict):
+        value = [value]
+    if listed(value):
+        return read_turns(value)
+    if not isinstance(value, str):
+        what = "no" if value is None else f"{type(value).__name__}, not an"
+        raise BadRow(f"{what} answer under {key!r}")
+    return [message("assistant", value)]
+
+
+def two_conversations(chosen: list[dict], rejected: list[dict]) -> Pair:
+    """Return the pair of two conversations that differ in the last answer only."""
+    *prompt, good = chosen
+    *other, bad = rejected
+    if good["role"] != "assistant" or bad["role"] != "assistant" or not prompt:
+        raise BadRow("chosen or rejected does not end with a question and its answer")
+    if not is_learned(good):
+        raise BadRow("the chosen answer is one not to learn from")
+    if turns.said(prompt) != turns.said(other):
+        raise BadRow("chosen and rejected answer different prompts")
+    prompt = [{key: turn[key] for key in turn if key != "learn"} for turn in prompt]
+    return Pair(prompt, good["content"], bad["content"])
+
+
+def two_dialogues(row: dict) -> Pair:
+    """Return the pair of two conversations: turns, or Anthropic's dialogues."""
+    return two_conversations(dialogue_at("chosen", row), dialogue_at("rejected", row))
+
+
+def two_threads(chosen: str, rejected: str, row: dict) -> Pair:
+    return two_conversations(turns_at(chosen, row), turns_at(rejected, row))
 
 
 def turns_then_worse(row: dict) -> Pair:
@@ -351,90 +562,227 @@ def turns_then_worse(row: dict) -> Pair:
     *prompt, chosen = turns_at("messages", row)
     if chosen["role"] != "assistant" or not prompt:
         raise BadRow("messages does not end with a question and the chosen answer")
-    return Pair(prompt, chosen["content"], answer_at(row, "rejected"))
+    return two_conversations([*prompt, chosen], [*prompt, *answer_turns("rejected", row)])
 
 
 def two_outputs(row: dict) -> Pair:
-    outputs = row["output"]
+    outputs = unpacked(row["output"])
     if not isinstance(outputs, list) or len(outputs) != 2:
         hint = "; this is instructions (Alpaca), of kind='chat'" if isinstance(outputs, str) else ""
         raise BadRow(f"output is not a list of a chosen and a rejected answer{hint}")
-    return two_answers("instruction,input?", {**row, "chosen": outputs[0], "rejected": outputs[1]})
+    sides = {"chosen": outputs[0], "rejected": outputs[1]}
+    return two_answers("instruction,input?", row | sides)
 
 
-def two_dialogues(row: dict) -> Pair:
-    """Return the pair of two conversations (messages or Anthropic's dialogues) that differ in the last answer only."""
-    *prompt, chosen = dialogue_at("chosen", row)
-    *other, rejected = dialogue_at("rejected", row)
-    if chosen["role"] != "assistant" or rejected["role"] != "assistant" or not prompt:
-        raise BadRow("chosen or rejected does not end with a question and its answer")
-    if prompt != other:
-        raise BadRow("chosen and rejected answer different prompts")
-    return Pair(prompt, chosen["content"], rejected["content"])
+def best_and_worst(prompt: str, scored: list[tuple[float, object]], row: dict) -> Pair:
+    """Return the pair of the answers of the highest and the lowest score."""
+    scored = [(score, said) for score, said in scored if not math.isnan(score)]
+    if len(scored) < 2:
+        raise BadRow("fewer than two answers with a score")
+    worst, best = min(scored, key=lambda one: one[0]), max(scored, key=lambda one: one[0])
+    if worst[0] == best[0]:
+        raise BadRow("all answers have the same score")
+    return two_answers(prompt, row | {"chosen": best[1], "rejected": worst[1]})
 
 
-def answer_at(row: dict, key: str) -> str:
-    """Return an answer given as a text, as a turn, or as a list of one turn."""
-    value = row[key]
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, dict):
-        value = read_turn(value)["content"]
-    if not isinstance(value, str):
-        raise BadRow(f"{'no' if value is None else type(value).__name__ + ', not an'} answer under {key!r}")
-    return value
+def ranked(row: dict) -> Pair:
+    """Return the answers of the first and the last rank (Nectar)."""
+    answers = listed(row["answers"]) or []
+    scored = [(-as_score(one, "rank"), one.get("answer")) for one in answers]
+    return best_and_worst("prompt", scored, row)
 
 
-# ---- the formats: the first that fits is taken ---------------------------------------------------------------
+def rated(row: dict) -> Pair:
+    """Return the answers of the best and the worst fine-grained score (UltraFeedback, raw)."""
+    answers = listed(row["completions"]) or []
+    scored = [(as_score(one, "fine-grained_score"), one.get("response")) for one in answers]
+    return best_and_worst("instruction", scored, row)
+
+
+def preferred(
+    prompt: str, first: str, second: str, wins: Callable[[dict], float], row: dict
+) -> Pair:
+    """Return the answers under two keys. wins(row): 1 if the first is better, 0 if the second."""
+    won = wins(row)
+    if won not in (0, 1):
+        raise BadRow("neither answer is preferred")
+    better, worse = (first, second) if won else (second, first)
+    sides = {"chosen": row[better], "rejected": row[worse]}
+    if prompt:
+        return two_answers(prompt, row | sides)
+    return two_dialogues(row | sides)
+
+
+def better_comment(row: dict) -> Pair:
+    """Return the comments on a post, the better one first (SHP)."""
+    sides = (
+        ("human_ref_A", "human_ref_B")
+        if as_score(row, "labels")
+        else ("human_ref_B", "human_ref_A")
+    )
+    chosen, rejected = (row[side] for side in sides)
+    return two_answers("prompt", {"prompt": row["history"], "chosen": chosen, "rejected": rejected})
+
+
+def winner(row: dict) -> float:
+    return {"model_a": 1, "model_b": 0}.get(row["winner"], math.nan)
+
+
+# ---- the formats: the first that fits is taken -----------------------------------------------
 
 DOCUMENTS = (
     RowFormat("text", "text", partial(text, "text")),
     RowFormat("completions", "completion", partial(text, "completion")),
-    RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia),
-    RowFormat("poems (chinese-poetry)", "author,paragraphs", poem),
-    RowFormat("articles with a source", "data_src,title,content", article),
-    RowFormat("articles or answers (WuDao, webtext2019zh)", "title,content", partial(text, "title?,desc?,content")),
+    RowFormat("encyclopedia pages (Baidu Baike)", "title,sections", encyclopedia, "summary"),
+    RowFormat("poems (chinese-poetry)", "author,paragraphs", poem, "title,rhythmic"),
+    RowFormat("articles with a source", "data_src,title,content", article, "desc"),
+    RowFormat(
+        "articles or answers (WuDao, webtext2019zh)",
+        "title,content",
+        partial(text, "title?,desc?,content"),
+        "desc",
+    ),
     RowFormat("questions (medical CSV)", "title,ask,answer", partial(text, "title?,ask?,answer")),
-    RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer")),
-    RowFormat("questions and answers", "question,answer", partial(text, "question,answer")),
-    RowFormat("prompts and responses", "prompt,response", partial(text, "prompt,response")),
-    RowFormat("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(text, "INSTRUCTION,RESPONSE")),
+    RowFormat("questions (baike_qa)", "title,answer", partial(text, "title,desc?,answer"), "desc"),
+    RowFormat(
+        "questions and answers",
+        "question,answer",
+        partial(question_and_answer, "question", "answer"),
+        ASKED,
+    ),
+    RowFormat(
+        "prompts and responses",
+        "prompt,response",
+        partial(question_and_answer, "prompt", "response"),
+        ASKED,
+    ),
+    RowFormat(
+        "instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(text, "INSTRUCTION,RESPONSE")
+    ),
     RowFormat("contents", "content", partial(text, "content")),
     RowFormat("responses", "response", partial(text, "response")),
 )
 
+
+def asking(name: str, keys: str, question: str, answer: str, also: str = "") -> RowFormat:
+    """Return a format of rows that hold one question and its answer."""
+    read_row = partial(one_turn, question, answer)
+    return RowFormat(name, keys, read_row, ",".join(filter(None, (ASKED, ANSWERED, also))))
+
+
 CHATS = (
     RowFormat("messages (OpenAI)", "messages", partial(turns_at, "messages")),
     RowFormat("conversations (ShareGPT)", "conversations", partial(turns_at, "conversations")),
-    RowFormat("conversation (Firefly)", "conversation", question_answer_turns),
-    RowFormat("instructions (Alpaca)", "instruction,output", partial(one_turn, "instruction,input?", "output")),
-    RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task),
-    RowFormat("tasks (Firefly)", "kind,input,target", partial(one_turn, "input", "target")),
-    RowFormat("inputs and outputs", "input,output", partial(one_turn, "input", "output")),
-    RowFormat("prompts and responses", "prompt,response", partial(one_turn, "prompt", "response")),
-    RowFormat("prompts and answers", "prompt,answer", partial(one_turn, "prompt", "answer")),
-    RowFormat("prompts and completions (trl)", "prompt,completion", prompt_and_completion),
-    RowFormat("questions and answers", "question,answer", partial(one_turn, "question", "answer")),
-    RowFormat("questions (medical CSV)", "title,ask,answer", partial(one_turn, "title?,ask?", "answer")),
-    RowFormat("questions (baike_qa)", "title,answer", partial(one_turn, "title,desc?", "answer")),
-    RowFormat("questions (webtext2019zh)", "title,desc,content", partial(one_turn, "title,desc?", "content")),
-    RowFormat("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", partial(one_turn, "INSTRUCTION", "RESPONSE")),
+    RowFormat(
+        "conversation (Firefly, WildChat, LMSYS, Capybara)",
+        "conversation",
+        partial(turns_at, "conversation"),
+    ),
+    asking("instructions (Alpaca)", "instruction,output", "instruction,input?", "output", "input"),
+    RowFormat("seed tasks (Alpaca)", "instruction,instances", seed_task, "input,output"),
+    asking(
+        "instructions (Dolly)", "instruction,response", "instruction,input?", "response", "input"
+    ),
+    asking("tasks (Firefly)", "kind,input,target", "input", "target"),
+    asking("inputs and outputs", "input,output", "input", "output"),
+    asking("thoughts and contents", "input,reasoning_content,content", "input", "content"),
+    asking("prompts and responses", "prompt,response", "prompt", "response"),
+    asking("prompts and answers", "prompt,answer", "prompt", "answer"),
+    RowFormat(
+        "prompts and completions (trl)",
+        "prompt,completion",
+        prompt_and_completion,
+        f"{ASKED},{ANSWERED}",
+    ),
+    asking("questions (medical CSV)", "title,ask,answer", "title?,ask?", "answer"),
+    asking("questions and answers", "question,answer", "question", "answer"),
+    asking("multiple choice (ARC)", "question,choices,answerKey", "question", "answerKey"),
+    asking("questions and responses (OpenOrca)", "question,response", "question", "response"),
+    asking("questions (baike_qa)", "title,answer", "title,desc?", "answer", "desc"),
+    asking("questions (webtext2019zh)", "title,desc,content", "title,desc?", "content"),
+    asking("instructions (Zhihu-KOL)", "INSTRUCTION,RESPONSE", "INSTRUCTION", "RESPONSE"),
+    RowFormat("a thread (OpenAssistant)", "thread", partial(turns_at, "thread")),
+    RowFormat("a tree (OpenAssistant)", "message_tree_id,prompt", turns.best_thread, "tree_state"),
+    RowFormat("one message (OpenAssistant)", "message_id,parent_id,text,role", one_of_a_tree),
+    RowFormat("glaive v2", "system,chat", turns.glaive),
+    RowFormat("MOSS 002", "meta_instruction,plain_text", turns.moss_text),
+    RowFormat("MOSS 003", "meta_instruction,chat", turns.moss_chat),
+    RowFormat("calls (xLAM)", "query,answers,tools", calls_for),
+    RowFormat("texts by turns (UltraChat)", "data", ultrachat),
 )
 
-HH_CHAT = RowFormat("the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen"))
+HH_CHAT = RowFormat(
+    "the better of two dialogues (hh-rlhf)", "chosen,rejected", partial(dialogue_at, "chosen")
+)
+
+QUESTIONS = (  # without an answer, or with one that is no text
+    RowFormat("prompts", "prompt", partial(open_question, "prompt"), ASKED),
+    RowFormat(
+        "instructions", "instruction", partial(open_question, "instruction"), f"input,{ASKED}"
+    ),
+    RowFormat("questions", "question", partial(open_question, "question"), ASKED),
+)
 
 PAIRS = (
-    RowFormat("turns with two answers", "conversations,chosen,rejected", partial(turns_then_two, "conversations")),
-    RowFormat("messages with two answers", "messages,chosen,rejected", partial(turns_then_two, "messages")),
+    RowFormat(
+        "turns with two answers",
+        "conversations,chosen,rejected",
+        partial(two_answers, "conversations"),
+    ),
+    RowFormat(
+        "tasks with two answers",
+        "instruction,chosen,rejected",
+        partial(two_answers, "instruction,input?"),
+        f"input,{ASKED}",
+    ),
+    RowFormat(
+        "prompts with two answers", "prompt,chosen,rejected", partial(two_answers, "prompt"), ASKED
+    ),
+    RowFormat(
+        "questions with two answers",
+        "question,chosen,rejected",
+        partial(two_answers, "question"),
+        ASKED,
+    ),
+    RowFormat(
+        "messages with two answers", "messages,chosen,rejected", partial(two_answers, "messages")
+    ),
+    RowFormat(
+        "two threads (ms-swift)",
+        "messages,rejected_messages",
+        partial(two_threads, "messages", "rejected_messages"),
+    ),
     RowFormat("messages with a worse answer (ms-swift)", "messages,rejected", turns_then_worse),
-    RowFormat("tasks with two answers", "instruction,chosen,rejected", partial(two_answers, "instruction,input?")),
-    RowFormat("prompts with two answers", "prompt,chosen,rejected", partial(two_answers, "prompt")),
-    RowFormat("questions with two answers", "question,chosen,rejected", partial(two_answers, "question")),
     RowFormat("two dialogues (UltraFeedback, hh-rlhf)", "chosen,rejected", two_dialogues),
-    RowFormat("instructions with two outputs", "instruction,output", two_outputs),
+    RowFormat("ranked answers (Nectar)", "prompt,answers", ranked, ASKED),
+    RowFormat("rated answers (UltraFeedback, raw)", "instruction,completions", rated, ASKED),
+    RowFormat(
+        "the better of two responses (PKU-SafeRLHF)",
+        "prompt,response_0,response_1,better_response_id",
+        partial(
+            preferred,
+            "prompt",
+            "response_0",
+            "response_1",
+            lambda row: 1 - as_score(row, "better_response_id"),
+        ),
+        ASKED,
+    ),
+    RowFormat(
+        "the better of two comments (SHP)",
+        "history,human_ref_A,human_ref_B,labels",
+        better_comment,
+    ),
+    RowFormat(
+        "the better of two conversations (arena)",
+        "conversation_a,conversation_b,winner",
+        partial(preferred, "", "conversation_a", "conversation_b", winner),
+    ),
+    RowFormat("instructions with two outputs", "instruction,output", two_outputs, f"input,{ASKED}"),
 )
 
-FORMATS = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
-# What documents are made of, and what shows that rows are of another kind; a table's other columns need not be read.
-COLUMNS = {key for known in FORMATS.values() for one in known for key in one.keys.split(",")}
-COLUMNS |= {"desc", "summary", "rhythmic", *OTHER_NAMES}
+FORMATS = {"text": DOCUMENTS, "chat": CHATS, "question": QUESTIONS, "preference": PAIRS}
+# What documents are made of, and what shows that rows are of another kind; a table's other columns
+# need not be read.
+COLUMNS = {key for kind in FORMATS.values() for known in kind for key in known.keys.split(",")}
+COLUMNS |= {key for known in DOCUMENTS for key in known.also.split(",") if key} | {*OTHER_NAMES}

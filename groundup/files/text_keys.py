@@ -1,10 +1,19 @@
-"""text_key: which text of a row is meant, as in text, a.b or title,body."""
+"""text_key: which value of a row is meant, as in text, a.b or title,body.
 
+Of conversations and pairs it gives the names that row_formats.py knows to other keys, as in
+question=ask,answer=a.b, and likewise to the keys and roles of turns.
+"""
+
+import json
 import re
 from functools import lru_cache
 from typing import NamedTuple
 
 from groundup.errors import UserError
+
+THREADS = ("messages", "conversations", "conversation", "thread")  # keys of lists of turns
+OF_TURNS = ("role", "content")  # names that mean keys of turns
+OF_ROLES = ("system", "user", "assistant", "tool")  # names that mean roles of turns
 
 
 class BadRow(Exception):
@@ -21,7 +30,8 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
     """Return the names in a text_key. Raise UserError.
 
     text         the text under this key
-    a.b          the text under b within a; a list of texts, or of one in each element of a, makes lines
+    a.b          the text under b within a; a list of texts, or of one in each element of a, makes
+                 lines
     title,body   each on a line of its own; an empty one makes no line
     desc?        may be missing, null or empty
     """
@@ -35,7 +45,7 @@ def parse_text_key(text_key: str) -> tuple[Name, ...]:
 
 @lru_cache(maxsize=256)
 def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
-    """Return {name: path} of 'question=ask,answer=a.b', which gives other names to keys of a row. Raise UserError."""
+    """Return {name: path} of 'question=ask,answer=a.b'. Raise UserError."""
     pairs = [tuple(map(str.strip, piece.split("="))) for piece in text_key.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         hint = "for conversations and pairs write question=KEY,answer=KEY"
@@ -44,15 +54,52 @@ def parse_names(text_key: str) -> dict[str, tuple[str, ...]]:
 
 
 def renamed(row: object, text_key: str) -> object:
-    """Return a row with what text_key names under the other names, too. See `parse_names`."""
+    """Return a row under the names that text_key gives to its keys, and to those of its turns.
+
+    messages=thread,role=who,content=says,user=Customer,assistant=Agent"""
     if not text_key or not isinstance(row, dict):
         return row
-    found = ((name, value_at(row, path)) for name, path in parse_names(text_key).items())
-    return row | {name: value for name, value in found if value is not None}
+    names = parse_names(text_key)
+    found = {name: value_at(row, path) for name, path in names.items() if name not in OF_TURNS}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name in found:
+        row = without(row, names[name])
+    row = row | found
+
+    keys = {names[name][0]: name for name in OF_TURNS if name in names}
+    roles = {".".join(names[name]): name for name in OF_ROLES if name in names}
+    if keys or roles:
+        for thread in THREADS:
+            if turns := listed(row.get(thread)):
+                row = row | {thread: [renamed_turn(turn, keys, roles) for turn in turns]}
+    return row
+
+
+def renamed_turn(turn: dict, keys: dict[str, str], roles: dict[str, str]) -> dict:
+    """Return a turn under other names of its keys, and with other names of roles."""
+    others = {key: value for key, value in turn.items() if key not in keys}
+    turn = others | {keys[key]: turn[key] for key in keys if key in turn}
+    changed = {
+        key: roles[turn[key]]
+        for key in ("role", "from")
+        if isinstance(turn.get(key), str) and turn[key] in roles
+    }
+    return turn | changed
+
+
+def without(row: dict, path: tuple[str, ...]) -> dict:
+    """Return a row without what lies under the keys, as far as these lead through objects."""
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in row.items() if key != first}
+    inner = row.get(first)
+    return row | {first: without(inner, tuple(rest))} if isinstance(inner, dict) else row
 
 
 def text(text_key: str, row: dict, lists: bool = False) -> str:
-    """Return the text that is meant; lists: a list of texts is joined by newlines. Raise BadRow if there is none."""
+    """Return the text that is meant; lists: a list of texts is joined by newlines.
+
+    Raise BadRow if there is none."""
     return "\n".join(filter(None, (text_at(row, name, lists) for name in parse_text_key(text_key))))
 
 
@@ -69,7 +116,7 @@ def text_at(row: dict, name: Name, lists: bool) -> str:
 
 
 def value_at(value: object, path: tuple[str, ...]) -> object:
-    """Return what lies under the keys; for a list on the way, the list of what lies there in each of its elements."""
+    """Return what lies under the keys; of a list on the way, what lies there in each element."""
     if not path:
         return value
     if isinstance(value, list):
@@ -77,9 +124,40 @@ def value_at(value: object, path: tuple[str, ...]) -> object:
     return value_at(value.get(path[0]), path[1:]) if isinstance(value, dict) else None
 
 
+def unpacked(value: object) -> object:
+    """Parse JSON that is stored as a string; return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def listed(value: object) -> list[dict] | None:
+    """Return a list of objects that may be stored as JSON, or as lists of equal lengths by key.
+
+    The last is how Hugging Face's Sequence comes in parquet. None if it is none of these."""
+    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+        return None
+    found = unpacked(value)
+    if isinstance(found, dict) and found and all(isinstance(one, list) for one in found.values()):
+        lengths = {len(one) for one in found.values()}
+        if len(lengths) == 1:
+            columns = zip(*found.values(), strict=True)
+            found = [dict(zip(found, values, strict=True)) for values in columns]
+    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+        return found
+    return None
+
+
 def columns_of(text_key: str) -> list[str] | None:
-    """Return the columns of a table that text_key needs; None = it may need any. Raise UserError."""
-    return list(dict.fromkeys(name.path[0] for name in parse_text_key(text_key))) if text_key else None
+    """Return the columns of a table that text_key needs; None = it may need any.
+
+    Raise UserError."""
+    if not text_key:
+        return None
+    return list(dict.fromkeys(name.path[0] for name in parse_text_key(text_key)))
 
 
 def keys_of(row: dict) -> str:
@@ -87,7 +165,9 @@ def keys_of(row: dict) -> str:
 
 
 def as_score(row: object, key: str) -> float:
-    """Return the number under a key of a row, nan if there is none. CSV has text for it, parquet may have Decimal."""
+    """Return the number under a key of a row, nan if there is none.
+
+    CSV has text for it, parquet may have Decimal."""
     value = row.get(key) if isinstance(row, dict) else None
     try:
         return float("nan" if isinstance(value, bool) or value is None else value)

@@ -1,4 +1,6 @@
-"""The texts that a tokenizer is trained on: documents of several inputs, mixed by their weights, up to a limit."""
+"""The texts that a tokenizer is trained on.
+
+They are documents of several inputs, mixed by their weights, up to a limit."""
 
 import itertools
 import re
@@ -8,6 +10,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from groundup.errors import UserError
+from groundup.files.paths import split_names, split_weight
 from groundup.files.readers import Report, find_files, read_documents
 from groundup.files.untrusted import scrub
 
@@ -23,15 +26,22 @@ class Part(NamedTuple):
 
 
 def parts_of(spec: str) -> list[Part]:
-    """Return the parts of `input`; a file that several of them name belongs to the first. Raise UserError."""
+    """Return the parts of `input`; a file that several of them name belongs to the first.
+
+    Raise UserError."""
     parts, taken = [], set()
-    for piece in filter(None, (piece.strip() for piece in spec.split(","))):
-        name, weight = re.fullmatch(r"(.+?)(?:=(\d+\.?\d*|\.\d+))?", piece).groups()
+    for piece in filter(None, split_names(spec)):
+        name, weight = split_weight(piece)
+        if weight and not re.fullmatch(r"\d+\.?\d*|\.\d+", weight):
+            name, weight = piece, ""
         files = [file for file in find_files(name) if file not in taken]
         taken.update(files)
         parts.append((Part(name, files, float(weight or 0)), weight))
     if any(weight for _, weight in parts) and not all(part.weight for part, _ in parts):
-        raise UserError(f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, or none")
+        raise UserError(
+            f"tokenizer: input={spec!r}: give every part a weight above 0, as in a=0.7,b=0.3, "
+            "or none"
+        )
     return [part for part, _ in parts]
 
 
@@ -54,19 +64,27 @@ def first_texts(part: Part, text_key: str, max_mb: int) -> Iterator[str]:
 
 
 def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[str]:
-    """Yield the documents of all parts, up to max_mb: by turns if they have weights, else one part after the other.
-    Print what is not read and what could not be read."""
+    """Yield the documents of all parts, up to max_mb.
+
+    They come by turns if the parts have weights, else one part after the other. Print
+    what is not read and what could not be read."""
     report, n_bytes = Report(), 0
     streams = [read_texts(part, text_key, report) for part in parts]
     try:
         if all(part.weight for part in parts):
             weighted = zip(parts, streams, strict=True)
-            sources = [(f"{part.name}, weight {part.weight:g}", texts, part.weight) for part, texts in weighted]
+            sources = [
+                (f"{part.name}, weight {part.weight:g}", texts, part.weight)
+                for part, texts in weighted
+            ]
             yield from mix_texts(sources, max_mb * 1_000_000)
             return
         for text in itertools.chain(*streams):
             if n_bytes >= max_mb * 1_000_000:
-                print(f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; max_mb sets this")
+                print(
+                    f"tokenizer: the first {n_bytes / 1e6:.0f} MB are read, no more; "
+                    "max_mb sets this"
+                )
                 return
             yield text
             n_bytes += len(text.encode())
@@ -78,11 +96,11 @@ def texts_by_weight(parts: list[Part], text_key: str, max_mb: int) -> Iterator[s
 
 
 def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -> Iterator[str]:
-    """Yield texts of all sources (label, texts, weight above 0) by turns, so that the bytes of each follow its weight,
-    until max_bytes.
+    """Yield texts of all sources (label, texts, weight above 0) by turns, until max_bytes.
 
-    The next text is of the source that is furthest behind its weight; one that ends leaves the others at their weights.
-    Of each text the first MAX_DOC_CHARS are taken. Print what every source gave, by its label. Deterministic.
+    The bytes of each source follow its weight: the next text is of the source that is furthest
+    behind. When a source is exhausted, the others keep their weights. Of each text the first
+    MAX_DOC_CHARS are taken. Print what every source gave, by its label. Deterministic.
     """
     iterators = [iter(texts) for _, texts, _ in sources]
     n_bytes, n_texts, n_cut = ([0] * len(sources) for _ in range(3))
@@ -100,5 +118,7 @@ def mix_texts(sources: list[tuple[str, Iterable[str], float]], max_bytes: int) -
         yield text
     for k, (label, _, _) in enumerate(sources):
         fraction, end = n_bytes[k] / max(sum(n_bytes), 1), "" if k in going else "; read to its end"
-        print(f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
-              f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}")  # fmt: skip
+        print(
+            f"tokenizer: {label}: {n_bytes[k] / 1e6:.2f} MB ({fraction:.1%}), "
+            f"{n_texts[k]:,} texts, {n_cut[k]:,} of them cut to {MAX_DOC_CHARS:,} characters{end}"
+        )

@@ -22,6 +22,7 @@ import torch
 
 from groundup.errors import UserError, listed
 from groundup.files import readers
+from groundup.files.paths import split_names
 from groundup.scores.likelihood import score_tokens
 from model import Transformer
 from tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def parse_domains(spec: str) -> list[Domain]:
     """Return the domains of 'name=files,name=files': a file, directory or glob each. Without a
     name a directory or file is a domain of its own name."""
     domains = []
-    for part in filter(None, (part.strip() for part in spec.split(","))):
+    for part in filter(None, split_names(spec)):
         named = None if os.path.exists(part) else re.fullmatch(r"([^/=]+)=(.+)", part)
         if named or os.path.isdir(part):
             name, files = (

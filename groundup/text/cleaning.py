@@ -25,6 +25,7 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f]")
 SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x1f"  # of lines, pages, fields: controls that become a line end
 ZERO_WIDTH = re.compile("[\ufeff\u200b\u2060]")
 JOINERS = re.compile("[\u200c\u200d]")
+VIRAMA = 9  # combining class of the marks that take the vowel from a letter
 BLANKS = " \t\xa0\u3000"
 TRAILING_BLANKS = re.compile(f"(?<![{BLANKS}])[{BLANKS}]+$", re.MULTILINE)
 LONG_RUN = re.compile(r"(?<!\s)(\s{256})\s+")
@@ -61,16 +62,20 @@ def clean(text: str, steps: Cleaning) -> str:
 
 
 def joins(text: str, i: int) -> bool:
-    """Return whether the zero-width joiner or non-joiner text[i] stands in an emoji or between letters of a script that
-    joins letters, as in Persian and Hindi."""
+    """Return whether the zero-width joiner or non-joiner text[i] stands in an emoji, between letters of a script that
+    joins letters, as in Persian and Hindi, or behind a virama, which it gives another form, as in Malayalam."""
     before, after = text[i - 1 : i], text[i + 1 : i + 2]
+    if before and unicodedata.combining(before) == VIRAMA:
+        return True
     if not before or not after or any(begin <= ord(c) < end for c in (before, after) for begin, end in HAN_RANGES):
         return False
     kinds = unicodedata.category(before), unicodedata.category(after)
     if kinds[0][0] in "LM" and kinds[1][0] in "LM":
         return True
     # an emoji may end in a variation selector, a skin colour or a key cap
-    return text[i] == "\u200d" and (kinds[0] in ("So", "Sk", "Me") or before == "\ufe0f") and kinds[1] == "So"
+    # and go on with an arrow, which is Sm
+    begins = kinds[0] in ("So", "Sk", "Me") or before == "\ufe0f"
+    return text[i] == "\u200d" and begins and kinds[1] in ("So", "Sm")
 
 
 @lru_cache(maxsize=1)

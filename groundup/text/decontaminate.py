@@ -11,10 +11,11 @@ import numpy as np
 from groundup.errors import UserError
 from groundup.files import readers, streams
 from groundup.text.cleaning import code_points
-from groundup.text.dedup import SINGLE, SLICE, Units, unit_codes, units, windows
+from groundup.text.dedup import SINGLE, SLICE, UNSPACED, Units, unit_codes, units, windows
 
 RUN = 13  # units of question and choices in a row; a fifth of CMMLU's questions alone have fewer
 RUN_HAN = 26  # of text in Chinese characters or kana: two are like a word, and 13 are often a phrase, see docs/data.md
+RUN_UNSPACED = 65  # characters of Thai, Lao, Burmese, Khmer, whose words have about five
 WHOLE = 8  # units; a shorter evaluation item is too common a phrase to look for
 CUT_CHARS = 200  # removed on each side of an evaluation question
 PROMPTS = ("question", "prompt", "text", "instruction")
@@ -102,9 +103,13 @@ class Evals:
 
 
 def run_of(text: str, n_units: int) -> int:
-    """Return RUN_HAN if most units of a text are characters that are units by themselves, else RUN."""
-    n_single = np.count_nonzero(unit_codes()[code_points(text)] >= SINGLE)
-    return RUN_HAN if 2 * n_single > n_units else RUN
+    """Return how many units in a row are a match; more if most are characters that are units by themselves."""
+    codes = unit_codes()[code_points(text)]
+    codes = codes[codes >= SINGLE] - SINGLE
+    n_unspaced = sum(np.count_nonzero((codes >= begin) & (codes < end)) for begin, end in UNSPACED)
+    if 2 * n_unspaced > n_units:
+        return RUN_UNSPACED
+    return RUN_HAN if 2 * len(codes) > n_units else RUN
 
 
 class Table:

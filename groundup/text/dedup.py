@@ -1,10 +1,12 @@
 """Find the same text twice: exact copies by a hash, near duplicates by MinHash.
 
-All but the exact key works on units: a unit is one character of Han, Hiragana or Katakana, or a run of letters, marks
-and digits of any other script. This serves Chinese, English and mixed text without a word segmenter.
+All but the exact key works on units: a unit is one character of Han, Hiragana or Katakana, or of a script that puts no
+spaces between words (Thai, Lao, Burmese, Khmer), or a run of letters, marks and digits of any other script. This serves
+Chinese, English and mixed text without a word segmenter.
 """
 
 import hashlib
+import re
 import unicodedata
 from array import array
 from collections.abc import Iterator
@@ -40,6 +42,7 @@ ONE_CHARACTER_UNITS = (
     (0x31F0, 0x3200), (0x3400, 0x4DC0), (0x4E00, 0xA000), (0xF900, 0xFB00), (0xFF66, 0xFFA0), (0x16FE3, 0x16FE4),
     (0x16FF0, 0x16FF7), (0x1AFF0, 0x1B170), (0x20000, 0x3FFFE),
 )  # fmt: skip
+UNSPACED = ((0xE00, 0xE80), (0xE80, 0xF00), (0x1000, 0x10A0), (0x1780, 0x1800))  # Thai, Lao, Burmese, Khmer
 SINGLE = np.uint32(2**31)  # added to the code of such a character
 
 
@@ -59,7 +62,7 @@ def unit_codes() -> np.ndarray:
     is_unit[0x20000:0x3FFFE] = True
     for table in (codes, is_unit):
         table[0xFF01:0xFF5F] = table[0x21:0x7F]
-    for begin, end in ONE_CHARACTER_UNITS:
+    for begin, end in ONE_CHARACTER_UNITS + UNSPACED:
         codes[begin:end] += SINGLE
     return codes * is_unit
 
@@ -135,12 +138,28 @@ def windows(hashes: np.ndarray, n: int) -> Iterator[np.ndarray]:
         yield h
 
 
-def exact_key(text: str) -> bytes:
-    """Return 16 bytes that are equal for texts which differ only in white space, case or Unicode composition.
+CJK_RANGES = ((0x2E80, 0x3100), *ONE_CHARACTER_UNITS, (0xFF01, 0xFF65))
+CJK = "".join(f"{chr(begin)}-{chr(end - 1)}" for begin, end in CJK_RANGES)
+INDENTS = re.compile(r"\n[ \t]*(?=\S)")  # of each line that is not blank
+MAYBE_CJK = re.compile("[\u2e80-\U0003ffff]")  # a quick look: all of CJK, and more
+BESIDE_HAN = re.compile(f" (?:(?=[{CJK}])|(?<=[{CJK}] ))")  # also beside full-width marks
 
-    With 64 bits a false pair among a billion documents would be likely (n**2 / 2**65).
+
+def exact_key(text: str) -> bytes:
+    """Return 16 bytes that are equal for texts which differ only in the amount of white space, case or composition.
+
+    White space beside a Chinese or Japanese character is ignored. Indentation is not: in code it is a part of the text.
+    text may be a row as JSON. With 64 bits a false pair among a billion documents would be likely (n**2 / 2**65).
     """
-    text = "".join(unicodedata.normalize("NFC", text).lower().split())
+    text = unicodedata.normalize("NFC", text).lower().strip()
+    if "\\n" in text:
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    indents = "".join(INDENTS.findall(text)) if "\n " in text or "\n\t" in text else ""
+    text = " ".join(text.split())
+    if not text.isascii() and MAYBE_CJK.search(text):
+        text = BESIDE_HAN.sub("", text)
+    if indents:
+        text = f"{text}\0{indents}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -37,6 +37,7 @@ class Item(NamedTuple):
     trimmed: bool = False  # a conversation: it went on after the last answer
     scores: tuple[float, ...] = ()
     offset: int | None = None  # a pair made of answers: the byte of their line
+    unread: tuple[str, ...] = ()  # keys of the row that hold content and are not read
 
     @property
     def compared(self) -> str:
@@ -96,7 +97,9 @@ class Judge:
             item = Item(self.clean(found), len(found.encode()))
         else:
             item = self.chat_item(row, found) if kind == "chat" else self.pair_item(row, found)
-        return item._replace(scores=tuple(as_score(row, one.key) for one in self.ranges)), ""
+        unread = () if self.source.text_key and kind == "text" else row_formats.unread_keys(row, kind)
+        scores = tuple(as_score(row, one.key) for one in self.ranges)
+        return item._replace(scores=scores, unread=tuple(unread)), ""
 
     def chat_item(self, row: dict, messages: list[dict]) -> Item:
         cleaned = self.clean_messages(messages)

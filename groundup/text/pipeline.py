@@ -40,6 +40,7 @@ UNIT_BYTES = 2**26  # a large file is cut into units of this size
 GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000 files are not 100,000 tasks
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
 HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
+TURN_MARK = "<|im_start|>"
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
 
 
@@ -66,7 +67,8 @@ class Problems(readers.Report):
     def __init__(self, name: str, file: TextIO, strict: bool) -> None:
         super().__init__(strict)
         self.name, self.file = name, file
-        self.shown: list[str] = []  # the first of them
+        self.shown: list[str] = []  # the first of them, each detail once
+        self.details: set[str] = set()
 
     def add(self, path: str, line: int, offset: int, reason: str, detail: str) -> None:
         detail = " ".join(detail.split())  # one line without tabs
@@ -75,8 +77,9 @@ class Problems(readers.Report):
             raise UserError(f"prepare: {what}; mend it, or leave such records out with strict=False")
         self.problems[reason] += 1
         self.file.write(f"{self.name}\t{line}\t{offset}\t{reason}\t{detail}\n")
-        if len(self.shown) < SHOWN:
+        if len(self.shown) < SHOWN and f"{reason}: {detail}" not in self.details:
             self.shown.append(what)
+            self.details.add(f"{reason}: {detail}")
 
 
 def pieces_of(text: str) -> list[str]:
@@ -113,6 +116,8 @@ class Inspector:
         self.unit, self.recipe = unit, recipe
         self.judge = load_judge(recipe.sources[unit.source], recipe, work)
         self.counts = Counts()
+        name = recipe.sources[unit.source].name
+        self.source_name = f"{name}: " if name else ""
         self.samples: dict[str, list[tuple]] = {}  # by reason: position, row, where, detail, excerpt; see `write`
         self.n_rows, self.n_bytes = 0, 0
         self.batch: list[tuple[Item, int, int]] = []  # items with their part of the unit and the offset of their record
@@ -142,6 +147,8 @@ class Inspector:
                 self.problems.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
                 continue
             counts.mended["unanswered_turns_cut"] += item.trimmed
+            counts.marked += TURN_MARK in item.text
+            counts.unread.update(f"{self.source_name}{key}" for key in item.unread)
             pieces = pieces_of(item.text) if self.recipe.kind == "text" else [item.text]
             counts.mended["split_huge"] += len(pieces) - 1
             passed += len(pieces)

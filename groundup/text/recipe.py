@@ -27,7 +27,7 @@ from groundup.demo.bilingual import demo_rows
 from groundup.demo.debug_data import write_rows
 from groundup.demo.python_talks import docs_rows
 from groundup.errors import UserError
-from groundup.files import readers, streams, untrusted, usable
+from groundup.files import paths, readers, streams, untrusted, usable
 from groundup.text import quality
 from groundup.tokens.token_files import file_sha256
 
@@ -189,7 +189,7 @@ def parse_sources(config: dict) -> tuple[Source, ...]:
 def make_source(name: str, text: str, general: dict) -> Source:
     """Return a source of 'files, key=value, ...'; its own settings win over the general ones. Raise UserError."""
     files, settings = [], dict(general)
-    for item in filter(None, (item.strip() for item in text.split(","))):
+    for item in filter(None, paths.split_names(text)):
         key, _, value = (word.strip() for word in item.partition("="))
         if key not in OWN:
             files.append(item)
@@ -210,7 +210,7 @@ def find_inputs(sources: tuple[Source, ...], out_dir: Path, work: Path, kind: st
     files in `work`. Raise UserError if nothing matches."""
     found: dict[str, Input] = {}
     for number, source in enumerate(sources):
-        for name in filter(None, (part.strip() for part in source.input.split(","))):
+        for name in filter(None, paths.split_names(source.input)):
             if name in ("-", *MADE):
                 made = spool_stdin(work) if name == "-" else write_rows(MADE[name](kind), work / f"{name}.jsonl")
                 files = [look(made, name, number)._replace(stamp=file_sha256(made))]  # each run writes it again
@@ -312,9 +312,11 @@ class Counts:
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, taken away by cleaning
     bytes_cut: int = 0  # of it, taken out because an evaluation file has it
+    marked: int = 0  # records whose text holds the marker of a turn
     torn: Counter[str] = field(default_factory=Counter)  # by file that is damaged: bytes lost, 1 if unknown
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
+    unread: Counter[str] = field(default_factory=Counter)  # rows by their keys with content that is not read
     shown: list[str] = field(default_factory=list)  # the first problems, in words
 
     def __add__(self, other: "Counts") -> "Counts":

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files.row_formats import describe_unread
 from groundup.text import answer_pairs
 from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Counts, Input, Recipe, Unit, read_json
 from groundup.text.selection import Selection, SourceDocs
@@ -58,6 +59,8 @@ def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection
     if recipe.sources[0].name:
         info["sources"] = {part.source.name: {"kept": len(part.rows)} for part in parts}
     unreadable = [file.name for file in inputs if file.problem]
+    info["marked"] = counts.marked
+    info["unread"] = dict(counts.unread)
     info["torn"] = dict(counts.torn)
     info["failed"] = sorted({*unreadable, *counts.torn, *(name for name in counts.bad if not counts.passed[name])})
 
@@ -66,7 +69,9 @@ def write_problems(inputs: list[Input], others: Iterable[Path], counts: Counts, 
     """Write out/errors.tsv: the files that cannot be opened, then the problems in the files `others`, then those of
     the units in the order of the inputs. Print the first ones."""
     unreadable = [file for file in inputs if file.problem]
-    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable] + counts.shown
+    problems = [f"{file.name}: cannot be read: {file.problem}" for file in unreadable]
+    first = {shown.partition(": ")[2]: shown for shown in reversed(counts.shown)}  # the same of two files: once
+    problems += [shown for shown in counts.shown if shown in first.values()]
     print("".join(f"prepare: {problem}\n" for problem in problems[:SHOWN]), end="")
     with open(work / "out" / "errors.tsv", "w", encoding="utf-8") as out:
         out.write("path\tline\tbyte\treason\tdetail\n")
@@ -99,6 +104,7 @@ def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -
     lines.append(f"| {' | | '.join(reversed(changed(n_bytes)))} |")
     lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
     lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
+    lines += [f"\nKeys not read: {describe_unread(Counter(info['unread']))}."] if info["unread"] else []
     lines += [f"\n{note}." for note in answer_pairs.describe(info.get("answers", []))]
     lengths = chosen.rows["n_bytes"][chosen.fates == KEPT]
     marks = ", ".join(f"{int(v):,}" for v in np.percentile(lengths, [0, 10, 50, 90, 99, 100]))
@@ -182,6 +188,11 @@ def print_report(manifest: dict, seconds: float) -> None:
         f"{' '.join(changed(n_bytes))}",
     ]
     lines += [f"{what}: {n:,} {reason}" for what in ("dropped", "mended") for reason, n in documents[what].items()]
+    if info["marked"]:
+        how = "it stays text, so a model would learn to write it as words; if these are conversations, use kind=chat"
+        lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {how}")
+    if info["unread"]:
+        lines.append(f"keys not read: {describe_unread(Counter(info['unread']))}")
     if evals := info.get("decontaminate"):
         lines.append(f"{evals['unprotected']:,} of {evals['items']:,} evaluation items are too short to be looked for")
     for line in lines + answer_pairs.describe(info.get("answers", [])):

@@ -4,10 +4,12 @@ python prepare.py --input=chat.jsonl --kind=chat --tokenizer_dir=data/tok --show
 """
 
 import json
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
 from groundup.errors import printable
+from groundup.files.row_formats import describe_unread
 from groundup.text.pipeline import inspect_unit, plan_units
 from groundup.text.recipe import KEPT, REASONS, Input, Recipe, Unit, read_json
 from groundup.text.report import detail_of, read_document
@@ -27,7 +29,7 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
             unit = plan_units([file], recipe)[0]
             units.append(unit._replace(number=len(units), parts=unit.parts[:1]))
             limits.append(-(-n // len(files)))
-    bad = [inspect_unit(unit, recipe, 0, work, n).bad for unit, n in zip(units, limits, strict=True)]
+    counts = [inspect_unit(unit, recipe, 0, work, n) for unit, n in zip(units, limits, strict=True)]
     chosen, n_rows = select(units, recipe, work), 0
     for unit, limit in zip(units, limits, strict=True):
         print(f"\n==== {unit.parts[0].name}")
@@ -42,8 +44,11 @@ def show_rows(inputs: list[Input], recipe: Recipe, n: int, tokenizer: Tokenizer 
     n_kept = int((chosen.fates == KEPT).sum())
     if tokenizer is None:
         print("\nno tokenizer: --tokenizer_dir=DIR shows where its tokens begin and end")
+    unread = sum((one.unread for one in counts), Counter())
+    if unread:
+        print(f"\nkeys not read: {printable(describe_unread(unread))}")
     print(f"\n{n_rows} rows: {n_kept} would be kept, {n_rows - n_kept} not")
-    return int(any(bad))
+    return int(any(one.bad for one in counts))
 
 
 def rows_of(

@@ -1,7 +1,8 @@
 """Answers that are good or bad, one by one: the data of dpo.py --loss=kto.
 
 A row is a conversation in any format of row_formats.py with `label` (trl) or `kto_tag`
-(LLaMA-Factory), true or false, about its last answer; or a pair, which is a good and a bad answer.
+(LLaMA-Factory), true or false, 1 or 0, about its last answer; or a pair, which is a good and a bad
+answer. A row that says not to learn from its last answer at all (weight 0) is left out.
 
 In memory an answer is a pair, so that pairs.py does the rest: `chosen` is the answer, `rejected`
 the answer to another prompt, with which KTO estimates how far the model has moved, and `margin` is
@@ -32,6 +33,7 @@ class LabelReader(PairReader):
     """Reads labelled answers, and pairs as two of them. An item is a list without `rejected`."""
 
     noun = "labelled answer or preference pair"
+    kinds = ("preference", "chat")
 
     def item(self, row: object, place: str) -> tuple[str, list[Tokenized]]:
         label = usable.label_of(row)
@@ -45,9 +47,12 @@ class LabelReader(PairReader):
         messages, detail = row_formats.messages_of(row)
         if detail:
             raise Unusable(STRANGE, detail)
-        if problem := usable.chat_problem(messages):
+        every = [message | {"learn": True} for message in messages]  # the label is of the last one
+        if problem := usable.chat_problem(every):
             raise Unusable(problem)
         *prompt, answer = usable.trim_chat(messages)
+        if not usable.is_learned(answer) or not usable.is_learned(row, usable.ROW_WEIGHTS):
+            raise Unusable("bad answer", "its weight is 0")
         if not prompt:
             raise Unusable("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1

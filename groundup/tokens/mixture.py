@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.files.paths import split_names, split_weight
 
 BLOCK = 1024  # samples within which the sources have their exact proportions
 
@@ -49,11 +50,11 @@ def parse_data_dir(spec: str, key: str = "data_dir") -> list[Stage]:
 def parse_weights(text: str, spec: str, key: str = "data_dir") -> dict[str, float | None]:
     """Return {'data/a': 0.7, 'data/b': 0.3} of 'data/a=0.7,data/b=0.3'. Raise UserError."""
     weights: dict[str, float | None] = {}
-    for part in text.split(","):
-        path, equals, number = part.strip().rpartition("=")
-        path, weight = (path.strip(), parse_number(number)) if equals else (number, None)
-        named = f"{part.strip()!r} in {key}={spec!r}"
-        if not path or (equals and weight is None):
+    for part in split_names(text):
+        path, number = split_weight(part)
+        weight = parse_number(number) if number else None
+        named = f"{part!r} in {key}={spec!r}"
+        if not path or (number and weight is None):
             raise UserError(f"data: {named} is not 'path' or 'path=weight above 0'")
         if path in weights:
             raise UserError(f"data: {path!r} comes twice in {key}={spec!r}; add its weights up")

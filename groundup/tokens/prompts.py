@@ -46,6 +46,8 @@ class PromptReader(RowReader):
     """Reads prompts of at most `longest` tokens."""
 
     noun, split_by_prompt = "prompt", True
+    kinds = ("chat", "preference", "question")
+    unread_are = "not in the prompts"  # but a reward function has the whole row
 
     def item(self, row: object, place: str) -> tuple[str, Prompt]:
         messages = prompt_of(row)

@@ -33,6 +33,8 @@ class RowReader:
     """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
 
     kind, noun = "chat", "conversation"  # kind: of row_formats.FORMATS
+    kinds: tuple[str, ...] = ()  # all kinds that it reads, the first that fits a row; () = kind
+    unread_are = "not read"
     split_by_prompt = False  # rows with the same prompt belong to the same split
 
     def __init__(self, tokenizer: Tokenizer | None = None, longest: int = 0) -> None:
@@ -41,6 +43,10 @@ class RowReader:
         self.longest = longest
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
+        self.said: Counter[str] = Counter()  # rows by what is wrong, in full
+        self.unread: Counter[str] = (
+            Counter()
+        )  # rows by their keys that hold content and are not read
         self.n_read = 0
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
 
@@ -56,16 +62,22 @@ class RowReader:
             try:
                 if record.problem:
                     raise Unusable(record.problem, record.detail)
+                row = streams.mended(record.value)
                 try:
-                    found = self.item(streams.mended(record.value), place)
+                    found = self.item(row, place)
                 except UserError as error:  # such as turns that a template does not take
                     raise Unusable("not rendered", str(error)) from None
+                self.unread.update(row_formats.unread_keys(row, *(self.kinds or (self.kind,))))
                 yield found
             except Unusable as problem:
-                if self.dropped[problem.reason] < SHOWN:
-                    detail = " ".join(problem.detail.split())
-                    self.places.append(f"{place}: {problem.reason}{detail and f': {detail}'}")
+                detail = " ".join(problem.detail.split())
+                said = f"{problem.reason}{detail and f': {detail}'}"
+                # what is wrong with every row is said once
+                if self.dropped[problem.reason] < SHOWN and not (detail and self.said[said]):
+                    self.places.append(f"{place}: {said}")
                 self.dropped[problem.reason] += 1
+                if len(self.said) < 1000:
+                    self.said[said] += 1
 
     def check(self, name: str, n_found: int) -> None:
         """Raise UserError if nothing usable was found in `name`."""
@@ -86,6 +98,8 @@ class RowReader:
         lines += self.places
         if self.trimmed:
             lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
+        if self.unread:
+            lines.append(f"{name}: {self.unread_are}: {row_formats.describe_unread(self.unread)}")
         return lines
 
 

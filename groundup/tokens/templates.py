@@ -109,10 +109,10 @@ class ChatTemplate:
         text, spans = MARKS.sub("", marked), []
         if learn and self.tagged:
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
-            spans = list(zip(places[::2], places[1::2], strict=True))
+            spans = learned_spans(list(zip(places[::2], places[1::2], strict=True)), messages)
         elif learn:
             for i, message in enumerate(messages):
-                if message.get("role") == "assistant":
+                if message.get("role") == "assistant" and message.get("learn", True):
                     spans.append(self.answer(text, messages, i, tools, add_generation_prompt))
         return self.cut(text, spans)
 
@@ -225,6 +225,19 @@ class ChatTemplate:
         return pieces
 
 
+def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
+    """Return the spans of the answers that are to be learned. Raise UserError if unknown."""
+    flags = [one.get("learn", True) for one in messages if one.get("role") == "assistant"]
+    if all(flags):
+        return spans
+    if len(spans) != len(flags):
+        marks = f"marks {len(spans)} spans in {len(flags)} answers"
+        raise UserError(
+            f"tokenizer: the chat template {marks}, so that those not to learn are unknown"
+        )
+    return [span for span, flag in zip(spans, flags, strict=True) if flag]
+
+
 @cache
 def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
     """Return why a template cannot be used, "" if it writes a short conversation within bounds."""
@@ -270,7 +283,8 @@ def with_tools(messages: Sequence[dict]) -> tuple[list[dict], list[dict] | None]
                 {"type": "function", "function": call, "id": called}
                 for call, called in zip(calls, waiting, strict=True)
             ]
-            turns[i] = {"role": "assistant", "content": said, "tool_calls": calls}
+            learn = {"learn": False} if not turn.get("learn", True) else {}
+            turns[i] = {"role": "assistant", "content": said, "tool_calls": calls} | learn
     return turns, tools
 
 

@@ -7,6 +7,7 @@ import pytest
 from groundup.errors import UserError
 from groundup.files.answer_files import (
     check_settings,
+    conversation_of,
     is_settings_file,
     need_settings,
     read_settings,
@@ -69,3 +70,19 @@ def test_settings_that_cannot_be_written_are_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
         write_settings(tmp_path / "file" / "a.jsonl", SETTINGS)
+
+
+def test_questions_in_every_layout_and_answers_that_are_bad():
+    user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    asked = [({"question": "q", "answer": 4}, ""), ({"prompt": [user]}, ""), ({"instruction": "q", "output": None}, "")]
+    asked += [({"messages": [user, good]}, "a"), ({"messages": [user, good | {"weight": 0}]}, "")]
+    said = {"prompt": "q", "response": "a"}
+    asked += [(said | {"label": False}, ""), (said | {"label": 1}, "a")]
+    asked += [({"prompt": "q", "chosen": "a", "rejected": "b"}, "a")]
+    for row, own in asked:
+        assert conversation_of(row, {}) == ([user], own), row
+    turns = [user, good | {"train": False}, user, good]
+    assert conversation_of({"messages": turns}, {}) == ([user, good, user], "a")
+    whole = {"context": "c", "question": "q", "options": ["x", "y"], "answer": 1.5, "system_prompt": "s"}
+    system = {"role": "system", "content": "s"}
+    assert conversation_of(whole, {}) == ([system, user | {"content": "c\nq\nA. x\nB. y"}], "")

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+import test_layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, usable
-from groundup.files.row_formats import Pair, document_of, messages_of, pair_of
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
 from groundup.files.text_keys import columns_of
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
@@ -618,13 +619,14 @@ def test_conversations_that_cannot_be_trained_on(messages: list[dict], problem: 
 
 
 def test_every_format_has_a_golden_row() -> None:
-    golden = {"text": DOCUMENTS, "chat": CHATS, "preference": PAIRS}
+    golden = {"text": DOCUMENTS, "chat": CHATS | test_layouts.CHATS, "preference": PAIRS | test_layouts.PAIRS}
     for kind, rows in golden.items():
-        seen = {row_formats.recognise(row, kind) for row, _ in rows.values()}
+        seen = {row_formats.recognise(row, kind) for row, *_ in rows.values()}
         assert seen - {None} == set(row_formats.FORMATS[kind])  # a string has none
 
 
 KEYS = sorted({key for table in row_formats.FORMATS.values() for shape in table for key in shape.keys.split(",")})
+KEYS += "rank answer response weight train context options A B thinking".split()
 KEYS += "summary desc history system tools reject role from value content tool_calls x".split()
 JSON = st.recursive(
     st.one_of(
@@ -647,7 +649,9 @@ def test_no_row_raises(row: object, text_key: str) -> None:
     assert isinstance(text, str) and isinstance(problem, str) and not (text and problem)
     messages, problem = messages_of(row)
     assert bool(messages) != bool(problem)
-    assert all(set(turn) == {"role", "content"} and isinstance(turn["content"], str) for turn in messages)
+    assert all({"role", "content"} <= set(turn) <= {"role", "content", "learn"} for turn in messages)
+    assert all(isinstance(turn["content"], str) for turn in messages)
     pair, problem = pair_of(row)
     assert (pair is None) == bool(problem)
     assert pair is None or pair.prompt
+    assert all(isinstance(key, str) for kind in row_formats.FORMATS for key in unread_keys(row, kind))

@@ -1,5 +1,6 @@
 """dedup.py: against regex, datasketch, brute force over all pairs, and theory."""
 
+import json
 import random
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from groundup.text import dedup
 from groundup.text.dedup import near_duplicates
 
 # marks of length and voice are of both Hiragana and Katakana, radicals are symbols to Unicode: one character each
-SINGLE = r"[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u3099\u309a\u30fc\uff70\uff9e\uff9f]"
+SINGLE = r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+SINGLE += r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u3099\u309a\u30fc\uff70\uff9e\uff9f]"
 UNIT = regex.compile(rf"(?=[\p{{L}}\p{{M}}\p{{N}}\u2e80-\u2fd5]){SINGLE}|(?:(?!{SINGLE})[\p{{L}}\p{{M}}\p{{N}}])+")
 WORDS = [f"w{i}" for i in range(3000)]
 HAN = [chr(0x4E00 + i) for i in range(3000)]
@@ -183,12 +185,33 @@ def test_importing_loads_neither_datasketch_nor_torch() -> None:
 # ---- exact ----------------------------------------------------------------------------------------------------
 
 
-def test_exact_key_ignores_white_space_case_and_composition_only() -> None:
-    same = ["Caf\u00e9, ok.", "cafe\u0301,OK.", "\u3000CAF\u00c9 ,\n\n o k\t.\u00a0"]
+def test_exact_key_ignores_amounts_of_white_space_case_and_composition_only() -> None:
+    same = ["Caf\u00e9, ok.", "cafe\u0301,  OK.", "\u3000CAF\u00c9,\n\nok.\t\u00a0"]
+    chinese = ["中文，一样 a b", "中 文，\n一样a  b"]
+    assert len({dedup.exact_key(text) for text in chinese}) == 1
     assert len({dedup.exact_key(text) for text in same}) == 1
     different = ["Café ok", "Cafe, ok.", "Ｃafé, ok.", "", "中文，一样。", "中文一样", "中文，一样", "\ud800"]
     assert len({dedup.exact_key(text) for text in [*different, same[0]]}) == len(different) + 1
     assert all(len(dedup.exact_key(text)) == 16 for text in different)
+
+
+def test_exact_key_keeps_code_of_other_indentation_and_other_words_apart() -> None:
+    loops = ["for x in y:\n    a()\n    b()", "for x in y:\n    a()\nb()", "for x in y:\n    a()\n  b()"]
+    apart = [*loops, "1 23 4", "12 3 4", "ab", "a b", *(json.dumps({"messages": [loop]}) for loop in loops)]
+    assert len({dedup.exact_key(text) for text in apart}) == len(apart)
+    same = [loops[0], "for  x in y:\n\n    a()  \n    b()\n", loops[0].upper()]
+    assert len({dedup.exact_key(text) for text in same}) == 1
+
+
+def test_near_copies_of_thai_are_found() -> None:
+    """Thai puts no spaces between words: a sentence would be one unit."""
+    rng = random.Random(1)
+    letters = [chr(code) for code in range(0xE01, 0xE2F)]
+    words = ["".join(rng.choices(letters, k=rng.randrange(2, 7))) for _ in range(800)]
+    texts = ["".join(rng.choices(words, k=120)) for _ in range(40)]
+    edited = [text[:200] + rng.choice(words) + text[205:] for text in texts]
+    found = near_duplicates(dedup.signatures(dedup.units([*texts, *edited])), 0.8, 16, 8).dropped
+    assert set(range(40, 80)) == set(np.flatnonzero(found).tolist() if found.dtype == bool else found.tolist())
 
 
 def test_first_copies_equals_a_dictionary() -> None:

@@ -434,7 +434,7 @@ def test_files_that_are_not_what_their_name_says_are_named(tmp_path, tok, capsys
 
 @pytest.mark.parametrize("label", ["label", "kto_tag"])
 def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
-    """By prepare.py and by sft.py, which share the rule; a label of another kind of row, or a number, is none."""
+    """By prepare.py and by sft.py, which share the rule, whatever layout a row has."""
     rows = [talk(f"Question {k}?", f"answer {k}") | {label: good} for k, good in enumerate((True, False, 0, None))]
     rows += [{"prompt": "P?", "completion": "c", label: good} for good in (True, False, "False")]
     turns = talk("In turns?", "yes")["messages"]
@@ -442,12 +442,76 @@ def test_bad_answers_of_kto_are_dropped(tmp_path, tok, label):
     rows += [{"question": "Is it?", "answer": "No.", label: False}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0)
-    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"bad_answer": 4}
-    expected = [talk(f"Question {k}?", f"answer {k}") for k in (0, 2, 3)]
-    expected += [talk("P?", "c"), talk("In turns?", "yes"), talk("Is it?", "No.")]
+    assert manifest_of(tmp_path / "out")["info"]["documents"]["dropped"] == {"bad_answer": 6}
+    expected = [talk(f"Question {k}?", f"answer {k}") for k in (0, 3)]
+    expected += [talk("P?", "c"), talk("In turns?", "yes")]
     assert rows_in(tmp_path / "out")["train"] == expected
     source = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0)
-    assert len(source.train) == 6 and source.reader.dropped == {"bad answer": 4}
+    assert len(source.train) == 4 and source.reader.dropped == {"bad answer": 6}
+
+
+def test_answers_not_to_learn_from_have_no_mask(tmp_path, tok):
+    """The same in sft.py and in prepare.py, with its tokens and with its rows."""
+    turns = [("user", "One?"), ("assistant", "bad words"), ("user", "Two?"), ("assistant", "good words")]
+    flags = ({}, {"weight": 0}, {"train": False}, {"loss": False}, {"loss_scale": 0.0}, {"loss_weight": 0})
+    rows = []
+    for k, flag in enumerate(flags):
+        messages = [{"role": role, "content": f"{said} {k}"} for role, said in turns]
+        rows.append({"messages": [messages[0], messages[1] | flag, *messages[2:]]})
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    run(tmp_path / "out", input=path, kind="chat", val_fraction=0.0, tokenizer_dir=tok)
+    tokenizer = Tokenizer.load(tok)
+    raw = chat_files.read_chat(str(path), tokenizer, 0.0).train
+    mapped = chat_files.read_chat(str(tmp_path / "out"), tokenizer, 0.0).train
+    again = chat_files.read_chat(str(tmp_path / "out" / "train.jsonl"), tokenizer, 0.0).train
+    for k in range(len(flags)):
+        ids, mask = raw.ids(k)
+        learned = tokenizer.decode([int(i) for i, one in zip(ids, mask, strict=True) if one])
+        both = f"bad words {k}<|im_end|>good words {k}<|im_end|>"
+        assert learned == (both if k == 0 else f"good words {k}<|im_end|>")
+        plain = [{key: turn[key] for key in ("role", "content")} for turn in rows[k]["messages"]]
+        assert ids.tolist() == tokenizer.render(plain)[0]
+        for other in (mapped, again):
+            assert [one.tolist() for one in other.ids(k)] == [ids.tolist(), mask.tolist()]
+
+
+def test_keys_that_are_not_read_are_named_once(tmp_path, tok, capsys):
+    """By prepare.py, in its report and with --show, and by a trainer's corpus."""
+    rows = [talk(f"Question {k}?", f"answer {k}") | {"summary": "s", "id": k, "meta": {}} for k in range(5)]
+    rows[0]["messages"][0]["name"] = "Ann"
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    named = "not read: summary in 5 rows, messages.name in 1 row"
+    run(tmp_path / "out", input=f"own: {path}; other: {write_rows(tmp_path / 'y.jsonl', rows[1:2])}", kind="chat")
+    of_sources = named.replace("read: ", "read: own: ").replace("rows, ", "rows, other: summary in 1 row, own: ")
+    printed = capsys.readouterr().out
+    assert printed.count("not read") == 1 and f"keys {of_sources}" in printed
+    assert f"Keys {of_sources}." in (tmp_path / "out" / "report.md").read_text()
+    run(tmp_path / "out2", input=path, kind="chat", show=3)
+    assert "keys not read: summary in 3 rows, messages.name in 1 row" in capsys.readouterr().out
+    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    assert reader.report("x.jsonl") == [f"x.jsonl: {named}"]
+
+
+def test_texts_with_markers_of_turns_are_warned_of(tmp_path, tok, capsys):
+    """minimind's pretrain_hq.jsonl holds conversations as text."""
+    texts = [f"<|im_start|>user\nWhat is {k}?<|im_end|>\n<|im_start|>assistant\nA number.<|im_end|>" for k in range(9)]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in (*texts, "A text without any of them.")])
+    run(tmp_path / "out", input=path, tokenizer_dir=tok, near=0.0)
+    printed = capsys.readouterr().out
+    assert printed.count("warning: 9 documents hold <|im_start|>: it stays text") == 1
+    other = write_rows(tmp_path / "y.jsonl", [{"text": "Quite another text, without."}])
+    run(tmp_path / "none", input=other, tokenizer_dir=tok)
+    assert "im_start" not in capsys.readouterr().out
+
+
+def test_an_unknown_format_is_said_once(tmp_path, tok, capsys):
+    rows = [{"问": f"{k}?", "答": "x"} for k in range(30)]
+    path = write_rows(tmp_path / "x.jsonl", [*rows, talk("Question?", "answer")])
+    run(tmp_path / "out", input=path, kind="chat")
+    assert capsys.readouterr().out.count("unknown format") == 1
+    reader = chat_files.read_chat(str(path), Tokenizer.load(tok), 0.0).reader
+    assert "".join(reader.report("x")).count("unknown format") == 1
+    assert reader.dropped == {"not understood": 30}
 
 
 def test_pairs_without_two_different_answers_are_dropped(tmp_path):

@@ -39,6 +39,8 @@ CLEANED = {
     "می\u200cخواهم": "می\u200cخواهم",
     "क्\u200dष": "क्\u200dष",
     "a\u200c\u200cb": "ab",
+    "അവന്\u200d അവള്\u200d": "അവന്\u200d അവള്\u200d",  # chillu letters at the ends of words
+    "\U0001f642\u200d\u2194\ufe0f ok": "\U0001f642\u200d\u2194\ufe0f ok",
     "\u2060文\u200c\u2060字A\u2060\u200c0": "文字A0",
     "bell\x07 nul\0 tab\t\x1b[0m": "bell nul tab\t[0m",
     "cafe\u0301 １２３ ﬁ": "caf\u00e9 １２３ ﬁ",

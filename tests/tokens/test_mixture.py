@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from groundup.errors import UserError
+from groundup.files import readers
 from groundup.tokens import mixture
 from groundup.tokens.mixture import Mixture, Sampler, Stage, WindowSampler
 
@@ -242,3 +243,24 @@ def test_changes_and_epochs() -> None:
     assert changes[1] == {"a": 0.75, "b": 0.25} and changes[81] == {"a": 0.0, "b": 1.0}
     assert len(steps) == 3 and order.locate(np.arange(8 * (steps[1] - 1), 8 * steps[1]))[1].max() >= 90
     assert order.counts(640).tolist() == [300, 340] and order.epochs(640).tolist() == [6.0, 3.4]
+
+
+def test_names_with_commas_equals_signs_and_brackets(tmp_path, monkeypatch):
+    """What exists is meant; a weight is a number behind the last "="."""
+    monkeypatch.chdir(tmp_path)
+    names = ("a,b.jsonl", "lang=zh/x.jsonl", "[v2]/y.jsonl", "c=1.jsonl", "d,e=f.jsonl")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    for name in names:
+        assert mixture.parse_weights(name, name) == {name: None}
+        assert mixture.parse_weights(f"{name}=0.5", name) == {name: 0.5}
+        assert readers.find_files(name) == [name]
+    every = ",".join(names)
+    assert list(mixture.parse_weights(every, every)) == list(names)
+    assert readers.find_files(every) == list(names)
+    assert readers.find_files("[v2]/*.jsonl") == ["[v2]/y.jsonl"]
+    assert readers.find_files("lang=*/*.jsonl") == ["lang=zh/x.jsonl"]
+    assert mixture.parse_weights("lang=*/*.jsonl=2", "") == {"lang=*/*.jsonl": 2.0}
+    (tmp_path / "[v2]" / "dataset_info.json").write_text("{}")
+    assert readers.find_files("[v2]") == ["[v2]/y.jsonl"]

@@ -15,6 +15,8 @@ from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.files.row_formats import Pair
 from groundup.tokens.batches import Batches
+from groundup.tokens.chat_files import ChatReader
+from groundup.tokens.labelled import LabelReader
 from groundup.tokens.mixture import Sampler
 from groundup.tokens.pairs import PairBatch, PairCorpus, load_pairs, read_pair, tokenize
 from groundup.tokens.row_reader import Unusable
@@ -519,3 +521,27 @@ def test_data_that_end_too_soon_are_refused(tok, tmp_path):
     corpus.order(1, 8, 10, max_epochs="2")
     with pytest.raises(UserError, match="the data end after step 10"):
         corpus.order(1, 8, 11, max_epochs="2")
+
+
+def test_labels_mean_the_same_to_kto_and_to_sft(tok: Tokenizer) -> None:
+    """A bad answer of kto is left out by sft, whatever layout it has and however the label is written."""
+    asked = {"instruction": "q", "input": "", "output": "a"}, {"question": "q", "answer": "a"}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    layouts = *asked, {"messages": talk}, {"prompt": "q", "completion": "a"}
+    labels = [(label, 1) for label in (True, 1, 1.0, "true", "1")]
+    labels += [(label, -1) for label in (False, 0, 0.0, "False", "0")]
+    for layout in layouts:
+        for key in ("label", "kto_tag"):
+            for label, expected in labels:
+                row = layout | {key: label}
+                _, (answer,) = LabelReader(tok, 128).item(row, "")
+                assert answer.margin == expected
+                reader = ChatReader(tok)
+                try:
+                    reader.item(row, "")
+                    found = 1
+                except Unusable as problem:
+                    found = -1 if problem.reason == "bad answer" else 0
+                assert found == expected
+    with pytest.raises(Unusable, match="bad answer"):
+        LabelReader(tok, 128).item({"messages": [talk[0], talk[1] | {"weight": 0}], "label": True}, "")

@@ -359,3 +359,23 @@ def test_conversations_that_a_template_refuses_are_counted(tmp_path):
     assert len(list(reader.read(str(tmp_path / "a.jsonl")))) == 1
     assert reader.dropped == {"not rendered": 1} and "a.jsonl:2: not rendered: tokenizer: " in reader.places[0]
     assert "roles must alternate" in reader.places[0]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_answers_that_are_not_to_be_learned_are_not_marked(name):
+    plain = re.sub(r"(?<=end)generation", "if", TAGGED[name])
+    plain = re.sub(r"generation(?= %)", "if true", plain)
+    n_tried = 0
+    for source in (TAGGED[name], plain):
+        ours = ChatTemplate(source, SPECIALS, VARIABLES)
+        for messages in TALKS[:40]:
+            _, spans = render_jinja_template(
+                [messages], chat_template=TAGGED[name], return_assistant_tokens_mask=True, **VARIABLES
+            )
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            flagged = [message | ({"learn": False} if i in answers[::2] else {}) for i, message in enumerate(messages)]
+            text, found = marked(ours.pieces(flagged))
+            assert found == {i for begin, end in spans[0][1::2] for i in range(begin, end)}
+            assert text == expected(TAGGED[name], messages)[0]
+            n_tried += bool(found)
+    assert n_tried > 20

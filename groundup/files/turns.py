@@ -1,0 +1,490 @@
+"""Turns: messages of every published form become {"role", "content"}, with text as content.
+
+Roles are system, user, assistant and tool. What is more than text becomes text as in Qwen's
+models: calls are <tool_call> lines, thoughts stand within <think>, tools stand in the system
+message. Beside role and content a message may have
+
+    learn          False: an answer that the row says not to learn from; the mask is 0 there
+    tool_call_ids  ids of the calls of an answer
+    tool_call_id   id of the call that a tool's turn answers
+
+A turn that cannot be used raises BadRow.
+"""
+
+import json
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from groundup.files import TOOLS_HEAD, TOOLS_TAIL
+from groundup.files.text_keys import BadRow, keys_of, listed, unpacked
+from groundup.files.usable import WEIGHTS, is_learned
+
+# Names of roles in published sets, in lower case.
+ROLES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt bing bot model function_call tool_call",
+    "tool": "tool observation function ipython tool_response",
+}
+ROLES = {name: role for role, names in ROLES.items() for name in names.split()}
+CALLERS = ("function_call", "tool_call")  # roles of turns that are calls and nothing else
+
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+CALL_KEYS = ("tool_calls", "function_call")
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+ARGUMENT_KEYS = (
+    "arguments",
+    "parameters",
+    "args",
+    "input",
+)  # OpenAI, Llama 3.1, LangChain, Anthropic
+# A question and its answer in one turn: Firefly's, Capybara's.
+EXCHANGES = (("human", "assistant"), ("input", "output"))
+TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *WEIGHTS, "train_detail"}
+TURN_KEYS |= {"tool_call_id", "tool_call_ids", "tools", *sum(EXCHANGES, ())}
+
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "meta_instruction")
+TOOL_KEYS = ("tools", "functions")
+BESIDE_TURNS = {*SYSTEM_KEYS, *TOOL_KEYS, "chat_template_kwargs"}
+NOTHING = ("", "None", "null", "nan", "[]", "{}")  # what exporters write where there is none
+
+
+# ---- a list of turns -------------------------------------------------------------------------
+
+
+def turns_at(key: str, row: dict) -> list[dict]:
+    """Return the messages under a key, with the row's own system prompt and tools."""
+    return with_system(read_turns(row[key]), row)
+
+
+def read_turns(value: object) -> list[dict]:
+    """Return messages of a list of turns, also as JSON or as a struct of lists."""
+    turns = listed(value)
+    if turns is None:
+        raise BadRow(why_no_turns(unpacked(value)))
+    if found := next((keys for keys in EXCHANGES if keys[0] in turns[0]), None):
+        messages = read_exchanges(turns, *found)
+    else:
+        messages = []
+        for turn in turns:
+            if plain := plain_message(turn):
+                messages.append(plain)
+                continue
+            for message in read_turn(turn):
+                add_turn(messages, message, name_of(turn) in CALLERS)
+    tools = next((turn["tools"] for turn in turns if turn.get("tools")), None)
+    return with_system(messages, {"tools": tools}) if tools else messages
+
+
+def plain_message(turn: dict) -> dict | None:
+    """Return the message of a turn that is a role and a text, as most are; None for another."""
+    if len(turn) != 2:
+        return None
+    name, said = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if type(name) is not str or type(said) is not str or name not in ROLES or name in CALLERS:
+        return None
+    return {"role": ROLES[name], "content": said}
+
+
+def why_no_turns(value: object) -> str:
+    if not value:
+        return "no turns"
+    inner = f" with {type(value[0]).__name__}" if isinstance(value, list) else ""
+    return f"{type(value).__name__}{inner}, not a list of turns"
+
+
+def read_exchanges(turns: list[dict], question: str, answer: str) -> list[dict]:
+    """Return messages of [{question: ..., answer: ...}, ...]; the last answer may be missing."""
+    messages = []
+    for i, turn in enumerate(turns):
+        messages.append(message("user", turn.get(question)))
+        if i + 1 < len(turns) or turn.get(answer) is not None:
+            flag = {} if is_learned(turn) else {"learn": False}
+            messages.append(message("assistant", turn.get(answer)) | flag)
+    return messages
+
+
+def add_turn(messages: list[dict], new: dict, calls: bool) -> None:
+    """Append a message; calls that are a turn of their own join the answer before them."""
+    if not calls or not messages or messages[-1]["role"] != "assistant":
+        messages.append(new)
+        return
+    before = messages.pop()
+    joined = {"content": "\n".join(filter(None, [before["content"], new["content"]]))}
+    ids = before.get("tool_call_ids", []) + new.get("tool_call_ids", [])
+    messages.append(before | new | joined | ({"tool_call_ids": ids} if ids else {}))
+    if before.get("learn", True) != new.get("learn", True):
+        raise BadRow("a turn is to be learned in part")
+
+
+def said(messages: list[dict]) -> list[tuple[str, str]]:
+    """Return what is compared of messages: their roles and contents."""
+    return [(message["role"], message["content"].strip()) for message in messages]
+
+
+# ---- one turn --------------------------------------------------------------------------------
+
+
+class Content(NamedTuple):
+    """What the content of a turn holds."""
+
+    text: str | None
+    thoughts: list[str]
+    calls: list
+    results: list[dict]  # messages of tools
+
+
+def name_of(turn: dict) -> object:
+    """Return the name of a turn's role, in lower case if it is text."""
+    name = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    return name.strip().lower().replace(" ", "_") if isinstance(name, str) else name
+
+
+def role_of(turn: dict) -> str:
+    name = name_of(turn)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role:
+        return role
+    shown = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+    how = f"user={shown}" if isinstance(shown, str) else naming([turn])
+    known = ", ".join(ROLES)
+    raise BadRow(
+        f"a turn has the role {shown!r:.40} ({keys_of(turn)}), not one of {known}; "
+        f"prepare.py --text_key='{how}' reads others"
+    )
+
+
+def naming(found: list[dict]) -> str:
+    """Return the text_key to try for turns: the longest texts are contents. "" if keys are known."""
+    lengths: Counter[str] = Counter()
+    for turn in found:
+        lengths.update({key: len(text) for key, text in turn.items() if isinstance(text, str)})
+    texts = sorted(lengths, key=lambda key: lengths[key])
+    content = next((key for key in texts if key in CONTENT_KEYS), texts[-1] if texts else "KEY")
+    role = next((key for key in texts if key in ROLE_KEYS), "")
+    role = role or next((key for key in texts if key != content), "KEY")
+    names = [] if role in ROLE_KEYS else [f"role={role}"]
+    names += [] if content in CONTENT_KEYS else [f"content={content}"]
+    return ",".join(names)
+
+
+def read_turn(turn: dict) -> list[dict]:
+    """Return the messages of a turn: one, but for results of tools in a user's turn (Anthropic)."""
+    role, name = role_of(turn), name_of(turn)
+    raw = next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
+    if role == "tool":
+        return [tool_message(raw, turn.get("tool_call_id"))]
+    content = read_content(raw)
+    thoughts = [turn[key] for key in THOUGHT_KEYS if isinstance(turn.get(key), str) and turn[key]]
+    thoughts, calls = thoughts + content.thoughts, content.calls
+    for key in CALL_KEYS:
+        calls = calls + (list_of(turn[key]) if turn.get(key) else [])
+    text = content.text
+    if name in CALLERS and content.text is not None:
+        text, written = split_thoughts(content.text)
+        calls = list_of(written)
+    if content.results:
+        return content.results + ([message(role, text)] if text else [])
+    if role != "assistant":
+        if calls:
+            raise BadRow(f"a turn ({role}) holds calls of tools")
+        return [message(role, text)]
+    return [answer(text, thoughts, calls, turn)]
+
+
+def split_thoughts(content: object) -> tuple[str, object]:
+    """Return (thoughts, call) of a turn that is a call; LLaMA-Factory writes both in one text."""
+    if not isinstance(content, str):
+        return "", content
+    thoughts, mark, call = content.rpartition("</think>\n")
+    # a blank line follows thoughts, as in an answer in words
+    return (thoughts + mark, call.strip()) if mark else ("", content)
+
+
+def answer(text: str | None, thoughts: list[str], calls: list, turn: dict) -> dict:
+    """Return the assistant's message: thoughts, then words, then calls."""
+    if calls:
+        text = "\n".join(filter(None, [text, *map(call_text, calls)]))
+    if thoughts and text is None:
+        text = ""
+    found = message("assistant", with_thoughts("\n".join(thoughts), text))
+    ids = [call.get("id") for call in calls if isinstance(call, dict)]
+    if not calls:
+        ids = turn.get("tool_call_ids")  # of a row that prepare.py has written
+    if isinstance(ids, list) and ids and all(map(is_id, ids)):
+        found["tool_call_ids"] = ids
+    if not turn_is_learned(turn):
+        found["learn"] = False
+    return found
+
+
+def with_thoughts(thoughts: str, text: str | None) -> str | None:
+    """Return an answer with its thoughts in front; they may be there already."""
+    if not thoughts:
+        return text
+    if text is not None and text.lstrip().startswith("<think>"):
+        if thoughts.strip() not in text:
+            raise BadRow("a turn holds thoughts twice: within <think>, and others beside it")
+        return text
+    return f"<think>\n{thoughts}\n</think>\n\n{text or ''}"
+
+
+def tool_message(content: object, call_id: object) -> dict:
+    """Return a tool's message; a result that is no text becomes JSON."""
+    if isinstance(content, list) and all(map(is_text_part, content)):
+        content = "".join(map(text_of_part, content))
+    elif isinstance(content, dict | list):
+        content = as_json(without_nulls(content))
+    return message("tool", content) | ({"tool_call_id": call_id} if is_id(call_id) else {})
+
+
+def message(role: str, content: object) -> dict:
+    if not isinstance(content, str):
+        what = "no text" if content is None else f"{type(content).__name__}, not text"
+        raise BadRow(f"a turn ({role}) holds {what}")
+    return {"role": role, "content": content}
+
+
+def is_id(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def turn_is_learned(turn: dict) -> bool:
+    """Return whether an answer is to be learned. Raise BadRow if only a part of it is."""
+    parts = [part for part in listed(turn.get("content")) or [] if is_text_part(part)]
+    parts += listed(turn.get("train_detail")) or []
+    flags = {is_learned(part) for part in parts}
+    if len(flags) > 1 and is_learned(turn):
+        raise BadRow("a turn is to be learned in part")
+    return is_learned(turn) and flags != {False}
+
+
+# ---- parts of a content ----------------------------------------------------------------------
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHT_PARTS = ("thinking", "reasoning")
+CALL_PARTS = ("tool_use", "tool_call")
+
+
+def is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in TEXT_PARTS
+
+
+def text_of_part(part: dict) -> str:
+    names = ("text", "value", part["type"], "content")
+    found = next((part[name] for name in names if part.get(name) is not None), None)
+    if not isinstance(found, str):
+        raise BadRow(f"a part of a turn is of type {part['type']} but has none")
+    return found
+
+
+def read_content(raw: object) -> Content:
+    """Return what a content holds: a text, or a list of parts."""
+    if not isinstance(raw, list):
+        return Content(raw, [], [], [])
+    texts, thoughts, calls, results = [], [], [], []
+    for part in raw:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind in TEXT_PARTS:
+            texts.append(text_of_part(part))
+        elif kind in THOUGHT_PARTS:
+            thoughts.append(text_of_part(part))
+        elif kind == "tool_use":
+            calls.append(part)
+        elif kind == "tool_call":
+            calls += list_of(part.get("value", part.get("tool_call", part)))
+        elif kind == "tool_result":
+            results.append(tool_message(part.get("content"), part.get("tool_use_id")))
+        else:
+            raise BadRow(f"a turn holds {kind!r:.40}, not text")
+    text = "".join(texts) if texts or not (thoughts or calls or results) else None
+    return Content(text, thoughts, calls, results)
+
+
+# ---- calls and tools -------------------------------------------------------------------------
+
+
+def call_text(call: object) -> str:
+    """Return a call as our own models write it."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]  # OpenAI's form has an id and a type around it
+    if isinstance(call, dict) and call.get("name") is not None:
+        found = next((call[key] for key in ARGUMENT_KEYS if call.get(key) is not None), {})
+        arguments = unpacked(found) if isinstance(found, str) else without_nulls(found)
+        call = {"name": call["name"], "arguments": arguments}
+    return f"<tool_call>\n{call if isinstance(call, str) else as_json(call)}\n</tool_call>"
+
+
+def without_nulls(value: object) -> object:
+    """Return a value without the keys that hold null, which parquet gives to all structs alike."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def list_of(value: object) -> list:
+    value = unpacked(value)
+    return value if isinstance(value, list) else [value]
+
+
+def as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"tools or calls are not JSON: {error}") from None
+
+
+def with_system(turns: list[dict], row: dict) -> list[dict]:
+    """Put the row's own system prompt and tools into the first message."""
+    if BESIDE_TURNS.isdisjoint(row):
+        return turns
+    settings = unpacked(row.get("chat_template_kwargs"))  # smoltalk2's
+    settings = settings if isinstance(settings, dict) else {}
+    prompts = [*(row.get(key) for key in SYSTEM_KEYS), settings.get("custom_instructions")]
+    prompts = [message("system", prompt)["content"] for prompt in prompts if prompt]
+    system = "\n".join(dict.fromkeys(prompts))
+    tools = tools_of(row) or list_of(settings.get("xml_tools") or [])
+    if not system and not tools:
+        return turns
+    has_own = bool(turns) and turns[0]["role"] == "system"
+    first = turns[0]["content"] if has_own else ""
+    if system:
+        first = system + ("\n" + first if first not in ("", system) else "")
+    if tools:
+        lines = "\n".join(tool if isinstance(tool, str) else as_json(tool) for tool in tools)
+        first = (first + "\n\n" if first else "") + TOOLS_HEAD + lines + TOOLS_TAIL
+    return [message("system", first), *turns[has_own:]]
+
+
+def tools_of(row: dict) -> list:
+    """Return the tools that a row offers, [] if there are none."""
+    for key in TOOL_KEYS:
+        found = row.get(key)
+        if isinstance(found, str) and found.strip() not in NOTHING:
+            return [tool for tool in list_of(found) if tool]
+        if found and not isinstance(found, str):
+            return [without_nulls(tool) for tool in list_of(found)]
+    return []
+
+
+# ---- dialogues within one text ---------------------------------------------------------------
+
+HH_TURN = re.compile(r"\n\n(Human|Assistant):(?: |\Z)")  # Anthropic's
+BELLE_TURN = re.compile(r"(?:\A|\n)(Human|Assistant): ?")
+OPEN_DIALOGUE = re.compile(r"(?:\n\nHuman:.*\n\n|Human:.*\n)Assistant:\s*", re.DOTALL)
+
+
+def is_dialogue(value: object) -> bool:
+    return isinstance(value, str) and HH_TURN.match(value) is not None
+
+
+def read_dialogue(text: str) -> list[dict]:
+    """Return messages of a text that begins with a blank line and Human:"""
+    return dialogue_turns(text, HH_TURN)
+
+
+def dialogue_turns(text: str, pattern: re.Pattern) -> list[dict]:
+    before, *rest = pattern.split(text)
+    if before or not rest:
+        raise BadRow("a dialogue does not start with a blank line and Human:")
+    names = ("user" if name == "Human" else "assistant" for name in rest[::2])
+    return [message(role, words) for role, words in zip(names, rest[1::2], strict=True)]
+
+
+def without_space(question: str, said: str) -> str:
+    """Return an answer to a question; one that goes on with a dialogue begins with a space."""
+    opened = said.startswith(" ") and OPEN_DIALOGUE.fullmatch(question)
+    return said.removeprefix(" ") if opened else said
+
+
+def question_turns(text: str) -> list[dict]:
+    """Return a question as the user's turn, or the turns of a dialogue that waits for its answer.
+
+    Such are the prompts of full-hh-rlhf and Nectar, and BELLE's instructions of several turns."""
+    if text.startswith("<|im_start|>"):
+        raise BadRow("the prompt is in ChatML; give its turns as messages")
+    if "Human:" not in text[:8] or not OPEN_DIALOGUE.fullmatch(text):
+        return [message("user", text)]
+    pattern = HH_TURN if text.startswith("\n\n") else BELLE_TURN
+    return dialogue_turns(text.rstrip(), pattern)[:-1]
+
+
+GLAIVE_TURN = re.compile(r"(?:\A|\n+)\s*(USER|ASSISTANT|FUNCTION RESPONSE): ")
+# arguments are an object, often within single quotes
+GLAIVE_CALL = re.compile(
+    r"""<functioncall>\s*\{"name":\s*"([^"]*)\""""
+    r"""(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\})))?\s*\}\s*\Z""",
+    re.DOTALL,
+)
+GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+
+
+def glaive(row: dict) -> list[dict]:
+    """Return the turns of a row of glaive-function-calling-v2."""
+    before, *rest = GLAIVE_TURN.split(message("user", row["chat"])["content"])
+    if before.strip() or not rest:
+        raise BadRow("chat does not start with USER:")
+    messages = []
+    for name, words in zip(rest[::2], rest[1::2], strict=True):
+        role, words = GLAIVE_ROLES[name], words.replace("<|endoftext|>", "").strip()
+        if role == "assistant":
+            words = GLAIVE_CALL.sub(glaive_call, words)
+        messages.append(message(role, words))
+    system = row.get("system")
+    system = system.removeprefix("SYSTEM: ").strip() if isinstance(system, str) else system
+    return with_system(messages, row | {"system": system})
+
+
+def glaive_call(found: re.Match) -> str:
+    return call_text({"name": found[1], "arguments": unpacked(found[2] or found[3] or "{}")})
+
+
+MOSS_TURN = re.compile(r"\[(Human|MOSS)\]: ")
+MOSS_MARK = re.compile(r"\A<\|[^|]*\|>:\s*|\s*<eo[a-z]>\s*\Z")
+MOSS_PARTS = {"Human": "user", "MOSS": "assistant"}
+
+
+def moss_text(row: dict) -> list[dict]:
+    """Return the turns of a row of moss-002: '[Human]: ...<eoh> [MOSS]: ...<eoa>'."""
+    before, *rest = MOSS_TURN.split(message("user", row["plain_text"])["content"])
+    if before.strip() or not rest:
+        raise BadRow("plain_text does not start with [Human]:")
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    turns = [message(MOSS_PARTS[name], MOSS_MARK.sub("", words)) for name, words in pairs]
+    return with_system(turns, row)
+
+
+def moss_chat(row: dict) -> list[dict]:
+    """Return the turns of a row of moss-003: {"turn_1": {"Human": ..., "MOSS": ...}, ...}."""
+    chat = unpacked(row["chat"])
+    turns = chat.values() if isinstance(chat, dict) else []
+    turns = [turn for turn in turns if turn is not None]
+    if not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise BadRow("chat is not an object of turns")
+    messages = []
+    for turn in turns:
+        for name, words in turn.items():
+            words = MOSS_MARK.sub("", words) if isinstance(words, str) else words
+            if name in MOSS_PARTS:
+                messages.append(message(MOSS_PARTS[name], words))
+            elif words not in (None, "", "None"):
+                raise BadRow(f"a turn holds {name}, which is not read")
+    return with_system(messages, row)
+
+
+def best_thread(row: dict) -> list[dict]:
+    """Return the turns along the best replies of a tree of OpenAssistant."""
+    node, messages = unpacked(row["prompt"]), []
+    while isinstance(node, dict):
+        messages += read_turn(node)
+        replies = [one for one in listed(node.get("replies")) or [] if not one.get("deleted")]
+        ranks = [one.get("rank") for one in replies]
+        order = [rank if isinstance(rank, int | float) else len(replies) for rank in ranks]
+        node = replies[order.index(min(order))] if replies else None
+    if not messages:
+        raise BadRow("prompt is not the root of a tree")
+    return messages
