@@ -139,9 +139,10 @@ def check_settings(config: dict, talk: bool, as_json: bool) -> None:
 
 def print_samples(
     model: Transformer, tokenizer: Tokenizer, ids: list[int], params: SamplingParams, batch_size: int, compile: bool,
-    prompt: str, rank: Rank | None,
+    prompt: str, rank: Rank | None, asked: str,
 ) -> None:  # fmt: skip
-    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt` begins each of them."""
+    """Print the samples of one prompt, a single one in pieces as it is generated. `prompt` begins each of them; `asked`
+    is what they answer."""
     if params.n_samples == params.num_beams == 1 and not rank:
         engine = Engine(model, tokenizer, rows=1, compile=compile)
         tokens = engine.stream(ids, params)
@@ -151,7 +152,8 @@ def print_samples(
         print(flush=True)
         return
     result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
-    texts = [prompt + completion.text + "\n" for completion in (rank(result) if rank else result).completions]
+    result = rank(result, asked) if rank else result
+    texts = [prompt + completion.text + "\n" for completion in result.completions]
     print(("-" * 80 + "\n").join(texts), end="", flush=True)
 
 
@@ -197,8 +199,9 @@ if __name__ == "__main__":
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     ranker = None
     if reward_dir:
-        ranker = Ranker(reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype)
-    rank = partial(ranker.rank, n=n) if ranker else None
+        judge = reward_model.load(reward_dir, torch_device, torch_dtype)
+        ranker = Ranker(judge, tokenizer, torch_dtype, system)
+    rank = partial(ranker.rank, n=n) if ranker else None  # of (result, question)
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     with autocast(torch_device, torch_dtype):
         if as_json:
@@ -207,7 +210,7 @@ if __name__ == "__main__":
             converse(Chat(model, tokenizer, params, system, compile))
         else:
             repeated = "" if talk else prompt
-            print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank)
+            print_samples(model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank, prompt)
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
     if as_json and answers.problems == len(answers.lines):  # some that cannot be answered are named, no failure

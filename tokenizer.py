@@ -81,8 +81,10 @@ def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
     """Return `tokenizer` with what conversations need.
 
     One that has a chat template of its own stays as it is. Any other gets ours and, after all other
-    ids, those of <|im_start|>, <|im_end|> and <|pad|> that it lacks."""
+    ids, those of <|im_start|>, <|im_end|> and <|pad|> that it lacks. Raise UserError if a template
+    of its own teaches no end of an answer."""
     if tokenizer.foreign_template:
+        tokenizer.check_turn_end()
         return tokenizer
     files, first = dict(tokenizer.files), tokenizer.vocab_size
     wanted = ("<|im_start|>", "<|im_end|>")
@@ -447,18 +449,31 @@ class Tokenizer:
     def _marker_id(self, name: str) -> int:
         return self.special_tokens.get(name, self.engine.words.get(name, -1))
 
+    @cached_property
+    def closing_ids(self) -> list[int]:
+        """The ids that end an assistant's turn: turn_end_id, and what a template writes before."""
+        if not self.foreign_template or not self.template.closing:
+            return [self.turn_end_id]
+        pieces = self.template.cut(self.template.closing, [])
+        return [i for piece in pieces for i in self._piece_ids(piece, foreign.INSIDE)[0]]
+
     def check_turn_end(self) -> None:
         """Raise UserError unless what is learned of an answer ends with a token that stops it."""
         if self.turn_end_id < 0:
             lacks = "this tokenizer has no chat template and no <|im_end|>, so no conversations"
             raise UserError(f"tokenizer: {lacks}")
-        if self.foreign_template and not self.template.closing:
-            self.template.pieces(TRIAL)  # which may say why
-            jinja = "chat_template.jinja"
-            file = jinja if jinja in self.files else "tokenizer_config.json"
-            lacks = f"the chat template ({file}) writes no special token after an answer"
+        if not self.foreign_template:
+            return
+        pieces = self.template.pieces(TRIAL)
+        said = "".join(p.text[a:b] for p in pieces if not p.special for a, b in p.learned)
+        jinja = "chat_template.jinja"
+        file = jinja if jinja in self.files else "tokenizer_config.json"
+        does = f"tokenizer: the chat template ({file})"
+        if TRIAL[-1]["content"] not in said:
+            raise UserError(f"{does} leaves out answers that are text; use one that writes them")
+        if not self.template.closing:
             how = "so no model would learn to stop; let it write eos_token after each answer"
-            raise UserError(f"tokenizer: {lacks}, {how}")
+            raise UserError(f"{does} writes no special token after an answer, {how}")
 
     def render(
         self, messages: Sequence[dict], add_generation_prompt: bool = False
@@ -507,18 +522,16 @@ class Tokenizer:
         template = self._template_of(messages)
         ids, mask = [], []
         for k, piece in enumerate(template.pieces(messages, add_generation_prompt, learn=learn)):
-            if piece.special:
-                ids.append(self._marker_id(piece.text))
-                mask.append(int(bool(piece.learned)))
-                continue
             place = foreign.AFTER_MARKER if k else foreign.START
-            new, learned = self._encode_piece(piece, place)
+            new, learned = self._piece_ids(piece, place)
             ids += new
-            mask += learned.tolist()
+            mask += learned
         return ids, mask
 
-    def _encode_piece(self, piece: Piece, place: str) -> tuple[list[int], np.ndarray]:
-        """Return (ids, mask) of ordinary text. place: of foreign.py, where it stands."""
+    def _piece_ids(self, piece: Piece, place: str) -> tuple[list[int], list[int]]:
+        """Return (ids, mask) of a piece. place: where it stands, see foreign.py."""
+        if piece.special:
+            return [self._marker_id(piece.text)], [int(bool(piece.learned))]
         engine, text = self.engine, piece.text
         cuts, size = piece.cuts, lambda part: engine.position(part, len(part))
         try:
@@ -532,7 +545,7 @@ class Tokenizer:
             inside = np.flatnonzero((begins < end) & (ends > begin))
             if len(inside):
                 mask[inside[0] : inside[-1] + 1] = 1
-        return ids, mask
+        return ids, mask.tolist()
 
 
 def split_answer(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[int], list[int]]:

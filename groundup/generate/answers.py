@@ -29,7 +29,7 @@ from tokenizer import Tokenizer
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
-Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
+Rank = Callable[[Result, str | list[dict]], Result]  # (result, what was asked): gives each completion a reward, and keeps the best ones
 
 
 class Answers:
@@ -59,18 +59,20 @@ class Answers:
         compile: bool, rank: Rank | None = None,
     ) -> None:  # fmt: skip
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished ones."""
-        begun: list[tuple[int, dict]] = []  # line number and fields of each prompt given to the engine
+        # line number, fields and question of each prompt given to the engine
+        begun: list[tuple[int, dict, str | list[dict]]] = []
 
         def prompts() -> Iterator[list[int]]:
-            for index, fields, ids in self._rows(encode, model.cfg.block_size):
-                begun.append((index, fields))
+            for index, fields, asked, ids in self._rows(encode, model.cfg.block_size):
+                begun.append((index, fields, asked))
                 yield ids
 
         bar = tqdm(total=len(self.lines), initial=len(self.done), disable=None, unit="prompt")
         with self._output() as file, bar:
             for number, result in generate_each(model, tokenizer, prompts(), params, batch_size, compile):
-                index, fields = begun[number]
-                answer = answer_fields(rank(result) if rank else result, tokenizer, params, bool(rank))
+                index, fields, asked = begun[number]
+                result = rank(result, asked) if rank else result
+                answer = answer_fields(result, tokenizer, params, bool(rank))
                 file.write(json_line({"index": index} | fields | answer))
                 file.flush()
                 bar.update()
@@ -91,8 +93,8 @@ class Answers:
                 raise UserError(f"sample: another process is writing {self.out}; wait, or use another out") from None
             yield file
 
-    def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, list[int]]]:
-        """Yield (line, fields, ids) of the prompts that are not done; print and count those that cannot be answered."""
+    def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, str | list[dict], list[int]]]:
+        """Yield (line, fields, question, ids) of the prompts that are not done; print and count those that cannot be answered."""
         for index, line in self.lines.items():
             if index in self.done:
                 continue
@@ -106,7 +108,7 @@ class Answers:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
-                yield index, fields, ids
+                yield index, fields, asked, ids
 
     def _read_done(self) -> set[int]:
         """Return the lines that `out` answers; cut off a half line at its end. Raise UserError for other prompts."""

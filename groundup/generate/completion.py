@@ -63,10 +63,15 @@ def prompt_ids(
         if rewarded:
             raise UserError("sample: a text to continue has no reward; give it as prompt or messages")
         return begin_prompt(tokenizer, prompt)
+    return tokenizer.render(asked_messages(system, prompt), add_generation_prompt=True)[0]
+
+
+def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
+    """Return the conversation to answer: a user's message or several messages, with a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return tokenizer.render(messages, add_generation_prompt=True)[0]
+    return messages
 
 
 def never_sampled(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

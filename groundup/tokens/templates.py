@@ -83,14 +83,12 @@ class ChatTemplate:
 
         Raise UserError if Jinja cannot read the template, or it fails on two messages."""
         import jinja2  # torch needs it, too
-        from jinja2.nodes import Name
 
         cannot = "tokenizer: the chat template"
         if why := on_trial(source, tuple(variables.items())):
             raise UserError(f"{cannot} cannot be used: {why}")
         try:
-            self.template = environment().from_string(source)
-            names = list(environment().parse(source).find_all(Name))
+            self.template, names = compiled(source)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise UserError(f"{cannot} is damaged: {where}") from None
@@ -280,9 +278,10 @@ class ChatTemplate:
                 return span
             raise
         before, found, after = other.partition(BEGIN)
-        # Thoughts may stand where the template opens and closes an empty block for other answers:
-        # then the model writes the whole block.
-        openings = [*[asked] * bool(asked), before, OPENED.sub("", before)]
+        # If this answer has another block of thoughts than the one that the prompt opens, the model
+        # writes the whole block.
+        openings = [asked, OPENED.sub("", asked)] if OPENED.search(asked) else [asked]
+        openings = [one for one in openings if one] + [before, OPENED.sub("", before)]
         begin = next((len(one) for one in openings if text.startswith(one)), -1)
         end = len(text) - len(after)
         if not found or not text.endswith(after) or not 0 <= begin <= end:
@@ -353,6 +352,14 @@ def one_of(names: list[str]) -> str:
     if not names:
         return "(?!)"
     return f"(?:{'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True))})"
+
+
+@cache
+def compiled(source: str) -> tuple[Any, list[Any]]:
+    """Return (the template, its names) of Jinja."""
+    from jinja2.nodes import Name
+
+    return environment().from_string(source), list(environment().parse(source).find_all(Name))
 
 
 @cache
