@@ -328,12 +328,12 @@ class LibraryTokenizer:
         """Return the ids of a text, and the characters at which each begins and ends."""
         text = scrub(text)
         found = self.runner(place).encode(text, add_special_tokens=False)
-        if {*self.special_tokens.values()}.isdisjoint(found.ids):
-            begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
-            return found.ids, list(begins), list(ends)
-        # a Unigram vocabulary may hold the names of special tokens as words: cut those
-        cuts = [match.start() + 1 for match in self.names.finditer(text)]
-        return joined(self.encode_spans, text, cuts, place, len)
+        if not {*self.special_tokens.values()}.isdisjoint(found.ids):
+            # a Unigram vocabulary may hold the names of special tokens as words: cut those
+            if cuts := [match.start() + 1 for match in self.names.finditer(text)]:
+                return joined(self.encode_spans, text, cuts, place, len)
+        begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
+        return found.ids, list(begins), list(ends)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_spans(text)[0]
