@@ -4,7 +4,8 @@
     ranker.rank(result, asked, n) -> the result with its n best answers, best first, each with its reward
     ranker.report()        -> how many answers have no reward, by reason
 
-The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch of their own, so rewards depend on the prompt, the parameters and the seed, not on the batch size.
+The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch of their own, so
+rewards depend on the prompt, the parameters and the seed, not on the batch size.
 """
 
 import math

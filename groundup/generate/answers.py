@@ -29,7 +29,8 @@ from tokenizer import Tokenizer
 OWN_KEYS = ("index", "completions", "prompt_logprobs")  # what an answer has beside the fields of its prompt
 
 Encode = Callable[[str | list[dict], bool], list[int]]  # (prompt, whether it is a text to continue) -> ids
-Rank = Callable[[Result, str | list[dict]], Result]  # (result, what was asked): gives each completion a reward, and keeps the best ones
+# (result, what was asked) -> the best completions, each with its reward
+Rank = Callable[[Result, str | list[dict]], Result]
 
 
 class Answers:
@@ -94,7 +95,9 @@ class Answers:
             yield file
 
     def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, str | list[dict], list[int]]]:
-        """Yield (line, fields, question, ids) of the prompts that are not done; print and count those that cannot be answered."""
+        """Yield (line, fields, question, ids) of the prompts that are not done.
+
+        Print and count those that cannot be answered."""
         for index, line in self.lines.items():
             if index in self.done:
                 continue

@@ -565,7 +565,9 @@ def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     changes = {}
     more = sorted(directory.glob("additional_chat_templates/*.jinja"))
     if more:
-        named = find_templates(files, config) | {path.stem: read_bytes(path).decode() for path in more}
+        named = find_templates(files, config) | {
+            path.stem: read_bytes(path).decode() for path in more
+        }
         listed = [{"name": name, "template": source} for name, source in named.items() if source]
         changes["chat_template"] = listed
         files = {name: text for name, text in files.items() if name != "chat_template.jinja"}

@@ -9,7 +9,10 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
+import prepare
+from configurator import is_key
 from groundup.errors import UserError
+from groundup.text.pipeline import WorkerLost
 from groundup.tokens.foreign import added_token, to_json
 from groundup.tokens.training import train
 from tokenizer import Tokenizer, chat_ready
@@ -344,3 +347,43 @@ def test_a_date_is_that_of_the_start(tmp_path, monkeypatch):
     of_data = on("2026-03-02", tmp_path / "new", run / "step_1")
     assert of_data.chat_fingerprint() == first.chat_fingerprint()
     assert Tokenizer.load(run).render(TALKS[0]) == first.render(TALKS[0])  # sample.py, serve.py
+
+
+def test_prepare_goes_on_after_midnight_as_if_undisturbed(tmp_path, monkeypatch):
+    keys = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
+    source = DATED + without_tags(R1)
+    write(tmp_path / "model", with_names(byte_level({}), ["<s>", "</s>"]), source)
+    rows = [{"messages": TALKS[2 * i][:1] + [{"role": "assistant", "content": THOUGHT + answer}]}
+            for i, answer in enumerate(ANSWERS)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = keys | {"input": str(tmp_path / "rows.jsonl"), "kind": "chat", "workers": 1, "near": 0.0}
+    config |= {"tokenizer_dir": str(tmp_path / "model"), "val_fraction": 0.0}
+
+    def on(day: str, name: str) -> Path:
+        monkeypatch.setattr("tokenizer.today", lambda: day)
+        prepare.main(config | {"out_dir": str(tmp_path / name)})
+        return tmp_path / name
+
+    undisturbed = on("2026-03-01", "undisturbed")
+    with monkeypatch.context() as context:
+        context.setattr("prepare.tokenize_unit", lambda *_, **__: (_ for _ in ()).throw(WorkerLost("x")))
+        with pytest.raises(WorkerLost):
+            on("2026-03-01", "killed")
+    killed = on("2026-03-02", "killed")
+    assert [path.name for path in sorted(undisturbed.glob("*.npy"))]
+    for path in undisturbed.glob("*.npy"):
+        assert (killed / path.name).read_bytes() == path.read_bytes()
+    manifests = [json.loads((one / "manifest.json").read_bytes()) for one in (undisturbed, killed)]
+    assert manifests[0]["tokenizer_fingerprint"] == manifests[1]["tokenizer_fingerprint"]
+    left_out = manifests[0]["info"]["documents"]["mended"]
+    assert left_out == {"left out by the chat template: thoughts of answers": len(rows)}
+    before = (undisturbed / "manifest.json").stat().st_mtime_ns
+    on("2026-03-03", "undisturbed")  # nothing is made again
+    assert (undisturbed / "manifest.json").stat().st_mtime_ns == before
+
+    # sft.py maps these tokens on any later day
+    monkeypatch.setattr("tokenizer.today", lambda: "2026-03-04")
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    of_data = tokenizer.with_template_settings("", tmp_path / "run", undisturbed)
+    assert of_data.chat_fingerprint() == manifests[0]["tokenizer_fingerprint"]
+    assert of_data.chat_fingerprint() != tokenizer.chat_fingerprint()
