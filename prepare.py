@@ -30,6 +30,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -42,7 +43,7 @@ from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
-from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir
+from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir, work_path
 from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources
 from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
@@ -112,15 +113,19 @@ OF_ROWS = {"question_min_chars": 0, "question_max_chars": 0}
 OF_PAIRS = {"pair_by": "", "pair_margin": 0, "length_within": 0, "prompts_from": ""}
 
 
-def existing_tokenizer(directory: str, kind: str, template_settings: str = "") -> Tokenizer | None:
+def existing_tokenizer(
+    directory: str, kind: str, template_settings: str = "", dated: Sequence[Path] = ()
+) -> Tokenizer | None:
     """Return the tokenizer of a directory, None if one must be trained or none is needed. Raise UserError if it
-    lacks a special token that this kind needs."""
+    lacks a special token that this kind needs. dated: where the date that its template writes may be recorded."""
     exists = any((files_of(Path(directory)) / name).exists() for name in TOKENIZERS)
     if not directory or kind == "preference" or (kind == "text" and not exists):
         return None
-    tokenizer = Tokenizer.load(directory).with_template_settings(template_settings)
+    tokenizer = Tokenizer.load(directory).with_template_settings(template_settings, *dated)
     if kind == "chat" and tokenizer.turn_end_id < 0:
         raise UserError(f"prepare: the tokenizer in {directory} has no chat template and no <|im_end|> to mark turns")
+    if kind == "chat":
+        tokenizer.check_turn_end()
     if tokenizer.eot_id < 0 and kind == "text":
         raise UserError(f"prepare: the tokenizer in {directory} has no end of text, which separates documents")
     return tokenizer
@@ -301,7 +306,8 @@ def main(config: dict) -> int:
         return 0
     start, recipe, out_dir = time.perf_counter(), check_config(config), Path(config["out_dir"])
     out_dir = out_dir.resolve() if out_dir.is_symlink() else out_dir  # the directory that a link leads to is replaced
-    tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"])
+    dated = (work_path(out_dir) / "out", out_dir)  # an unfinished run, or a finished one
+    tokenizer = existing_tokenizer(config["tokenizer_dir"], recipe.kind, config["chat_template_kwargs"], dated)
     if recipe.kind == "chat" and tokenizer and tokenizer.foreign_template:
         recipe = replace(recipe, template=tokenizer.chat_fingerprint())
     if config["show"]:

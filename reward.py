@@ -218,7 +218,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     source = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
     tokenizer = reward_model.padded(tokenizer)  # transformers looks for the padding
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with

@@ -221,7 +221,7 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     source = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir)
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
     n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")

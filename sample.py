@@ -187,9 +187,10 @@ def print_samples(
     compile: bool,
     prompt: str,
     rank: Rank | None,
+    asked: str,
 ) -> None:
     """Print the samples of one prompt, a single one in pieces as it is generated. `prompt`
-    begins each of them."""
+    begins each of them; `asked` is what they answer."""
     if params.n_samples == params.num_beams == 1 and not rank:
         engine = Engine(model, tokenizer, rows=1, compile=compile)
         tokens = engine.stream(ids, params)
@@ -199,10 +200,8 @@ def print_samples(
         print(flush=True)
         return
     result = generate(model, tokenizer, [ids], params, batch_size, compile)[0]
-    texts = [
-        prompt + completion.text + "\n"
-        for completion in (rank(result) if rank else result).completions
-    ]
+    result = rank(result, asked) if rank else result
+    texts = [prompt + completion.text + "\n" for completion in result.completions]
     print(("-" * 80 + "\n").join(texts), end="", flush=True)
 
 
@@ -268,10 +267,9 @@ if __name__ == "__main__":
     model = huggingface.load_model(directory, torch_device, dtype=torch_dtype)
     ranker = None
     if reward_dir:
-        ranker = Ranker(
-            reward_model.load(reward_dir, torch_device, torch_dtype), tokenizer, torch_dtype
-        )
-    rank = partial(ranker.rank, n=n) if ranker else None
+        judge = reward_model.load(reward_dir, torch_device, torch_dtype)
+        ranker = Ranker(judge, tokenizer, torch_dtype, system)
+    rank = partial(ranker.rank, n=n) if ranker else None  # of (result, question)
     encode = partial(prompt_ids, tokenizer, talk, system, rewarded=bool(ranker))
     with autocast(torch_device, torch_dtype):
         if as_json:
@@ -281,7 +279,15 @@ if __name__ == "__main__":
         else:
             repeated = "" if talk else prompt
             print_samples(
-                model, tokenizer, encode(prompt), params, batch_size, compile, repeated, rank
+                model,
+                tokenizer,
+                encode(prompt),
+                params,
+                batch_size,
+                compile,
+                repeated,
+                rank,
+                prompt,
             )
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)

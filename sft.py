@@ -30,7 +30,7 @@ from groundup.generate.sampling import SamplingParams
 from groundup.kernels.cross_entropy import compile_loss, cross_entropy, token_scores
 from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.row_corpus import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
 from groundup.train.config_json import computation
 from groundup.train.device import (
@@ -250,7 +250,8 @@ if __name__ == "__main__":
     # ---- the checkpoint to start from, and its tokenizer
     source = checkpoint.resolve(init_from)
     tokenizer = chat_ready(Tokenizer.load(huggingface.tokenizer_dir(source)))
-    tokenizer = tokenizer.with_template_settings(chat_template_kwargs)
+    # A template may write the date: a resumed run keeps its own, a new one takes its data's.
+    tokenizer = tokenizer.with_template_settings(chat_template_kwargs, out_dir, *paths_of(data))
     n_ids = tokenizer.vocab_size
     # token ids that the weights were trained with
     n_known = huggingface.count_known_ids(source, tokenizer, "the chat tokenizer")

@@ -29,7 +29,9 @@ import json
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -38,9 +40,9 @@ import regex
 import tiktoken
 
 from groundup.errors import UserError, naming
-from groundup.files.untrusted import parse_object, read_bytes, scrub
+from groundup.files.untrusted import parse_object, read_bytes, read_json, scrub
 from groundup.tokens import foreign
-from groundup.tokens.templates import ChatTemplate
+from groundup.tokens.templates import TRIAL, ChatTemplate, Piece, take_tools
 
 # ---- config: override with a config file or --key=value; see --help --------------------------
 input = ""  # text to train on: files, directories, globs, comma-separated, a=0.7,b=0.3; - is stdin
@@ -79,8 +81,10 @@ def chat_ready(tokenizer: "Tokenizer") -> "Tokenizer":
     """Return `tokenizer` with what conversations need.
 
     One that has a chat template of its own stays as it is. Any other gets ours and, after all other
-    ids, those of <|im_start|>, <|im_end|> and <|pad|> that it lacks."""
+    ids, those of <|im_start|>, <|im_end|> and <|pad|> that it lacks. Raise UserError if a template
+    of its own teaches no end of an answer."""
     if tokenizer.foreign_template:
+        tokenizer.check_turn_end()
         return tokenizer
     files, first = dict(tokenizer.files), tokenizer.vocab_size
     wanted = ("<|im_start|>", "<|im_end|>")
@@ -114,7 +118,8 @@ class ByteLevelBPE:
         self.special_tokens = found.specials
         self.pattern = found.pattern
         self.nfc = found.nfc
-        self.words = set(found.words)
+        self.words = found.words
+        self.added_words = set(found.words)
         self.encoding = tiktoken.Encoding(
             "bpe",
             pat_str=found.pattern,
@@ -140,7 +145,8 @@ class ByteLevelBPE:
             if len(data) > len(data.translate(None, self.missing)):
                 return self.encode_without(data.decode())
         if self.words:
-            return self.encoding.encode(text, allowed_special=self.words, disallowed_special=())
+            words = self.added_words
+            return self.encoding.encode(text, allowed_special=words, disallowed_special=())
         return self.encoding.encode_ordinary(text)  # replaces surrogates itself
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -152,8 +158,8 @@ class ByteLevelBPE:
             if self.missing:
                 parts.append(self.encode_array(block))
             else:
-                to_numpy = self.encoding.encode_to_numpy
-                parts.append(to_numpy(block, allowed_special=self.words, disallowed_special=()))
+                to_numpy, words = self.encoding.encode_to_numpy, self.added_words
+                parts.append(to_numpy(block, allowed_special=words, disallowed_special=()))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def encode_without(self, text: str) -> list[int]:
@@ -168,6 +174,19 @@ class ByteLevelBPE:
                 if data := chunk.encode().translate(None, self.missing):
                     ids += self.encoding._encode_single_piece(data)
         return ids
+
+    def encode_spans(self, text: str, place: str = "") -> foreign.Spans:
+        """Return the ids of a text, and the bytes at which each begins and ends."""
+        ids = self.encode(text)
+        borders = np.cumsum([0, *(len(self.token_bytes[i]) for i in ids)]).tolist()
+        return ids, borders[:-1], borders[1:]
+
+    def position(self, text: str, end: int) -> int:
+        """Return where text[:end] ends, as encode_spans counts."""
+        seen = scrub(text[:end])
+        if self.nfc:
+            seen = unicodedata.normalize("NFC", seen)
+        return len(seen.encode().translate(None, self.missing))
 
     def identity(self) -> list:
         """Return all that decides the ids, besides the special tokens, as plain values."""
@@ -225,7 +244,9 @@ class Tokenizer:
         self.im_start_id = self.special_tokens.get("<|im_start|>", -1)
         self.im_end_id = self.special_tokens.get("<|im_end|>", -1)
 
-        self.template_source = foreign.find_template(files, config)
+        templates = foreign.find_templates(files, config)
+        self.template_source = templates.get("default", "")
+        self.tool_template_source = templates.get("tool_use", "")
         self.foreign_template = self.template_source not in ("", CHAT_TEMPLATE)
         self.template_settings = dict(config.get("chat_template_kwargs") or {})
         self.turn_end_id = self._find_turn_end()
@@ -238,9 +259,8 @@ class Tokenizer:
     def _choose_engine(
         self, config: dict
     ) -> tuple[str, "ByteLevelBPE | foreign.SentencePieceBPE | foreign.LibraryTokenizer"]:
-        if "tokenizer.model" in self.files:
-            added = config.get("added_tokens_decoder") or {}
-            engine = foreign.SentencePieceBPE(self.files["tokenizer.model"], added)
+        if "tokenizer.json" not in self.files:
+            engine = foreign.SentencePieceBPE(self.files["tokenizer.model"], config)
             return "sentencepiece", engine
         description = parse_object(self.files["tokenizer.json"])
         try:
@@ -268,12 +288,12 @@ class Tokenizer:
         if not set(foreign.TOKENIZERS) & set(files):
             nothing = f"no tokenizer.json or tokenizer.model in {directory}"
             raise UserError(f"tokenizer: {nothing}; train a tokenizer")
-        if "tokenizer.model" in files and "tokenizer_config.json" not in files:
+        if "tokenizer.json" not in files and "tokenizer_config.json" not in files:
             lacks = f"{directory} has a tokenizer.model but no tokenizer_config.json"
             raise UserError(f"tokenizer: {lacks}; add it")
         damage = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
         try:
-            return cls(files, generation_config)
+            return cls(foreign.read_more(directory, files), generation_config)
         except UserError as error:
             raise UserError(f"tokenizer: cannot use {directory}: {error}") from None
         except damage as error:
@@ -361,43 +381,99 @@ class Tokenizer:
         """Return a SHA-256 of all that decides the ids of a conversation."""
         if not self.foreign_template:
             return self.fingerprint()
-        settings = self.template_settings
+        settings = self.template_settings | ({"date": self.date} if self.template.dated else {})
         written = json.dumps(settings, sort_keys=True) if settings else ""
-        identity = f"{self.fingerprint()}{self.template_source}{written}"
+        sources = self.template_source + self.tool_template_source
+        identity = f"{self.fingerprint()}{sources}{written}"
         return hashlib.sha256(identity.encode()).hexdigest()
 
-    def with_template_settings(self, written: str) -> "Tokenizer":
+    def with_template_settings(self, written: str, *directories: str | Path) -> "Tokenizer":
         """Return the tokenizer with settings of its chat template: 'enable_thinking=False'.
 
-        Its files keep them, so a checkpoint saved with it does, too. Raise UserError if the
-        template reads no such setting."""
-        if not written:
-            return self
+        If the template writes the date, also with that: the one recorded in the first of these
+        directories, or in its own files, or in the others, or today's. Its files keep all this, so
+        a checkpoint saved with it does, too. Raise UserError if the template reads no such setting.
+        """
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
-        config["chat_template_kwargs"] = self.template.settings(written)
+        if written:
+            config["chat_template_kwargs"] = self.template.settings(written)
+        elif not (self.foreign_template and self.template.dated):
+            return self
+        if self.foreign_template and self.template.dated:
+            recorded = [recorded_date(Path(directory)) for directory in directories]
+            recorded.insert(1, config.get("chat_template_date", ""))
+            config["chat_template_date"] = next(filter(None, recorded), self.date)
         files = self.files | {"tokenizer_config.json": foreign.to_json(config)}
         return Tokenizer(files, self.generation_config)
 
     @cached_property
     def template(self) -> ChatTemplate:
+        return self._compile(self.template_source)
+
+    @cached_property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of conversations with tools, if that is another one."""
+        return self._compile(self.tool_template_source) if self.tool_template_source else None
+
+    def _compile(self, source: str) -> ChatTemplate:
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         texts = {}
         for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
             if name := config.get(key):
                 texts[key] = name["content"] if isinstance(name, dict) else name
         variables = texts | self.template_settings
-        return ChatTemplate(self.template_source, self.special_tokens, variables)
+        added = list((config.get("added_tokens_decoder") or {}).values())
+        if "tokenizer.json" in self.files:
+            added = json.loads(self.files["tokenizer.json"]).get("added_tokens") or []
+        flags = ("lstrip", "rstrip")
+        strips = {token["content"]: tuple(bool(token.get(k)) for k in flags) for token in added}
+        words = self.engine.words
+        return ChatTemplate(source, self.special_tokens, variables, words, strips, self.date)
+
+    @cached_property
+    def date(self) -> str:
+        """What the chat template takes for today, YYYY-MM-DD."""
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        return config.get("chat_template_date") or today()
 
     def _find_turn_end(self) -> int:
         if not self.foreign_template:
             return self.im_end_id
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            pieces = self.template.pieces(talk)
+            pieces = self.template.pieces(TRIAL)
         except UserError:  # render() will say it
             return self.eot_id
         ends = [piece.text for piece in pieces if piece.special and piece.learned]
-        return self.special_tokens[ends[-1]] if ends else self.eot_id
+        return self._marker_id(ends[-1]) if ends else self.eot_id
+
+    def _marker_id(self, name: str) -> int:
+        return self.special_tokens.get(name, self.engine.words.get(name, -1))
+
+    @cached_property
+    def closing_ids(self) -> list[int]:
+        """The ids that end an assistant's turn: turn_end_id, and what a template writes before."""
+        if not self.foreign_template or not self.template.closing:
+            return [self.turn_end_id]
+        pieces = self.template.cut(self.template.closing, [])
+        return [i for piece in pieces for i in self._piece_ids(piece, foreign.INSIDE)[0]]
+
+    def check_turn_end(self) -> None:
+        """Raise UserError unless what is learned of an answer ends with a token that stops it."""
+        if self.turn_end_id < 0:
+            lacks = "this tokenizer has no chat template and no <|im_end|>, so no conversations"
+            raise UserError(f"tokenizer: {lacks}")
+        if not self.foreign_template:
+            return
+        pieces = self.template.pieces(TRIAL)
+        said = "".join(p.text[a:b] for p in pieces if not p.special for a, b in p.learned)
+        jinja = "chat_template.jinja"
+        file = jinja if jinja in self.files else "tokenizer_config.json"
+        does = f"tokenizer: the chat template ({file})"
+        if TRIAL[-1]["content"] not in said:
+            raise UserError(f"{does} leaves out answers that are text; use one that writes them")
+        if not self.template.closing:
+            how = "so no model would learn to stop; let it write eos_token after each answer"
+            raise UserError(f"{does} writes no special token after an answer, {how}")
 
     def render(
         self, messages: Sequence[dict], add_generation_prompt: bool = False
@@ -413,8 +489,7 @@ class Tokenizer:
 
         Raise UserError."""
         if self.turn_end_id < 0:
-            lacks = "this tokenizer has no chat template and no <|im_end|>, so no conversations"
-            raise UserError(f"tokenizer: {lacks}")
+            self.check_turn_end()
         check_messages(messages)
         if self.foreign_template:
             return self._render_by_template(messages, add_generation_prompt)
@@ -433,27 +508,68 @@ class Tokenizer:
             mask += [0] * len(opening)
         return ids, mask
 
+    def left_out(self, messages: Sequence[dict]) -> Counter[str]:
+        """Count what the chat template leaves out of a conversation, by kind."""
+        return self._template_of(messages).left_out(messages) if self.foreign_template else Counter()
+
+    def _template_of(self, messages: Sequence[dict]) -> ChatTemplate:
+        has_tools = self.tool_template and take_tools(list(messages))[1] is not None
+        return self.tool_template if has_tools else self.template
+
     def _render_by_template(
         self, messages: Sequence[dict], add_generation_prompt: bool
     ) -> tuple[list[int], list[int]]:
         learn = not add_generation_prompt
+        template = self._template_of(messages)
         ids, mask = [], []
-        for piece in self.template.pieces(messages, add_generation_prompt, learn=learn):
-            if piece.special:
-                new = [self.special_tokens[piece.text]]
-            else:
-                new = self.encode(piece.text)
-            # bytes of the piece's text at which its tokens end
-            ends = np.cumsum([len(self.pieces[i]) for i in new])
-            n_bytes = partial(bytes_until, piece.text, self.engine)
-            ends -= ends[-1:] - n_bytes(len(piece.text))  # a space that the tokenizer puts in front
-            begins = np.concatenate([[0], ends[:-1]])
-            learned = np.zeros(len(new), int)
-            for begin, end in piece.learned:
-                learned |= (begins < n_bytes(end)) & (ends > n_bytes(begin))
+        for k, piece in enumerate(template.pieces(messages, add_generation_prompt, learn=learn)):
+            place = foreign.AFTER_MARKER if k else foreign.START
+            new, learned = self._piece_ids(piece, place)
             ids += new
-            mask += learned.tolist()
+            mask += learned
         return ids, mask
+
+    def _piece_ids(self, piece: Piece, place: str) -> tuple[list[int], list[int]]:
+        """Return (ids, mask) of a piece. place: where it stands, see foreign.py."""
+        if piece.special:
+            return [self._marker_id(piece.text)], [int(bool(piece.learned))]
+        engine, text = self.engine, piece.text
+        cuts, size = piece.cuts, lambda part: engine.position(part, len(part))
+        try:
+            found = foreign.joined(engine.encode_spans, text, cuts, place, size)
+        except BaseException as error:
+            raise foreign.named_panic(error) from None
+        ids, begins, ends = found[0], np.array(found[1], int), np.array(found[2], int)
+        mask = np.zeros(len(ids), int)
+        for span in piece.learned:
+            begin, end = (engine.position(text, place) for place in span)
+            inside = np.flatnonzero((begins < end) & (ends > begin))
+            if len(inside):
+                mask[inside[0] : inside[-1] + 1] = 1
+        return ids, mask.tolist()
+
+
+def split_answer(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return (what stands before the last answer, the answer with what closes it), from `render`.
+
+    Raise UserError if nothing is learned."""
+    mask = np.asarray(mask)
+    learned = np.flatnonzero(mask)
+    if not len(learned):
+        raise UserError("tokenizer: the chat template leaves nothing to learn of an answer")
+    end = int(learned[-1]) + 1
+    begin = 1 + max(np.flatnonzero(mask[:end] == 0).tolist(), default=-1)
+    return list(ids[:begin]), list(ids[begin:end])
+
+
+def today() -> str:
+    return datetime.now().date().isoformat()
+
+
+def recorded_date(directory: Path) -> str:
+    """Return the date that the chat template of a run or of prepared data writes, "" if unknown."""
+    path = foreign.files_of(directory) / "tokenizer_config.json"
+    return read_json(path).get("chat_template_date", "") if path.exists() else ""
 
 
 def check_messages(messages: Sequence[dict]) -> None:
@@ -469,14 +585,6 @@ def check_messages(messages: Sequence[dict]) -> None:
         if not isinstance(content, str):
             has = f"message {i} ({role}) has the content {content!r:.80}"
             raise UserError(f"tokenizer: {has}; it must be a string")
-
-
-def bytes_until(text: str, engine: object, end: int) -> int:
-    """Return how many bytes the tokenizer sees of text[:end]."""
-    seen = text[:end]
-    if getattr(engine, "nfc", False):
-        seen = unicodedata.normalize("NFC", seen)
-    return len(seen.encode())
 
 
 class Pieces(dict):

@@ -1,11 +1,11 @@
 """Best of n: rank the answers to a prompt by a reward model.
 
     ranker = Ranker(load(find_model(reward_from, tokenizer, "reward_from")), tokenizer)
-    ranker.rank(result, n) -> the result with its n best answers, best first, each with its reward
+    ranker.rank(result, asked, n) -> the result with its n best answers, best first, each with its reward
     ranker.report()        -> how many answers have no reward, by reason
 
-The reward of a whole answer is read at the <|im_end|> that closes it. The answers to one prompt are a batch of their
-own, so rewards depend on the prompt, the parameters and the seed, not on the batch size.
+The reward of a whole answer is read at the end of its turn. The answers to one prompt are a batch of their own, so
+rewards depend on the prompt, the parameters and the seed, not on the batch size.
 """
 
 import math
@@ -13,33 +13,39 @@ from collections import Counter
 
 import torch
 
-from groundup.align.reward_model import RewardModel, score_ids
+from groundup.align.reward_model import RewardModel, drawn_ids, score_ids
 from groundup.errors import UserError
-from groundup.generate.completion import Completion, Result
+from groundup.generate.completion import Completion, Result, asked_messages
 from tokenizer import Tokenizer
 
 
 class Ranker:
     """Ranks answers by a reward model, and counts those without a reward."""
 
-    def __init__(self, model: RewardModel, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32) -> None:
-        self.model, self.tokenizer, self.dtype = model, tokenizer, dtype
+    def __init__(
+        self, model: RewardModel, tokenizer: Tokenizer, dtype: torch.dtype = torch.float32, system: str = ""
+    ) -> None:
+        """system: message of conversations that have none."""
+        self.model, self.tokenizer, self.dtype, self.system = model, tokenizer, dtype, system
         self.n_answers = 0
         self.without_reward: Counter[str] = Counter()
 
-    def rank(self, result: Result, n: int) -> Result:
+    def rank(self, result: Result, asked: str | list[dict] | None, n: int) -> Result:
         """Return `result` with its n best completions, best first; ties keep their order. An answer too long for the
-        reward model has no reward (None) and comes after those that have one, an unfinished answer last."""
-        rewards = self.rewards(result)
+        reward model has no reward (None) and comes after those that have one, an unfinished answer last. asked:
+        the question or the messages, None if unknown."""
+        rewards = self.rewards(result, asked)
         scored = [found._replace(reward=reward) for found, reward in zip(result.completions, rewards, strict=True)]
         scored.sort(key=rank_of, reverse=True)
         return result._replace(completions=scored[:n])
 
-    def rewards(self, result: Result) -> list[float | None]:
+    def rewards(self, result: Result, asked: str | list[dict] | None = None) -> list[float | None]:
         """Return the reward of each completion, None if it has none, and count the latter."""
         rows: dict[int, list[int]] = {}
+        messages = None if asked is None else asked_messages(self.system, asked)
         for i, found in enumerate(result.completions):
-            ids = result.prompt_ids + closed_ids(found, self.tokenizer)
+            drawn, longest = drawn_part(found, self.tokenizer), self.model.cfg.block_size
+            ids = drawn_ids(messages, result.prompt_ids, drawn, found.text, self.tokenizer, longest)
             if found.finish_reason != "stop":
                 self.without_reward["ended by length"] += 1
             elif len(ids) > self.model.cfg.block_size:
@@ -66,10 +72,9 @@ def rank_of(found: Completion) -> tuple[bool, float]:
     return found.finish_reason == "stop", -math.inf if found.reward is None else found.reward
 
 
-def closed_ids(found: Completion, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of an answer, with <|im_end|> in place of what ended it, as in training. A stop string may end in
-    the middle of a token, so the text before it is tokenized again."""
+def drawn_part(found: Completion, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of an answer without what ended it. A stop string may end in the middle of a token, so the text
+    before it is tokenized again."""
     if isinstance(found.stop_reason, str):
-        return [*tokenizer.encode(found.text), tokenizer.turn_end_id]
-    ids = found.ids if found.stop_reason is None else found.ids[:-1]
-    return [*ids, tokenizer.turn_end_id]
+        return tokenizer.encode(found.text)
+    return found.ids if found.stop_reason is None else found.ids[:-1]

@@ -15,6 +15,7 @@ because only differences of scores mean something.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +28,13 @@ from groundup.errors import UserError
 from groundup.files.untrusted import read_json
 from groundup.tokens import foreign
 from groundup.tokens.pairs import PairBatch
+from groundup.tokens.templates import OPENED
 from groundup.train import checkpoint, huggingface, lora, ranks
 from groundup.train.config_json import to_hf_config, write_json
 from groundup.train.device import autocast
 from groundup.train.tensor_files import hf_name, save_weights
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, split_answer
 
 LENGTH_BUCKETS = ("chosen_shorter", "alike", "chosen_longer")
 ALIKE = 1.25  # answers are alike in length if neither has more than this many times the tokens
@@ -140,16 +142,44 @@ def score(
 
 
 def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids up to the <|im_end|> that closes the last answer.
+    """Return the ids up to what ends the last answer.
 
     Raise UserError if the last message is not an answer."""
     if not messages or messages[-1].get("role") != "assistant":
         raise UserError(
             "reward: a conversation must end with the assistant's answer, which is what gets a score"
         )
-    ids, learned = tokenizer.render(messages)
-    n_after = learned[::-1].index(1)  # tokens of the template behind the answer
-    return ids[: len(ids) - n_after]
+    prompt, answer = split_answer(*tokenizer.render(messages))
+    return prompt + answer
+
+
+def drawn_ids(
+    messages: list[dict] | None,
+    prompt: list[int],
+    drawn: list[int],
+    text: str,
+    tokenizer: Tokenizer,
+    longest: int,
+) -> list[int]:
+    """Return the ids at whose end a model's own answer is scored: those of training.
+
+    They are the drawn ids and what ends a turn, unless the template writes this answer otherwise.
+    What it cannot write, or makes longer than `longest` ids, is scored as it was drawn.
+
+    messages, prompt: before the answer, and their ids. drawn: without the id that ended the answer;
+    text: of them."""
+    ids = [*prompt, *drawn, *tokenizer.closing_ids]
+    if not messages or not tokenizer.special_ids.isdisjoint(drawn):
+        return ids
+    opened = OPENED.search(tokenizer.decode(prompt))
+    if opened and "</think>" not in opened[0]:
+        text = opened[0] + text  # the thoughts begin in the prompt
+    answer = {"role": "assistant", "content": text}
+    with suppress(UserError):
+        written = answered_ids([*messages, answer], tokenizer)
+        if len(written) <= longest and tokenizer.decode(written) != tokenizer.decode(ids):
+            return written
+    return ids
 
 
 @torch.no_grad()

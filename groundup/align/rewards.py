@@ -9,8 +9,9 @@ before the answer, its text, and the row of the data, which may hold the right a
 once, when it is read. The same answer must always get the same reward, or a run cannot be resumed
 exactly.
 
-A reward model reads the very ids that were sampled, and scores the <|im_end|> that closes them. An
-unfinished answer has no reward here; the setting `unfinished` of rl.py says what it gets.
+A reward model reads the ids that were sampled, or those of its training if the chat template writes
+the answer otherwise, and scores what ends the turn. An unfinished answer has no reward here; the
+setting `unfinished` of rl.py says what it gets.
 """
 
 import copy
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from configurator import load_function
-from groundup.align.reward_model import find_model, load, score_ids
+from groundup.align.reward_model import drawn_ids, find_model, load, score_ids
 from groundup.errors import UserError
 from groundup.tokens.corpus import names_of
 from groundup.tokens.prompts import Prompt
@@ -183,11 +184,14 @@ class ModelReward:
         self.fingerprint = huggingface.shared_fingerprint(directory)
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the scores of finished answers, read at the <|im_end|> that replaces the last id.
+        """Return the scores of finished answers, read at the end of the turn.
 
         Raise UserError for a score that is not finite, and for an answer too long for the model."""
-        end = self.tokenizer.turn_end_id
-        rows = [[*rollout.prompt.ids, *rollout.ids[:-1], end] for rollout in rollouts]
+        rows = []
+        for rollout in rollouts:
+            prompt, drawn = rollout.prompt, rollout.ids[:-1]
+            of_training = prompt.messages, prompt.ids, drawn, rollout.text
+            rows.append(drawn_ids(*of_training, self.tokenizer, self.block_size))
         pad_id = max(self.tokenizer.pad_id, 0)
         scores = score_ids(self.model, rows, pad_id, self.batch_size, self.dtype)
         for rollout, value in zip(rollouts, scores, strict=True):

@@ -34,10 +34,10 @@ OWN_KEYS = (
     "prompt_logprobs",
 )  # what an answer has beside the fields of its prompt
 
-Encode = Callable[
-    [str | list[dict], bool], list[int]
-]  # (prompt, whether it is a text to continue) -> ids
-Rank = Callable[[Result], Result]  # gives each completion a reward, and keeps the best ones
+# (prompt, whether it is a text to continue) -> ids
+Encode = Callable[[str | list[dict], bool], list[int]]
+# (result, what was asked) -> the best completions, each with its reward
+Rank = Callable[[Result, str | list[dict]], Result]
 
 
 class Answers:
@@ -79,13 +79,12 @@ class Answers:
     ) -> None:
         """Append the answer to each prompt as it finishes: a kill loses only the unfinished
         ones. Without `out`, and without log-probabilities, print them for people, see Table."""
-        begun: list[
-            tuple[int, dict]
-        ] = []  # line number and fields of each prompt given to the engine
+        # line number, fields and question of each prompt given to the engine
+        begun: list[tuple[int, dict, str | list[dict]]] = []
 
         def prompts() -> Iterator[list[int]]:
-            for index, fields, ids in self._rows(encode, model.cfg.block_size):
-                begun.append((index, fields))
+            for index, fields, asked, ids in self._rows(encode, model.cfg.block_size):
+                begun.append((index, fields, asked))
                 yield ids
 
         for_people = not self.out and params.logprobs < 0 and params.prompt_logprobs < 0
@@ -95,11 +94,11 @@ class Answers:
             for number, result in generate_each(
                 model, tokenizer, prompts(), params, batch_size, compile
             ):
-                index, fields = begun[number]
-                result = rank(result) if rank else result
+                index, fields, asked = begun[number]
+                result = rank(result, asked) if rank else result
                 if table:
                     texts = [completion.text for completion in result.completions]
-                    file.write(table.add(number, fields, texts))
+                    file.write(table.add(number, fields, asked, texts))
                 else:
                     answer = answer_fields(result, tokenizer, params, bool(rank))
                     file.write(json_line({"index": index} | fields | answer))
@@ -129,9 +128,12 @@ class Answers:
                 ) from None
             yield file
 
-    def _rows(self, encode: Encode, context: int) -> Iterator[tuple[int, dict, list[int]]]:
-        """Yield (line, fields, ids) of the prompts that are not done; print and count those that
-        cannot be answered."""
+    def _rows(
+        self, encode: Encode, context: int
+    ) -> Iterator[tuple[int, dict, str | list[dict], list[int]]]:
+        """Yield (line, fields, question, ids) of the prompts that are not done.
+
+        Print and count those that cannot be answered."""
         for index, line in self.lines.items():
             if index in self.done:
                 continue
@@ -147,7 +149,7 @@ class Answers:
                 self.problems += 1
                 tqdm.write(f"{self.name}:{index + 1}: {error}", file=sys.stderr)
             else:
-                yield index, fields, ids
+                yield index, fields, asked, ids
 
     def _read_done(self) -> set[int]:
         """Return the lines that `out` answers; cut off a half line at its end. Raise UserError
@@ -190,9 +192,8 @@ class Table:
         self.waiting: dict[int, str] = {}  # lines by number of the prompt, until those before come
         self.n_expected, self.n_right = 0, 0
 
-    def add(self, number: int, fields: dict, texts: list[str]) -> str:
+    def add(self, number: int, fields: dict, asked: str | list[dict], texts: list[str]) -> str:
         """Take the answers to prompt `number`; return the lines that can be printed now."""
-        asked = asked_of(fields, self.settings)
         question = asked if isinstance(asked, str) else asked[-1]["content"]
         expected = ""
         with contextlib.suppress(ValueError):  # a text to continue

@@ -77,8 +77,13 @@ def prompt_ids(
                 "sample: a text to continue has no reward; give it as prompt or messages"
             )
         return begin_prompt(tokenizer, prompt)
+    return tokenizer.render(asked_messages(system, prompt), add_generation_prompt=True)[0]
+
+
+def asked_messages(system: str, prompt: str | list[dict]) -> list[dict]:
+    """Return the conversation to answer: a user's message or several messages, with a system message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.render(begin_with(system, messages), add_generation_prompt=True)[0]
+    return begin_with(system, messages)
 
 
 def begin_with(system: str, messages: list[dict]) -> list[dict]:

@@ -172,6 +172,11 @@ class Inspector:
         items = [item for item, _, _ in batch]
         verdicts = [self.judge.judge(item) for item in items]
         passed = [i for i, (reason, _) in enumerate(verdicts) if reason == "kept"]
+        if self.judge.tokenizer:
+            for i in passed:
+                left_out = self.judge.tokenizer.left_out(json.loads(items[i].row)["messages"])
+                for what, n in left_out.items():
+                    self.counts.mended[f"left out by the chat template: {what}"] += n
         units = dedup.units([items[i].compared for i in passed])
         found = self.judge.contaminated([items[i] for i in passed], units)
         keys = [dedup.exact_key(item.row or item.text) for item in items]

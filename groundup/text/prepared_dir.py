@@ -27,7 +27,7 @@ OWN = re.compile(
 def work_dir(out_dir: Path) -> Iterator[Path]:
     """Lock and yield the hidden directory beside `out_dir`. It is removed at the end, and after an error of the user if
     little was done. It stays after a kill or the loss of a worker, so that the next run can continue."""
-    work = out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
+    work = work_path(out_dir)
     handle = lock(work, out_dir)
     try:
         if (work / "old").exists() and not out_dir.exists():
@@ -43,6 +43,10 @@ def work_dir(out_dir: Path) -> Iterator[Path]:
         remove(work)
     finally:
         os.close(handle)
+
+
+def work_path(out_dir: Path) -> Path:
+    return out_dir.absolute().parent / f".{out_dir.absolute().name}.work.tmp"
 
 
 def remove(work: Path) -> None:

@@ -14,7 +14,7 @@ from groundup.text.pipeline import inspect_unit, plan_units
 from groundup.text.recipe import KEPT, REASONS, Input, Recipe, Unit, read_json
 from groundup.text.report import detail_of, read_document
 from groundup.text.selection import Selection, select
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, split_answer
 
 MAX_TOKENS = 120  # shown of one text
 MAX_CHARS = 600  # likewise, without a tokenizer
@@ -76,7 +76,13 @@ def lines_of(document: str, kind: str, tokenizer: Tokenizer | None) -> list[str]
         return turns(row["messages"], tokenizer)
     lines = turns(row["prompt"], tokenizer, False)
     for name in ("chosen", "rejected"):
-        lines.append(f"{name:<9}: {' '.join(turns([{'role': 'assistant', 'content': row[name]}], tokenizer))}")
+        answer = {"role": "assistant", "content": row[name]}
+        if tokenizer is None:
+            shown = turns([answer], None)[0]
+        else:
+            _, ids = split_answer(*tokenizer.render([*row["prompt"], answer]))
+            shown = f"[[{bars(ids, tokenizer)}]]"
+        lines.append(f"{name:<9}: {shown}")
     return lines
 
 

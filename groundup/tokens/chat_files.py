@@ -52,7 +52,6 @@ class Conversations:
     tokens: np.ndarray  # (n_ids,) uint16 or uint32
     mask: np.ndarray  # (n_ids,) uint8
     offsets: np.ndarray  # (n + 1,) int64
-    end_id: int  # ends an assistant's turn
     pad_id: int  # 0 if the tokenizer has none: padding is never read
     fingerprint: str  # sha256 of all this, the same in memory and mapped
 
@@ -72,7 +71,7 @@ def make_conversations(
     tokens, mask, offsets = arrays
     pad_id = max(tokenizer.pad_id, 0)
     fingerprint = fingerprint_of(digests, tokenizer.chat_fingerprint())
-    return Conversations(tokens, mask, offsets, tokenizer.turn_end_id, pad_id, fingerprint)
+    return Conversations(tokens, mask, offsets, pad_id, fingerprint)
 
 
 def in_memory(
@@ -159,8 +158,10 @@ class ChatReader(RowReader):
             raise Unusable(problem)
         answered = usable.trim_chat(messages)
         self.trimmed += len(answered) < len(messages)
-        item = tokenize(answered, self.tokenizer) if self.tokenizer else answered
-        return dialogue_text(answered), item
+        if not self.tokenizer:
+            return dialogue_text(answered), answered
+        self.left_out += self.tokenizer.left_out(answered)
+        return dialogue_text(answered), tokenize(answered, self.tokenizer)
 
 
 def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRows:

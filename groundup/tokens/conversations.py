@@ -34,17 +34,15 @@ from tokenizer import Tokenizer
 # ---- rows ------------------------------------------------------------------------------------
 
 
-def fit(
-    ids: np.ndarray, mask: np.ndarray, end_id: int, limit: int
-) -> tuple[np.ndarray, np.ndarray]:
+def fit(ids: np.ndarray, mask: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, mask), cut after the last complete answer that fits into `limit` ids.
 
-    The newline after its end_id stays if it fits. Empty if no answer fits. No end_id is added: it
-    would teach the model to stop in the middle of a sentence.
+    The newline after it stays if it fits. Empty if no answer fits. Nothing is added that ends an
+    answer: it would teach the model to stop in the middle of a sentence.
     """
     if len(ids) <= limit:
         return ids, mask
-    ends = 1 + np.flatnonzero((mask == 1) & (ids == end_id))
+    ends = 1 + np.flatnonzero(mask > np.append(mask[1:], 0))
     if not len(ends) or ends[0] > limit:
         return ids[:0], mask[:0]
     newline = len(ids) - int(ends[-1])  # ids after every end; the last turn is the assistant's
@@ -99,7 +97,7 @@ class Rows:
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():
-            ids, mask = fit(*talks.ids(i), talks.end_id, limit)
+            ids, mask = fit(*talks.ids(i), limit)
             lengths[i], labels[i] = len(ids), mask.sum()
             what = "cut after an answer that fits" if len(ids) else "left out: no answer fits"
             counts[f"{what} in block_size={self.block_size}"] += 1

@@ -9,9 +9,9 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import regex
@@ -19,9 +19,9 @@ import sentencepiece
 import tiktoken
 
 from groundup.errors import UserError
-from groundup.files.untrusted import scrub, why_unusable
+from groundup.files.untrusted import parse_object, read_bytes, read_json, scrub, why_unusable
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # a directory has one of them; the first wins
 SIZE_STEP = 128  # vocabularies are padded to a multiple: the matrix products of the head are faster
 MOST_IDS = 2**24  # of a tokenizer; a file may give a token any number
 
@@ -261,6 +261,10 @@ def merge_below(token: bytes, limit: int, ranks: dict[bytes, int]) -> list[bytes
 
 # ---- any other tokenizer.json: the library tokenizers ----------------------------------------
 
+# Where a text stands: some tokenizers put a space before every text, others not after a marker
+START, AFTER_MARKER, INSIDE = "start", "after a marker", "inside a text"
+Spans = tuple[list[int], list[int], list[int]]  # ids, where each begins and ends in the text
+
 
 class LibraryTokenizer:
     """A tokenizer.json that tiktoken cannot run, by the library it was made for.
@@ -274,17 +278,20 @@ class LibraryTokenizer:
         except ImportError:
             raise UserError(f"{why}; to use it: pip install tokenizers==0.23.3") from None
         self.sha256 = hashlib.sha256(to_json(description)).hexdigest()
-        plain = description | {"truncation": None, "padding": None}
+        # its post-processor would add special tokens, and change where tokens begin
+        plain = description | {"truncation": None, "padding": None, "post_processor": None}
+        self.plain, self.make = json.dumps(plain), tokenizers.Tokenizer.from_str
+        self.runners: dict[str, Any] = {}
         try:
-            self.runner = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            self.runner(START)
         except BaseException as error:  # the library's own Exception, or a panic
             raise UserError(f"{why}, and tokenizers cannot read it: {str(error)[:200]}") from None
-        if reason := why_unusable(lambda: [self.runner.encode(text) for text in REPETITIVE]):
+        if reason := why_unusable(lambda: self.runner(START).encode_batch(REPETITIVE)):
             raise UserError(f"{why}, and tokenizers cannot run it: {reason}")
-        self.runner.encode_special_tokens = True  # their names in a text are ordinary text
 
         added = description.get("added_tokens") or []
         self.special_tokens = {token["content"]: token["id"] for token in added if token["special"]}
+        self.words = {token["content"]: token["id"] for token in added if not token["special"]}
         self.names = re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")
         decoder = json.dumps(description.get("decoder"))
         if '"ByteLevel"' in decoder:
@@ -298,27 +305,67 @@ class LibraryTokenizer:
             vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
         special = self.special_tokens
         self.token_bytes = {i: to_bytes(word) for word, i in vocab.items() if word not in special}
-        for token in added:
-            if not token["special"]:
-                self.token_bytes[token["id"]] = token["content"].encode()
+        self.token_bytes |= {i: word.encode() for word, i in self.words.items()}
+
+    def runner(self, place: str) -> Any:
+        """Return the library's tokenizer for texts that stand there."""
+        if place not in self.runners:
+            text = self.plain
+            if place != START:
+                text = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+            if place == INSIDE:
+                text = text.replace('"prepend_scheme": "always"', '"prepend_scheme": "never"')
+                text = text.replace('"add_prefix_space": true', '"add_prefix_space": false')
+                text = re.sub(r'("type": "Prepend", "prepend": )"[^"]*"', r'\1""', text)
+            if place != START and text == self.plain:
+                return self.runner(START)
+            self.runners[place] = self.make(text)
+            # names of special tokens in a text are ordinary text
+            self.runners[place].encode_special_tokens = True
+        return self.runners[place]
+
+    def encode_spans(self, text: str, place: str = START) -> Spans:
+        """Return the ids of a text, and the characters at which each begins and ends."""
+        text = scrub(text)
+        found = self.runner(place).encode(text, add_special_tokens=False)
+        if not {*self.special_tokens.values()}.isdisjoint(found.ids):
+            # a Unigram vocabulary may hold the names of special tokens as words: cut those
+            if cuts := [match.start() + 1 for match in self.names.finditer(text)]:
+                return joined(self.encode_spans, text, cuts, place, len)
+        begins, ends = zip(*found.offsets, strict=True) if found.ids else ((), ())
+        return found.ids, list(begins), list(ends)
 
     def encode(self, text: str) -> list[int]:
-        text = scrub(text)
-        ids = self.runner.encode(text, add_special_tokens=False).ids
-        if not {*self.special_tokens.values()} & {*ids}:
-            return ids
-        # a Unigram vocabulary may hold the names of special tokens as words: cut those
-        cuts = [0, *(match.start() + 1 for match in self.names.finditer(text)), len(text)]
-        ids = []
-        for begin, end in itertools.pairwise(cuts):
-            ids += self.runner.encode(text[begin:end], add_special_tokens=False).ids
-        return ids
+        return self.encode_spans(text)[0]
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)
 
+    def position(self, text: str, end: int) -> int:
+        """Return where text[:end] ends, as encode_spans counts."""
+        return end
+
     def identity(self) -> list:
         return [self.sha256]
+
+
+def joined(
+    encode_spans: Callable[[str, str], Spans],
+    text: str,
+    cuts: Sequence[int],
+    place: str,
+    size: Callable[[str], int],
+) -> Spans:
+    """Return the Spans of a text that is encoded in parts. size: of a part, as the spans count."""
+    ids, begins, ends, start = [], [], [], 0
+    for begin, end in itertools.pairwise([0, *cuts, len(text)]):
+        part = text[begin:end]
+        new, part_begins, part_ends = encode_spans(part, INSIDE if begin else place)
+        ids += new
+        begins += [start + one for one in part_begins]
+        ends += [start + one for one in part_ends]
+        start += size(part)
+    return ids, begins, ends
 
 
 def bytes_of_piece(piece: str) -> bytes:
@@ -330,25 +377,35 @@ def bytes_of_piece(piece: str) -> bytes:
 
 # ---- tokenizer.model: sentencepiece ----------------------------------------------------------
 
+# A ModelProto with normalizer_spec.add_dummy_prefix = false: behind another one it overrides that
+NO_PREFIX = b"\x1a\x02\x18\x00"
+USER_DEFINED = 4  # the type of a piece that is found in every text
+
 
 class SentencePieceBPE:
     """The backend "sentencepiece": a tokenizer.model, run by sentencepiece.
 
     Attributes as in ByteLevelBPE."""
 
-    def __init__(self, model: bytes, added_tokens: dict) -> None:
-        """Take a tokenizer.model, and "added_tokens_decoder" of tokenizer_config.json."""
+    def __init__(self, model: bytes, config: dict) -> None:
+        """Take a tokenizer.model, and tokenizer_config.json: "added_tokens_decoder", "legacy"."""
         try:
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")
         except RuntimeError:
             raise UserError("tokenizer.model is damaged") from None
         self.processor = processor
         self.sha256 = hashlib.sha256(model).hexdigest()
+        added = config.get("added_tokens_decoder") or {}
         self.special_tokens = {
-            token["content"]: int(i) for i, token in added_tokens.items() if token["special"]
+            token["content"]: int(i) for i, token in added.items() if token["special"]
         }
-        self.token_bytes = {}
-        for i in range(processor.get_piece_size()):
+        # tokens behind the pieces that are found in text
+        self.words = {
+            token["content"]: int(i) for i, token in added.items() if not token["special"]
+        }
+        self.token_bytes = {i: word.encode() for word, i in self.words.items()}
+        user_defined = []
+        for i, kind in enumerate(piece_types(model)):
             piece = processor.id_to_piece(i)
             if processor.is_control(i) or processor.is_unknown(i):
                 self.special_tokens[piece] = i
@@ -356,25 +413,107 @@ class SentencePieceBPE:
                 self.token_bytes[i] = bytes_of_piece(piece)
             else:
                 self.token_bytes[i] = piece.replace(SPACE, " ").encode()
+            if kind == USER_DEFINED:
+                user_defined.append(piece)
+                if piece not in self.special_tokens:
+                    self.words[piece] = i
+        for i in self.special_tokens.values():
+            self.token_bytes.pop(i, None)
         # Llama 2's puts a space before every text, so it would put one after each U+2581, too;
         # then the ids of U+2581 are its own.
         self.has_prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
         names = [f"<0x{byte:02X}>" for byte in SPACE.encode()]
         self.space_in_bytes = [processor.piece_to_id(name) for name in names]
+        # where no space is put before a text; transformers' "legacy" puts one after a marker
+        self.bare = processor
+        if self.has_prefix:
+            self.bare = sentencepiece.SentencePieceProcessor(model_proto=model + NO_PREFIX)
+        self.legacy = bool(config.get("legacy"))
+
+        # Text is cut at added words, at U+2581, and within user-defined names of special tokens.
+        pieces = {processor.id_to_piece(i) for i in range(processor.get_piece_size())}
+        whole = [re.escape(word) for word in self.words if word not in pieces]
+        whole += [] if self.has_prefix else [SPACE]
+        within = [name for name in user_defined if name in self.special_tokens]
+        within = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in within]
+        self.breaks = re.compile("|".join([*within, *whole]) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         text = scrub(text)
-        first, *rest = [text] if self.has_prefix else text.split(SPACE)
-        ids = self.processor.encode(first)
-        for part in rest:
-            ids += self.space_in_bytes + self.processor.encode(part)
-        return ids
+        if self.breaks.search(text):
+            return self.encode_spans(text)[0]
+        return self.processor.encode(text)
+
+    def encode_spans(self, text: str, place: str = START) -> Spans:
+        """Return the ids of a text, and the bytes at which each begins and ends."""
+        text = scrub(text)
+        ids, begins, ends, start, at = [], [], [], 0, 0
+        for found in [*self.breaks.finditer(text), None]:
+            name = found[0] if found else ""
+            is_whole = name in self.words or name == SPACE
+            end = found.start() + (not is_whole) if found else len(text)
+            new = self._encode_part(text[at:end], place)
+            ids += [i for i, _, _ in new]
+            begins += [start + begin for _, begin, _ in new]
+            ends += [start + end for _, _, end in new]
+            start += len(text[at:end].encode())
+            at, place = end, INSIDE
+            if is_whole:
+                own = [self.words[name]] if name in self.words else self.space_in_bytes
+                ids += own
+                begins += [start] * len(own)
+                start += len(name.encode())
+                ends += [start] * len(own)
+                at, place = found.end(), AFTER_MARKER if name in self.words else START
+        return ids, begins, ends
+
+    def _encode_part(self, text: str, place: str) -> list[tuple[int, int, int]]:
+        """Return (id, begin, end) of each token of a text without breaks."""
+        with_prefix = place == START or (place == AFTER_MARKER and self.legacy)
+        processor = self.processor if with_prefix else self.bare
+        pieces = processor.encode(text, out_type="proto").pieces
+        found = [[piece.id, piece.begin, piece.end] for piece in pieces]
+        # of a character in several bytes only the last has its place
+        for one, following in reversed(list(itertools.pairwise(found))):
+            if one[1] == one[2]:
+                one[2] = following[2]
+        return found
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), dtype=np.uint32)
 
+    def position(self, text: str, end: int) -> int:
+        """Return where text[:end] ends, as encode_spans counts."""
+        return len(scrub(text[:end]).encode())
+
     def identity(self) -> list:
-        return [self.sha256]
+        return [self.sha256, self.legacy, sorted(self.words)]
+
+
+def piece_types(model: bytes) -> list[int]:
+    """Return the types of the pieces of a ModelProto (sentencepiece_model.proto): 1 = normal.
+
+    A piece is field 1: its text (field 1), score (2) and type (3), in protobuf's wire format."""
+
+    def varint(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            value |= (model[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if model[at - 1] < 128:
+                return value, at
+
+    def fields(at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, begin, end or value) of the fields there."""
+        while at < end:
+            key, at = varint(at)
+            number, wire = key >> 3, key & 7
+            size, begin = varint(at) if wire in (0, 2) else ({1: 8, 5: 4}[wire], at)
+            yield number, begin, size if wire == 0 else begin + size
+            at = begin if wire == 0 else begin + size
+
+    pieces = [(begin, end) for number, begin, end in fields(0, len(model)) if number == 1]
+    return [next((v for n, _, v in fields(*one) if n == 3), 1) for one in pieces]
 
 
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces, so in text it is written as bytes
@@ -397,7 +536,7 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     what transformers does for Llama's."""
     if "add_bos_token" in config:
         return bool(config["add_bos_token"])
-    if "tokenizer.model" in files:
+    if "tokenizer.json" not in files:
         return str(config.get("tokenizer_class", "")).startswith("Llama")
     processor = json.loads(files["tokenizer.json"]).get("post_processor") or {}
     steps = processor.get("processors") or [processor]
@@ -405,15 +544,40 @@ def begins_text(files: dict[str, bytes], config: dict) -> bool:
     return any("SpecialToken" in step["single"][0] for step in templates)
 
 
-def find_template(files: dict[str, bytes], config: dict) -> str:
-    """Return the chat template of a tokenizer, "" if there is none; of several the default."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+def find_templates(files: dict[str, bytes], config: dict) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by their names, "default" and "tool_use" ..."""
     found = config.get("chat_template") or ""
     if isinstance(found, list):
         named = {one["name"]: one["template"] for one in found}
-        return named.get("default", "")
-    return found
+    else:
+        named = {"default": found}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].decode()
+    return named
+
+
+def read_more(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return `files` with what a directory's other files say, in tokenizer_config.json.
+
+    These are additional_chat_templates/NAME.jinja and, of old directories with a tokenizer.model,
+    added_tokens.json: {name: id}."""
+    config = parse_object(files.get("tokenizer_config.json", b"{}"))
+    changes = {}
+    more = sorted(directory.glob("additional_chat_templates/*.jinja"))
+    if more:
+        named = find_templates(files, config) | {
+            path.stem: read_bytes(path).decode() for path in more
+        }
+        listed = [{"name": name, "template": source} for name, source in named.items() if source]
+        changes["chat_template"] = listed
+        files = {name: text for name, text in files.items() if name != "chat_template.jinja"}
+    added = directory / "added_tokens.json"
+    if "tokenizer.json" not in files and added.exists():
+        tokens = {str(i): added_token(name) for name, i in read_json(added).items()}
+        changes["added_tokens_decoder"] = tokens | (config.get("added_tokens_decoder") or {})
+    if not changes:
+        return files
+    return files | {"tokenizer_config.json": to_json(config | changes)}
 
 
 def find_special(
@@ -456,14 +620,14 @@ def reserved(n: int, taken: Iterable[str]) -> list[str]:
 def with_specials(files: dict[str, bytes], names: list[str], first: int) -> dict[str, bytes]:
     """Return `files` with the special tokens `names` added; their ids count from `first`."""
     numbered = list(enumerate(names, start=first))
-    if "tokenizer.model" in files:
+    if "tokenizer.json" not in files:
         config = json.loads(files["tokenizer_config.json"])
         tokens = config.get("added_tokens_decoder") or {}
         tokens |= {str(i): added_token(name) for i, name in numbered}
         config["added_tokens_decoder"] = tokens
-        # a tokenizer.json beside the model is a copy without the new tokens
-        files = {name: content for name, content in files.items() if name != "tokenizer.json"}
         return files | {"tokenizer_config.json": to_json(config)}
+    # a tokenizer.model beside it is a copy without the new tokens
+    files = {name: content for name, content in files.items() if name != "tokenizer.model"}
     description = json.loads(files["tokenizer.json"])
     added = description["added_tokens"]
     added += [added_token(name, i) for i, name in numbered]

@@ -24,7 +24,7 @@ from groundup.tokens.pairs import (
     Pairs,
     Tokenized,
     load_pairs,
-    tokenize,
+    tokenize_answer,
 )
 from groundup.tokens.row_reader import STRANGE, Unusable
 
@@ -39,10 +39,11 @@ class LabelReader(PairReader):
         label = usable.label_of(row)
         if label is None:
             text, pair = super().item(row, place)
-            nothing = pair.chosen[:0]
-            good = Tokenized(pair.prompt, pair.chosen, nothing, 1.0)
-            bad = Tokenized(pair.prompt, pair.rejected, nothing, -1.0)
-            return text, [good, bad]
+            answers = []
+            for ids, n, label in zip(pair[1:3], pair.given, (1.0, -1.0), strict=True):
+                prompt = np.concatenate([pair.prompt, ids[:n]])
+                answers.append(Tokenized(prompt, ids[n:], ids[:0], label))
+            return text, answers
 
         messages, detail = row_formats.messages_of(row)
         if detail:
@@ -56,11 +57,11 @@ class LabelReader(PairReader):
         if not prompt:
             raise Unusable("answer without a prompt")
         self.trimmed += len(messages) > len(prompt) + 1
-        ids = tokenize(usable.Pair(prompt, answer["content"], ""), self.tokenizer)
-        length = len(ids.prompt) + len(ids.chosen)
+        before, learned = tokenize_answer(prompt, answer["content"], self.tokenizer)
+        length = len(before) + len(learned)
         if length > self.longest:
             raise Unusable(f"does not fit in block_size={self.longest}", f"{length} tokens")
-        ids = ids._replace(rejected=ids.chosen[:0], margin=1.0 if label else -1.0)
+        ids = Tokenized(before, learned, learned[:0], 1.0 if label else -1.0)
         return dialogue_text(prompt), [ids]
 
 

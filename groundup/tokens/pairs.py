@@ -3,10 +3,10 @@
     --data='pairs.jsonl,hh.json.gz'        # raw files in any format of row_formats.py
     --data='data/x=0.7,pairs/*.jsonl=0.3'  # a directory of prepare.py --kind=preference, and a glob
 
-Both sides of a pair have the same prompt, rendered up to the opened turn of the assistant. An
-answer is its text and <|im_end|>, where generation stops. Left out: a pair whose longer side does
-not fit in block_size, and one whose row says that an answer was cut off. A row may have a number
-`margin`: how much better the chosen answer is, on any scale.
+Both sides of a pair have the same prompt, up to the opened turn of the assistant. An answer is what
+sft.py learns of it: the ids that the renderer marks, with those that end the turn. Left out: a pair
+whose longer side does not fit in block_size, and one whose row says that an answer was cut off. A
+row may have a number `margin`: how much better the chosen answer is, on any scale.
 """
 
 import math
@@ -28,7 +28,7 @@ from groundup.tokens.mixture import Sampler, hash_words, permute
 from groundup.tokens.row_corpus import RowCorpus
 from groundup.tokens.row_reader import STRANGE, RowReader, Unusable
 from groundup.tokens.token_files import token_dtype
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, split_answer
 
 WINDOW = 64  # batches of the seeded order within which pairs are sorted by length
 PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a row is STRANGE
@@ -44,19 +44,38 @@ PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a 
 class Tokenized(NamedTuple):
     """A pair as ids, each array 1-D of the vocabulary's type."""
 
-    prompt: np.ndarray  # up to and with the opened turn of the assistant
-    chosen: np.ndarray  # the answer and <|im_end|>
+    prompt: np.ndarray  # what stands before both answers
+    chosen: np.ndarray  # the answer and what ends the turn
     rejected: np.ndarray
     margin: float = 0.0
+    # ids at the head of each answer that are not learned: a template may open a block of thoughts,
+    # or another form of it, for one of the answers
+    given: tuple[int, int] = (0, 0)
 
 
 def tokenize(pair: usable.Pair, tokenizer: Tokenizer) -> Tokenized:
     """Return the ids of a pair: its text cannot open or close a turn, see `Tokenizer.render`."""
+    prompt, chosen = tokenize_answer(pair.prompt, pair.chosen, tokenizer)
+    other_prompt, rejected = tokenize_answer(pair.prompt, pair.rejected, tokenizer)
+    n = min(len(prompt), len(other_prompt))
+    differ = np.flatnonzero(prompt[:n] != other_prompt[:n])
+    shared = int(differ[0]) if len(differ) else n
+    return Tokenized(
+        prompt[:shared],
+        np.concatenate([prompt[shared:], chosen]),
+        np.concatenate([other_prompt[shared:], rejected]),
+        given=(len(prompt) - shared, len(other_prompt) - shared),
+    )
+
+
+def tokenize_answer(
+    prompt: list[dict], answer: str, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids (prompt, answer) of a conversation that ends with `answer`, as sft.py's."""
+    ids, mask = tokenizer.render([*prompt, {"role": "assistant", "content": answer}])
     dtype = token_dtype(tokenizer.vocab_size)
-    prompt, _ = tokenizer.render(pair.prompt, add_generation_prompt=True)
-    chosen = [*tokenizer.encode(pair.chosen), tokenizer.turn_end_id]
-    rejected = [*tokenizer.encode(pair.rejected), tokenizer.turn_end_id]
-    return Tokenized(np.array(prompt, dtype), np.array(chosen, dtype), np.array(rejected, dtype))
+    before, learned = split_answer(ids, mask)
+    return np.array(before, dtype), np.array(learned, dtype)
 
 
 def read_pair(row: object) -> usable.Pair:
@@ -116,6 +135,7 @@ class Pairs:
         self.tokens = np.concatenate([np.zeros(0, token_dtype(tokenizer.vocab_size)), *parts])
         self.offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
         self.margin = np.array([pair.margin for pair in found], np.float32)
+        self.given = np.array([pair.given for pair in found], np.int64).reshape(-1, 2)
 
         sizes = np.diff(self.offsets).reshape(-1, 3)
         self.lengths = sizes[:, :1] + sizes[:, 1:]
@@ -123,8 +143,10 @@ class Pairs:
         if found:
             self.columns = columns_for(self.lengths.max(1), block_size)
         self.n_rows = len(found)
-        self.n_labels, self.n_used = sizes[:, 1:].sum(1), self.lengths.sum(1)
-        digests = [sha256_of(array) for array in (self.tokens, self.offsets, self.margin)]
+        self.n_labels = (sizes[:, 1:] - self.given).sum(1)
+        self.n_used = self.lengths.sum(1)
+        arrays = (self.tokens, self.offsets, self.margin, self.given.ravel())
+        digests = [sha256_of(array) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
     def ids(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -141,11 +163,11 @@ class PairBatch(NamedTuple):
     answer. A batch of one side only has B rows instead of 2B.
     """
 
-    x: Tensor  # (2B, T) int64, up to and including the <|im_end|> of the answer
+    x: Tensor  # (2B, T) int64, up to and including what ends the answer's turn
     index: Tensor  # (n,) int64: positions in the flat x, ascending
     targets: Tensor  # (n,) int64: the tokens that follow them
     row: Tensor  # (n,) int64: their rows, of 2B
-    lengths: Tensor  # (2B,) int64: tokens of each row; the last is <|im_end|>
+    lengths: Tensor  # (2B,) int64: tokens of each row; the last ends the answer
     number: Tensor  # (B,) int64: of each pair in its corpus
     # (B,) float32: how much better the chosen answer is, 0 = unknown; for kto the label, 1 or -1
     margin: Tensor
@@ -166,6 +188,7 @@ def load_pairs(
     ids = [pairs.ids(row) for pairs, row in found]
     n_columns = max(int(pairs.columns[row]) for pairs, row in found)
     texts = [(of_pair[0], of_pair[side]) for side in sides for of_pair in ids]
+    given = [pairs.given[row, side - 1] for side in sides for pairs, row in found]
 
     x = np.full((len(texts), n_columns), splits[0].pad_id, np.int64)
     learned = np.zeros(x.shape, bool)
@@ -174,7 +197,7 @@ def load_pairs(
         begin, end = len(prompt), len(prompt) + len(answer)
         x[b, :begin] = prompt
         x[b, begin:end] = answer
-        learned[b, begin - 1 : end - 1] = True
+        learned[b, begin + given[b] - 1 : end - 1] = True
         lengths[b] = end
     index = np.flatnonzero(learned)
     number = np.array([pairs.first + row for pairs, row in found], np.int64)

@@ -32,8 +32,7 @@ class RowCorpus(Corpus):
     def open(self, spec: str, val_data: str, val_fraction: float) -> None:
         """Read and lay out all sources. Raise UserError."""
         stages = parse_data_dir(spec, "data")
-        paths = [path for stage in stages for path in stage.weights]
-        self.paths = list(dict.fromkeys(paths))
+        self.paths = paths_of(spec)
         self.names = names_of(self.paths)
         self.found = [self.read(path, 0.0 if val_data else val_fraction) for path in self.paths]
         pairs = zip(self.names, self.found, strict=True)
@@ -127,6 +126,12 @@ class RowCorpus(Corpus):
         for name, rows in sources:
             lines += rows.reader.report(name)
         return lines
+
+
+def paths_of(spec: str) -> list[str]:
+    """Return the files and directories that a `data` string names, each once. Raise UserError."""
+    paths = [path for stage in parse_data_dir(spec, "data") for path in stage.weights]
+    return list(dict.fromkeys(paths))
 
 
 def left_out(readers: Sequence[RowReader], laid_out: Sequence[Any]) -> str:

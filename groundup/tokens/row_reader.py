@@ -49,6 +49,7 @@ class RowReader:
         )  # rows by their keys that hold content and are not read
         self.n_read = 0
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
+        self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
         """Return (the text whose hash decides the split, the item) of a row. Raise Unusable."""
@@ -96,6 +97,8 @@ class RowReader:
         """Return lines for people: how many rows cannot be used, why, and where the first are."""
         lines = [f"{name}: {n:,} left out: {reason}" for reason, n in self.dropped.items()]
         lines += self.places
+        for what, n in self.left_out.items():
+            lines.append(f"{name}: {n:,} {what} are not written by the chat template")
         if self.trimmed:
             lines.append(f"{name}: {self.trimmed:,} lost turns after the last answer")
         if self.unread:

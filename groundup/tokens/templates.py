@@ -1,15 +1,17 @@
-"""A checkpoint's own chat template: a conversation as text, what is special in it, what is learned.
+"""A checkpoint's own chat template: a conversation as text, what is a token in it, what is learned.
 
 Published models carry a Jinja template (tokenizer_config.json or chat_template.jinja). It is run as
-transformers runs it, in Jinja's sandbox. Two things are added:
+transformers runs it, in Jinja's sandbox. Four things are added:
 
-1. User text never becomes a special token. A character that occurs nowhere else (GUARD) is put
-   before every name of a special token in the messages; such names are then ordinary text, and the
-   guards are taken out again.
+1. User text never becomes a marker. A marker is the name of a special token, or of another added
+   token that the template writes. A character that occurs nowhere else (GUARD) is put before every
+   such name in the messages; these names are then ordinary text, and the guards are taken out.
 2. What the assistant says is found exactly. A template with {% generation %} marks it. With another
    one, each answer is replaced by one character and the conversation rendered again: what stands
    before and after that character must stand before and after the answer, too. A template for which
    it does not is refused.
+3. What the template leaves out of a conversation is counted.
+4. The date that a template writes is fixed: it does not change while a run goes on.
 
 Calls of tools come as text in the form of our own models; a template that knows tools reads them in
 OpenAI's form, with ids that Mistral's templates take.
@@ -17,7 +19,9 @@ OpenAI's form, with ids that Mistral's templates take.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,40 +33,62 @@ from groundup.files.untrusted import loads, time_limit, why_unusable
 # Unicode's noncharacters: in no text that is meant to be read
 GUARD, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
 MARKS = re.compile(f"[{BEGIN}{END}]")
+# They show what a template leaves out of the messages of a role, and how that is counted.
+PROBES = {"assistant": "\ufdd3", "system": "\ufdd4", "tool": "\ufdd5"}
+NOT_WRITTEN = {
+    "assistant": "thoughts of answers",
+    "system": "system messages",
+    "tool": "results of tools",
+}
+OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
 RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 # what a template may read that is no setting
 GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
+# A block of thoughts that a prompt opens for the model, closed or not
+OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+THOUGHTS = re.compile(r"(<think>\s*\S.*?)(\s*</think>)", re.DOTALL)
 
 Span = tuple[int, int]  # (begin, end) in a text
 
 
 class Piece(NamedTuple):
-    """A part of a rendered conversation: one special token, or ordinary text."""
+    """A part of a rendered conversation: one marker, or ordinary text."""
 
     text: str
-    special: bool
+    special: bool  # a marker
     learned: list[Span]  # in `text`: what the assistant says
+    cuts: list[int] = []  # in `text`: to be encoded in parts, so that no marker is found in it
 
 
 class ChatTemplate:
     """A Jinja chat template.
 
     variables: what it may read beside the messages (bos_token, enable_thinking ...).
-    reads: the settings that it reads.
+    reads: the settings that it reads. closing: what it writes after the last answer, up to the last
+    of the markers there, "" if there is none. dated: whether it writes the date.
     """
 
-    def __init__(self, source: str, specials: Iterable[str], variables: dict[str, Any]) -> None:
-        """Raise UserError if Jinja cannot read the template, or it fails on two messages."""
+    def __init__(
+        self,
+        source: str,
+        specials: Iterable[str],
+        variables: dict[str, Any],
+        words: Iterable[str] = (),
+        strips: Mapping[str, tuple[bool, bool]] | None = None,
+        date: str = "",
+    ) -> None:
+        """words: names of added tokens that are not special. strips: {name: whether white space
+        before and after it belongs to it}. date: YYYY-MM-DD, "" = today.
+
+        Raise UserError if Jinja cannot read the template, or it fails on two messages."""
         import jinja2  # torch needs it, too
-        from jinja2.nodes import Name
 
         cannot = "tokenizer: the chat template"
         if why := on_trial(source, tuple(variables.items())):
             raise UserError(f"{cannot} cannot be used: {why}")
         try:
-            self.template = environment().from_string(source)
-            names = list(environment().parse(source).find_all(Name))
+            self.template, names = compiled(source)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise UserError(f"{cannot} is damaged: {where}") from None
@@ -73,13 +99,11 @@ class ChatTemplate:
         own |= GIVEN | environment().globals.keys()
         read = {name.name for name in names} - own
         self.reads = {name for name in read if not name.endswith("_token")}
-        self.variables = variables
+        self.dated = "strftime_now" in {name.name for name in names}
+        now = datetime.fromisoformat(date) if date else datetime.now()
+        self.variables = variables | {"strftime_now": now.strftime}
         self.tagged = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         self.takes_tools = re.search(r"\btools\b", source) is not None and "tool_calls" in source
-
-        found = "|".join(re.escape(name) for name in sorted(specials, key=len, reverse=True))
-        self.names = re.compile(f"(?=(?:{found}))" if found else "(?!)")
-        self.split = re.compile(f"((?<!{GUARD})(?:{found}))" if found else "((?!))")
         self.errors = (
             jinja2.TemplateError,
             TypeError,
@@ -91,6 +115,56 @@ class ChatTemplate:
             MemoryError,
         )
         self.too_slow = ""  # the error, once a conversation has taken too long
+        self._find_markers(source, list(specials), list(words), strips or {})
+        self.closing = self._find_closing()
+
+    def _find_markers(
+        self,
+        source: str,
+        specials: list[str],
+        words: list[str],
+        strips: Mapping[str, tuple[bool, bool]],
+    ) -> None:
+        """Find the markers among the added tokens, and how text is guarded and cut at them."""
+        system = {"role": "system", "content": "c"}
+        rendered = ""
+        for talk, prompt in ((TRIAL, False), (TRIAL[:1], True), ([system, *TRIAL], False)):
+            with suppress(UserError):
+                rendered += self.text(talk, None, prompt)
+        # "\n\n" and "user" may be added tokens, too: they are no markers
+        words = [word for word in words if re.search(r"\w", word) and re.search(r"\W", word)]
+        words = [word for word in words if word in source or word in rendered]
+        self.word = re.compile(one_of(words))  # tokenizers find these in ordinary text, too
+
+        # The model itself writes thoughts and calls of tools; nobody else writes a marker.
+        of_turns = [word for word in words if word in rendered and "think" not in word]
+        everyone, assistant = one_of([*specials, *words]), one_of([*specials, *of_turns])
+        self.guarded_names = re.compile(f"(?={everyone})")
+        self.guarded_in_answers = re.compile(f"(?={assistant})")
+        self.marker = re.compile(everyone)
+
+        patterns = []
+        for name in sorted([*specials, *words], key=len, reverse=True):
+            before, after = strips.get(name, (False, False))
+            left = r"(?:(?<!\s)\s*+)?" if before else ""
+            right = r"\s*" if after else ""
+            patterns.append(f"{left}(?<!{GUARD}){re.escape(name)}{right}")
+        self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+
+    def _find_closing(self) -> str:
+        """Return what the last answer is followed by, up to markers that follow each other."""
+        if self.tagged:
+            with suppress(UserError):
+                pieces = self.pieces(TRIAL)
+                closing = [piece for piece in pieces if piece.special and piece.learned]
+                return closing[-1].text if closing else ""
+            return ""
+        said = {"role": "assistant", "content": BEGIN}
+        with suppress(UserError):
+            after = self.text([TRIAL[0], said], None, False).partition(BEGIN)[2]
+            found = re.match(rf"(?s:.*?)(?:{self.marker.pattern})+", after)
+            return found[0] if found else ""
+        return ""
 
     def pieces(
         self,
@@ -102,9 +176,7 @@ class ChatTemplate:
         """Return the conversation in pieces. learn=False: nothing is marked as learned.
 
         Raise UserError if the template cannot take the conversation."""
-        if tools is None and self.takes_tools:
-            messages, tools = with_tools(messages)
-        messages, tools = self.guarded(messages), self.guarded(tools)
+        messages, tools = self.given(messages, tools)
         marked = self.text(messages, tools, add_generation_prompt)
         text, spans = MARKS.sub("", marked), []
         if learn and self.tagged:
@@ -115,6 +187,39 @@ class ChatTemplate:
                 if message.get("role") == "assistant" and message.get("learn", True):
                     spans.append(self.answer(text, messages, i, tools, add_generation_prompt))
         return self.cut(text, spans)
+
+    def given(
+        self, messages: Sequence[dict], tools: list[dict] | None = None
+    ) -> tuple[list[dict], list[dict] | None]:
+        """Return (messages, tools) as they are given to the template, with guards."""
+        if tools is None and self.takes_tools:
+            messages, tools = with_tools(messages)
+        guarded = []
+        for message in messages:
+            own = message.get("role") == "assistant"
+            names = self.guarded_in_answers if own else self.guarded_names
+            guarded.append(self.guarded(message, names))
+        return guarded, self.guarded(tools, self.guarded_names)
+
+    def left_out(self, messages: Sequence[dict]) -> Counter[str]:
+        """Count what the template does not write: thoughts, system messages, results of tools."""
+        probed, expected = [], Counter()
+        messages, tools = self.given(messages)
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role == "assistant":
+                content = THOUGHTS.sub(rf"\1{PROBES[role]}\2", content)
+            elif role in PROBES and content.strip():
+                content = content.rstrip() + PROBES[role]
+            expected[role] += content.count(PROBES.get(role, BEGIN))
+            probed.append(message | {"content": content})
+        counts: Counter[str] = Counter()
+        if expected.total():
+            with suppress(UserError):
+                text = self.text(probed, tools, False)
+                for role, probe in PROBES.items():
+                    counts[NOT_WRITTEN[role]] = expected[role] - text.count(probe)
+        return +counts
 
     def settings(self, written: str) -> dict[str, bool | str]:
         """Return settings written as 'enable_thinking=False,...'.
@@ -131,14 +236,15 @@ class ChatTemplate:
             found[name] = {"True": True, "False": False}.get(value, value)
         return found
 
-    def guarded(self, value: Any) -> Any:
-        """Return messages or tools with a guard before every name of a special token."""
+    def guarded(self, value: Any, names: re.Pattern) -> Any:
+        """Return a message or tools with a guard before every name of a marker."""
         if isinstance(value, str):
-            return self.names.sub(GUARD, MARKS.sub("", value.replace(GUARD, "")))
+            return names.sub(GUARD, OUR_CHARACTERS.sub("", value))
         if isinstance(value, dict):
-            return {key: one if key == "role" else self.guarded(one) for key, one in value.items()}
+            items = value.items()
+            return {key: one if key == "role" else self.guarded(one, names) for key, one in items}
         if isinstance(value, list | tuple):
-            return [self.guarded(one) for one in value]
+            return [self.guarded(one, names) for one in value]
         return value
 
     def text(self, messages: list[dict], tools: list[dict] | None, prompt: bool) -> str:
@@ -162,8 +268,8 @@ class ChatTemplate:
         """Return where the answer messages[i] stands in `text`.
 
         It begins with what the template opens for the model (with a block of thoughts that the
-        model does not write itself) and ends with the special token that ends the turn."""
-        asked = MARKS.sub("", self.text(messages[:i], tools, True)) if i else ""
+        model does not write itself) and ends with the markers that end the turn."""
+        asked = self.text(messages[:i], tools, True) if i else ""
         words = {"role": "assistant", "content": BEGIN}
         try:
             other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
@@ -172,16 +278,21 @@ class ChatTemplate:
                 return span
             raise
         before, found, after = other.partition(BEGIN)
-        opened = asked and text.startswith(asked)
-        begin, end = len(asked if opened else before), len(text) - len(after)
-        same = text.startswith((before, asked or before)) and text.endswith(after)
-        if not found or not same or begin > end:
+        # If this answer has another block of thoughts than the one that the prompt opens, the model
+        # writes the whole block.
+        openings = [asked, OPENED.sub("", asked)] if OPENED.search(asked) else [asked]
+        openings = [one for one in openings if one] + [before, OPENED.sub("", before)]
+        begin = next((len(one) for one in openings if text.startswith(one)), -1)
+        end = len(text) - len(after)
+        if not found or not text.endswith(after) or not 0 <= begin <= end:
             hidden = f"does not show where answer {i} begins and ends"
             how = "add {% generation %} to the template"
             raise UserError(
                 f"tokenizer: the chat template {hidden}, so it cannot be trained on; {how}"
             )
-        ending = self.split.match(text, end)
+        if self.closing and text.startswith(self.closing, end):
+            return begin, end + len(self.closing)
+        ending = self.marker.match(text, end)  # gpt-oss: other answers end otherwise than the last
         return begin, ending.end() if ending else end
 
     def call(
@@ -191,16 +302,16 @@ class ChatTemplate:
 
         This is for a template that refuses words in their place: Mistral's let words of a user and
         of the assistant alternate. Words in place of the calls, their results and what follows up
-        to the user's next turn show where the calls begin and which special token ends a turn."""
+        to the user's next turn show where the calls begin."""
         roles = [message["role"] for message in messages]
         after = roles.index("user", i) if "user" in roles[i:] else len(roles)
         words = {"role": "assistant", "content": BEGIN}
         other = self.text([*messages[:i], words, *messages[after:]], tools, prompt)
         before, _, rest = other.partition(BEGIN)
-        ending = self.split.match(rest)
+        ending = self.closing.strip()
         if not messages[i].get("tool_calls") or not ending or not text.startswith(before):
             return None
-        unguarded = re.compile(f"(?<!{GUARD}){re.escape(ending[0])}")
+        unguarded = re.compile(f"(?<!{GUARD}){re.escape(ending)}")
         found = unguarded.search(text, len(before))
         said = text[len(before) : found.end()] if found else ""
         # the conversation up to the calls must end with them, too
@@ -208,21 +319,47 @@ class ChatTemplate:
         return (len(before), found.end()) if said and alone.endswith(said) else None
 
     def cut(self, text: str, spans: list[Span]) -> list[Piece]:
-        """Cut `text` at its special tokens, and take the guards out."""
+        """Cut `text` at its markers, and take the guards out."""
         pieces, start = [], 0
         for k, part in enumerate(self.split.split(text)):
-            end = start + len(part)
-            learned = []
-            for span in spans:
-                if part and span[0] < end and span[1] > start:
-                    first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
-                    first -= part[:first].count(GUARD)
-                    last -= part[:last].count(GUARD)
-                    learned.append((first, last))
-            if part:  # every second one is special
-                pieces.append(Piece(part.replace(GUARD, ""), k % 2 == 1, learned))
+            end, is_marker = start + len(part), k % 2 == 1  # every second one is a marker
+            if is_marker:  # perhaps with the white space around it
+                name = self.marker.search(part)
+                begin = start + name.start()
+                learned = any(a < begin + len(name[0]) and b > begin for a, b in spans)
+                pieces.append(Piece(name[0], True, [(0, len(name[0]))] if learned else []))
+            elif part:
+                learned = []
+                for span in spans:
+                    if span[0] < end and span[1] > start:
+                        first, last = max(span[0] - start, 0), min(span[1] - start, len(part))
+                        first -= part[:first].count(GUARD)
+                        last -= part[:last].count(GUARD)
+                        learned.append((first, last))
+                pieces.append(Piece(part.replace(GUARD, ""), False, learned, self.cuts(part)))
             start = end
         return pieces
+
+    def cuts(self, part: str) -> list[int]:
+        """Return where to cut a text without its guards: after the first character of a word."""
+        clean = part.replace(GUARD, "")
+        begins = [guard.start() - k for k, guard in enumerate(re.finditer(GUARD, part))]
+        return [begin + 1 for begin in begins if self.word.match(clean, begin)]
+
+
+def one_of(names: list[str]) -> str:
+    """Return the regular expression of any of these names, the longest that is there."""
+    if not names:
+        return "(?!)"
+    return f"(?:{'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True))})"
+
+
+@cache
+def compiled(source: str) -> tuple[Any, list[Any]]:
+    """Return (the template, its names) of Jinja."""
+    from jinja2.nodes import Name
+
+    return environment().from_string(source), list(environment().parse(source).find_all(Name))
 
 
 def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
@@ -360,12 +497,10 @@ def environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     made.filters["tojson"] = to_json
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    # each ChatTemplate has a date of its own
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
     return made

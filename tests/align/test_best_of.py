@@ -18,7 +18,7 @@ import torch
 from test_model import random_model, tiny_config
 
 from groundup.align import reward_model
-from groundup.align.best_of import Ranker, closed_ids
+from groundup.align.best_of import Ranker, drawn_part
 from groundup.align.reward_model import RewardModel
 from groundup.generate.completion import Completion, Result
 from groundup.generate.engine import generate
@@ -164,8 +164,8 @@ def test_an_answer_is_closed_as_training_closes_it(tuned, text):
     want = reward_model.answered_ids(messages, tokenizer)
     ends = [(ids + [stop], stop) for stop in (tokenizer.im_end_id, tokenizer.eot_id, tokenizer.encode("x")[0])]
     for generated, reason in [*ends, (tokenizer.encode(text + "END of"), "END")]:
-        found = Completion(text, generated, "stop", reason, None, 0.0)
-        assert prompt + closed_ids(found, tokenizer) == want
+        drawn = drawn_part(Completion(text, generated, "stop", reason, None, 0.0), tokenizer)
+        assert reward_model.drawn_ids(messages[:1], prompt, drawn, text, tokenizer, 10**6) == want
 
 
 def test_what_has_no_reward_comes_last_and_is_counted(tuned):
@@ -182,12 +182,12 @@ def test_what_has_no_reward_comes_last_and_is_counted(tuned):
         answer("cut", [300] * 5, "length"), answer("none", [1] * 5, "stop"), answer("long", [300] * 18, "stop"),
         answer("two", [300] * 2, "stop"), answer("four", [300] * 4, "stop"), answer("none too", [2] * 5, "stop"),
     ]  # fmt: skip
-    ranked = judge.rank(Result([7, 8], drawn, None), 6)
+    ranked = judge.rank(Result([7, 8], drawn, None), None, 6)
     assert [found.text for found in ranked.completions] == ["four", "two", "none", "none too", "long", "cut"]
     want = [reward_by_hand([7, 8, *[300] * k, eos], 300) for k in (4, 2, 0, 0)]
     assert [found.reward for found in ranked.completions[:4]] == pytest.approx(want, rel=1e-4)
     assert [found.reward for found in ranked.completions[4:]] == [None, None]
-    assert judge.rank(Result([7, 8], drawn, None), 2).completions == ranked.completions[:2]
+    assert judge.rank(Result([7, 8], drawn, None), None, 2).completions == ranked.completions[:2]
     words = "4 of 12 answers have no reward: 2 ended by length, 2 longer than the reward model's block_size=20"
     assert judge.report() == f"sample: {words}"
     fits = Completion("", [300] * 17 + [eos], "stop", eos, None, 0.0)  # with the prompt it is 20 ids
@@ -196,7 +196,7 @@ def test_what_has_no_reward_comes_last_and_is_counted(tuned):
     with torch.no_grad():
         judge.model.score.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="not finite"):
-        judge.rank(Result([7, 8], drawn, None), 2)
+        judge.rank(Result([7, 8], drawn, None), None, 2)
 
 
 # ---- a file of prompts ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from groundup.align import rewards
-from groundup.align.best_of import closed_ids
+from groundup.align.best_of import drawn_part
 from groundup.align.rewards import Rewards, Rollout
 from groundup.errors import UserError
 from groundup.generate.engine import generate
@@ -127,7 +127,7 @@ def test_a_model_scores_the_drawn_ids_as_transformers_does(home):
     model = AutoModelForSequenceClassification.from_pretrained(home / "random").eval()
     assert model.config.pad_token_id is not None
     for one, total, part in zip(drawn, *found.tolist(), strict=True):
-        row = torch.tensor([ids + closed_ids(one, tokenizer)])
+        row = torch.tensor([[*ids, *drawn_part(one, tokenizer), tokenizer.im_end_id]])
         assert total == part == pytest.approx(model(row).logits.item(), abs=1e-5)
 
 

@@ -47,6 +47,8 @@ class Toy:
             return self.IDS[role] + self.IDS["\n"]
         return [i for char in text for i in self.IDS[char]]
 
+    left_out = Tokenizer.left_out
+
     def chat_fingerprint(self) -> str:
         return "toy"
 
@@ -150,7 +152,7 @@ def test_worked_example_packed():
 def test_what_is_too_long_ends_after_its_last_complete_answer():
     ids, mask = tokenize(C1, Toy())
     for limit in range(40):
-        found, found_mask = fit(ids, mask, 2, limit)
+        found, found_mask = fit(ids, mask, limit)
         n = 28 if limit >= 28 else 27 if limit == 27 else 14 if limit >= 14 else 13 if limit == 13 else 0
         assert len(found) == len(found_mask) == n
         assert np.array_equal(found, ids[:n]) and np.array_equal(found_mask, mask[:n])
@@ -173,7 +175,7 @@ def test_fit_keeps_whole_messages_of_random_conversations(tok):
         prefixes = [len(tok.render(messages[: k + 1])[0]) for k, m in enumerate(messages) if m["role"] == "assistant"]
         newline = len(tok.encode("\n"))
         for limit in range(0, len(ids) + 3, 7):
-            kept = len(fit(ids, mask, tok.im_end_id, limit)[0])
+            kept = len(fit(ids, mask, limit)[0])
             whole = max((n - newline for n in prefixes if n - newline <= limit), default=0)
             assert whole <= kept <= min(limit, whole + newline)
 

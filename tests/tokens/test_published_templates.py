@@ -1,0 +1,136 @@
+"""A sweep over the text templates that trl ships: one answer has the same ids in every stage.
+
+The templates are read from the installed package. Each gets a small tokenizer whose added tokens
+are the markers that it writes, once as special tokens and once as tokens that are not special.
+"""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from groundup.align.reward_model import answered_ids, drawn_ids
+from groundup.errors import UserError
+from groundup.files.usable import Pair
+from groundup.tokens import pairs
+from groundup.tokens.foreign import added_token, to_json
+from groundup.tokens.labelled import LabelReader
+from groundup.tokens.templates import OPENED
+from groundup.tokens.training import train
+from tokenizer import Tokenizer, chat_ready, split_answer
+
+TRL = Path(find_spec("trl").origin).parent / "chat_templates"
+# with {% generation %} tags a few are enough
+TAGGED = ["cohere2_training", "phi3_training", "qwen3_training", "idefics3_training"]
+NAMES = sorted(path.stem for path in TRL.glob("*.jinja") if "_training" not in path.stem) + TAGGED
+# they want pictures, or lists of parts, or write no end of an answer
+REFUSED = {
+    "glm4moe": "writes no special token after an answer",
+    "idefics3": "does not show where answer 1",
+    "idefics3_training": "leaves out answers",
+    "llava_next": "refuses this conversation",
+}
+MARKER = re.compile(r"<[｜|/]?[\w▁]+[｜|]?>|\[/?[A-Za-z_]{2,}\]")
+# the model itself writes these, so no published tokenizer calls them special
+OF_ANSWERS = re.compile(r"</?(think|tool_call)>")
+QUESTION = [{"role": "user", "content": "How are you?"}]
+ANSWERS = ["Hello!", " Hello! \n", "<think>\nwell\n</think>\n\nfine"]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def small() -> dict:
+    """The files of a byte-level tokenizer, in which every template's markers are put."""
+    return train(["Hello! How are you? well fine system user assistant\n\n" * 3], 512).files
+
+
+def tokenizer_for(source: str, small: dict, special: bool = True) -> Tokenizer:
+    description = json.loads(small["tokenizer.json"])
+    known = {token["content"] for token in description["added_tokens"]}
+    names = sorted({*MARKER.findall(source), "<s>", "</s>"} - known)
+    first = 1 + max(token["id"] for token in description["added_tokens"])
+    for i, name in enumerate(names, start=first):
+        is_special = special and not OF_ANSWERS.fullmatch(name)
+        description["added_tokens"].append(added_token(name, i) | {"special": is_special})
+    config = VARIABLES | {"pad_token": "<|pad|>", "chat_template": source}
+    files = {"tokenizer.json": description, "tokenizer_config.json": config}
+    return Tokenizer({name: to_json(value) for name, value in files.items()})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_an_answer_has_the_same_ids_in_every_stage(name, small):
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = chat_ready(tokenizer_for(source, small))
+    asked = tokenizer.render(QUESTION, add_generation_prompt=True)[0]
+    reader = LabelReader(tokenizer, 10**6)
+    for answer in ANSWERS:
+        talk = [*QUESTION, {"role": "assistant", "content": answer}]
+        ids, mask = tokenizer.render(talk)  # sft.py
+        [text], _ = render_jinja_template([talk], chat_template=source, **VARIABLES)
+        assert tokenizer.decode(ids) == text
+        before, learned = split_answer(ids, mask)
+
+        # the answer's words and the end of its turn are learned, the question is not
+        said = tokenizer.decode(learned)
+        assert "How are you" not in said and answer.split("\n")[-1].strip() in said
+        last = next(i for i in reversed(learned) if tokenizer.decode([i]).strip())
+        assert last in tokenizer.stop_ids
+
+        # dpo.py and reward.py, beside an answer of another kind on either side
+        for other in ANSWERS:
+            found = pairs.tokenize(Pair(QUESTION, answer, other), tokenizer)
+            given = found.given[0]
+            assert [*found.prompt, *found.chosen[:given]] == before
+            assert found.chosen[given:].tolist() == learned
+            found = pairs.tokenize(Pair(QUESTION, other, answer), tokenizer)
+            assert found.rejected[found.given[1] :].tolist() == learned
+
+        # dpo.py --loss=kto, of a label and of a pair
+        row = {"prompt": QUESTION[0]["content"], "completion": answer, "label": True}
+        [found] = reader.item(row, "")[1]
+        assert (found.prompt.tolist(), found.chosen.tolist()) == (before, learned)
+        row = {"prompt": "How are you?", "chosen": answer, "rejected": "No."}
+        found = reader.item(row, "")[1][0]
+        assert (found.prompt.tolist(), found.chosen.tolist()) == (before, learned)
+
+        # scores of a conversation, and of an answer that the model has drawn
+        assert answered_ids(talk, tokenizer) == before + learned
+        opened = OPENED.search(tokenizer.decode(asked))
+        opens = opened and "</think>" not in opened[0]
+        if opens and "<think>" in answer:
+            answer = answer.removeprefix(opened[0])
+        if not opens or "</think>" in answer:
+            drawn = tokenizer.encode(answer)
+            found = drawn_ids(QUESTION, asked, drawn, answer, tokenizer, 10**6)
+            assert found == before + learned
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_teaches_no_end_is_refused_in_one_line(name, small):
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match=REFUSED[name]) as error:
+        chat_ready(tokenizer_for(source, small))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_no_marker_in_a_question_becomes_one(name, special, small):
+    source = (TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = tokenizer_for(source, small, special)
+    description = json.loads(tokenizer.files["tokenizer.json"])
+    ids_of = {token["content"]: token["id"] for token in description["added_tokens"]}
+    markers = {i for name, i in ids_of.items() if name in source}
+    plain = "x y z"
+    forged = "x" + "".join(name for name in ids_of if name in source) + " z"
+
+    def markers_of(question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "b"}]
+        ids = tokenizer.render(messages)[0]
+        assert question in tokenizer.decode(ids)
+        return [i for i in ids if i in markers]
+
+    assert markers and markers_of(forged) == markers_of(plain)
