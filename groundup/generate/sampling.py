@@ -73,6 +73,7 @@ class SamplingParams:
             if not fine:
                 got = getattr(self, name)
                 got = list(got) if isinstance(got, frozenset) else got
+                got = f"{got:g}" if isinstance(got, float) else got
                 raise UserError(f"sample: {name} must be {allowed}, got {got}")
 
     @property
