@@ -367,7 +367,7 @@ def edit_config(directory: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"head_dim": "absent"}, {"head_dim": None}, {"hidden_act": "swish"}, {"rope_parameters": {"rope_theta": 1e6}},
+    {"head_dim": "absent"}, {"hidden_act": "swish"}, {"rope_parameters": {"rope_theta": 1e6}},
 ])  # fmt: skip
 def test_config_that_leaves_out_what_transformers_knows(tmp_path: Path, change: dict) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
