@@ -1,17 +1,18 @@
-"""A checkpoint of ours, or a Hugging Face directory of its families, into a GGUF file for llama.cpp
-and its kin.
+"""A checkpoint of ours, or a Hugging Face directory of its families, into a GGUF file for llama.cpp.
 
-python tools/to_gguf.py out/demo_sft demo.gguf                  # matrices in float16
-python tools/to_gguf.py out/demo_sft demo.gguf --dtype=q8_0     # 8 bits and a scale per 32 weights
+python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf               # matrices in float16
+python tools/to_gguf.py --init_from=out/demo_sft --out=demo.gguf --dtype=q8_0  # 8 bits, and a scale per 32
 
-The package gguf writes the file. llama.cpp splits text by rules that it knows by name: a
-tokenizer whose pattern is none of PRE_TOKENIZERS (ours are gpt2, cl100k and qwen) is refused. An
-adapter is merged first: tools/merge.py.
+Beside it comes demo.Modelfile: `ollama create demo -f demo.Modelfile`.
+
+The package gguf writes the file. llama.cpp splits text by rules that it knows by name: a tokenizer
+whose pattern is none of PRE_TOKENIZERS (ours are gpt2, cl100k and qwen) is refused. An adapter is
+merged first: tools/merge.py.
 """
 
-import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,22 +31,28 @@ from from_gguf import (
     rope_factors,
 )
 
-from groundup.errors import UserError, listed
-from groundup.files.untrusted import read_json
+from configurator import configure
+from groundup.errors import UserError, listed, refuse
+from groundup.files.untrusted import check_replaceable, read_json
 from groundup.tokens.foreign import merge_words
 from groundup.train import checkpoint, huggingface
 from groundup.train.config_json import from_hf_config
 from groundup.train.tensor_files import drop_tied_head, open_weights
 from tokenizer import Tokenizer
 
+# ---- config: override with a config file or --key=value; see --help ------------------------------
+init_from = ""  # run, checkpoint or Hugging Face directory
+out = ""  # the .gguf file to write
+dtype = "f16"  # f32 | f16 | bf16 | q8_0 (of the matrices)
+
+DTYPES = ("f32", "f16", "bf16", "q8_0")
 NORMAL, UNUSED = 1, 5  # kinds of tokens
-NAMES = {
-    hf.removeprefix("model."): ours for ours, hf in (OUTSIDE | INSIDE).items()
-}  # {Hugging Face's name: GGUF's}
+# {Hugging Face's name: GGUF's}
+NAMES = {hf.removeprefix("model."): ours for ours, hf in (OUTSIDE | INSIDE).items()}
 
 
 def convert(source: Path, path: Path, dtype: str) -> int:
-    """Write the GGUF file and return the number of parameters. Raise UserError."""
+    """Write the GGUF file and its Modelfile; return the number of parameters. Raise UserError."""
     try:
         import gguf
     except ImportError:
@@ -53,26 +60,27 @@ def convert(source: Path, path: Path, dtype: str) -> int:
     if huggingface.is_adapter(source):
         fix = f"python tools/merge.py --init_from={source} --out_dir=DIR"
         raise UserError(f"to_gguf: {source} is an adapter; first: {fix}")
-    config, tokenizer = (
-        read_json(source / "config.json"),
-        Tokenizer.load(huggingface.tokenizer_dir(source)),
-    )
-    arch = config.get("model_type")
+    config = read_json(source / "config.json")
+    tokenizer = Tokenizer.load(source)
+    # llama.cpp computes Mistral as llama.
+    arch = {"mistral": "llama"}.get(config.get("model_type"), config.get("model_type"))
     if arch not in ARCHITECTURES:
-        raise UserError(
-            f"to_gguf: {source}: model_type={arch!r}; supported are {', '.join(ARCHITECTURES)}"
-        )
+        known = ", ".join([*ARCHITECTURES, "mistral"])
+        what = f"model_type={config.get('model_type')!r}; supported are {known}"
+        raise UserError(f"to_gguf: {source}: {what}")
     temp = path.with_name(f".{path.name}.tmp")
     writer = gguf.GGUFWriter(temp, arch)
     try:
         add_config(writer, config, source)
         add_tokenizer(writer, tokenizer, config["vocab_size"])
-        n = add_weights(writer, source, config, getattr(gguf.GGMLQuantizationType, dtype.upper()))
+        kind = getattr(gguf.GGMLQuantizationType, dtype.upper())
+        n = add_weights(writer, source, config, arch, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         os.replace(temp, path)
+        path.with_suffix(".Modelfile").write_text(modelfile(tokenizer, path.name), encoding="utf-8")
     except OSError as error:
         raise UserError(f"to_gguf: cannot write {path}: {error.strerror}") from None
     finally:
@@ -117,7 +125,7 @@ def add_config(writer: object, config: dict, source: Path) -> None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
 
 
-def add_weights(writer: object, source: Path, config: dict, kind: object) -> int:
+def add_weights(writer: object, source: Path, config: dict, arch: str, kind: object) -> int:
     """Add the tensors, matrices as `kind`; return the number of parameters."""
     from gguf.quants import quantize
 
@@ -127,7 +135,7 @@ def add_weights(writer: object, source: Path, config: dict, kind: object) -> int
         drop_tied_head(tensors, source)
     for name, tensor in tensors.items():
         array = tensor[:].float().numpy()
-        if config["model_type"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+        if arch == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             array = interleaved(
                 array, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             )
@@ -149,49 +157,53 @@ def gguf_name(name: str) -> str:
 
 
 def add_tokenizer(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
-    """Add tokens, merges and special ids; rows of the embedding that have no token get names of
-    their own."""
-    config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
+    """Add tokens, merges, special ids and chat template.
+
+    Rows of the embedding that have no token get names of their own."""
     if tokenizer.backend == "sentencepiece":
         add_sentencepiece(writer, tokenizer, n_rows)
     else:
-        description = json.loads(tokenizer.files["tokenizer.json"])
-        steps = description["pre_tokenizer"].get("pretokenizers") or [description["pre_tokenizer"]]
-        known = [
-            name for name, theirs in PRE_TOKENIZERS.items() if split_of(theirs) == split_of(steps)
-        ]
-        if not known:
-            raise UserError(
-                "to_gguf: llama.cpp cannot split text as this tokenizer does; train one with pattern=qwen"
-            )
-        words = {i: word for word, i in description["model"]["vocab"].items()}
-        words |= {token["id"]: token["content"] for token in description["added_tokens"]}
-        added = {
-            token["id"]: CONTROL if token["special"] else USER_DEFINED
-            for token in description["added_tokens"]
-        }
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(known[0])
-        writer.add_token_list([words.get(i, f"[UNUSED{i}]") for i in range(n_rows)])
-        writer.add_token_types([
-            added.get(i, NORMAL if i in words else UNUSED) for i in range(n_rows)
-        ])
-        writer.add_token_merges([" ".join(merge) for merge in merge_words(description["model"])])
-    ids = {
-        "bos": tokenizer.bos_id,
-        "eos": tokenizer.eot_id,
-        "eot": tokenizer.im_end_id,
-        "pad": tokenizer.pad_id,
-    }
+        add_byte_level(writer, tokenizer, n_rows)
+
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eot_id, "pad": tokenizer.pad_id}
+    # The file has room for three ids that end an answer.
+    more = sorted(tokenizer.stop_ids - {tokenizer.eot_id}, key=lambda i: i != tokenizer.turn_end_id)
+    if tokenizer.eot_id < 0 and more:
+        ids["eos"] = more.pop(0)
+    ids |= zip(("eot", "eom"), more, strict=False)
+    if left := [tokenizer.decode([i]) for i in more[2:]]:
+        print(f"to_gguf: the file cannot hold more end tokens: {listed(left)}", file=sys.stderr)
     for name, i in ids.items():
         if i >= 0:
             getattr(writer, f"add_{name}_token_id")(i)
-    writer.add_add_bos_token(bool(config.get("add_bos_token")))
-    if template := config.get("chat_template"):
+    writer.add_add_bos_token(bool(tokenizer.begins))
+    if template := tokenizer.template_source:
         # the tags of {% generation %} are transformers' own
-        writer.add_chat_template(
-            template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-        )
+        template = re.sub(r"({%-?\s*)generation(\s*-?%})", r"\1if true\2", template)
+        template = re.sub(r"({%-?\s*)endgeneration(\s*-?%})", r"\1endif\2", template)
+        writer.add_chat_template(template)
+
+
+def add_byte_level(writer: object, tokenizer: Tokenizer, n_rows: int) -> None:
+    description = json.loads(tokenizer.files["tokenizer.json"])
+    step = description.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers") or [step]
+    known = [
+        name for name, of in PRE_TOKENIZERS.items() if step and split_of(of) == split_of(steps)
+    ]
+    if not known:
+        what = "llama.cpp cannot split text as this tokenizer does"
+        raise UserError(f"to_gguf: {what}; train one with pattern=qwen")
+    words = {i: word for word, i in description["model"]["vocab"].items()}
+    kinds = dict.fromkeys(words, NORMAL)
+    for token in description["added_tokens"]:
+        words[token["id"]] = token["content"]
+        kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(known[0])
+    writer.add_token_list([words.get(i, f"[UNUSED{i}]") for i in range(n_rows)])
+    writer.add_token_types([kinds.get(i, UNUSED) for i in range(n_rows)])
+    writer.add_token_merges([" ".join(merge) for merge in merge_words(description["model"])])
 
 
 def split_of(steps: list[dict]) -> list:
@@ -221,20 +233,42 @@ def add_sentencepiece(writer: object, tokenizer: Tokenizer, n_rows: int) -> None
     writer.add_add_space_prefix(tokenizer.engine.has_prefix)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("init_from", help="run, checkpoint or Hugging Face directory")
-    parser.add_argument("file", type=Path, help="the .gguf file to write")
-    parser.add_argument(
-        "--dtype", default="f16", choices=("f32", "f16", "bf16", "q8_0"), help="of the matrices"
-    )
-    given = parser.parse_args()
+CHATML = """{{- range .Messages }}<|im_start|>{{ .Role }}
+{{ .Content }}<|im_end|>
+{{ end }}<|im_start|>assistant
+"""
+
+
+def modelfile(tokenizer: Tokenizer, name: str) -> str:
+    """Return Ollama's description of the file: template and end tokens."""
+    lines = [f"FROM ./{name}"]
+    if is_chatml(tokenizer):
+        lines.append(f'TEMPLATE """{CHATML}"""')
+    elif tokenizer.template_source:
+        lines.append("# Ollama knows many templates by the one in the file; write others here:")
+        lines.append('# TEMPLATE """{{ .System }} {{ .Prompt }}"""')
+    lines += [f'PARAMETER stop "{tokenizer.decode([i])}"' for i in sorted(tokenizer.stop_ids)]
+    return "\n".join(lines) + "\n"
+
+
+def is_chatml(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer writes conversations as CHATML does."""
+    if tokenizer.turn_end_id < 0:
+        return False
+    roles = ("system", "user", "assistant", "user")
     try:
-        n_parameters = convert(checkpoint.resolve(given.init_from), given.file, given.dtype)
-    except UserError as error:
-        sys.exit(str(error))
-    print(
-        f"{given.init_from}: {n_parameters:,} parameters, matrices in {given.dtype}, in {given.file}"
-    )
+        turns = [{"role": role, "content": "a"} for role in roles]
+        ids, _ = tokenizer.render(turns, add_generation_prompt=True)
+    except UserError:  # a template without system messages, say
+        return False
+    want = "".join(f"<|im_start|>{role}\na<|im_end|>\n" for role in roles)
+    return tokenizer.decode(ids) == want + "<|im_start|>assistant\n"
+
+
+if __name__ == "__main__":
+    config = configure(globals())
+    refuse(not init_from or not out, "give --init_from=DIR and --out=FILE.gguf")
+    refuse(dtype not in DTYPES, f"{dtype=} must be one of {', '.join(DTYPES)}")
+    check_replaceable(Path(out))
+    n_parameters = convert(checkpoint.resolve(init_from), Path(out), dtype)
+    print(f"{init_from}: {n_parameters:,} parameters, matrices in {dtype}, in {out}")

@@ -104,14 +104,14 @@ def converse(chat: Chat) -> None:
         command = re.fullmatch(r"\s*/([a-z]+)(?:\s+(.*))?", message)
         try:
             if command:
-                obey(chat, command[1], (command[2] or "").strip())
+                handle_command(chat, command[1], (command[2] or "").strip())
             elif message.strip():
                 show(chat, chat.ask(message))
         except UserError as error:
             note(str(error))
 
 
-def obey(chat: Chat, command: str, argument: str) -> None:
+def handle_command(chat: Chat, command: str, argument: str) -> None:
     if command == "reset":
         chat.turns.clear()
         note("The conversation is forgotten.")

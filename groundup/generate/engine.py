@@ -34,7 +34,7 @@ from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.cuda_graph import RecordedStep
-from groundup.generate.kv_cache import CacheStep, KeptText, KVCache, Part, Row, Rows, row_length
+from groundup.generate.kv_cache import CachedPrefix, CacheStep, KVCache, Part, Row, Rows, row_length
 from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
 from groundup.generate.native import NativeLinear, NativeStep, has_kernels
 from groundup.generate.sampling import Beams, RowParams, SamplingParams, Seen
@@ -155,7 +155,7 @@ class Engine:
         self.cache = Rows(
             self.model.cfg, self.device, self.dtype, self.n_rows if self.compile else 0
         )
-        self.kept: list[KeptText] = []  # texts that have ended, the last of them last
+        self.kept: list[CachedPrefix] = []  # texts that have ended, the last of them last
         self.waiting: deque[tuple[Request, int]] = deque()  # samples that have no row yet
         self.reading: list[Sample] = []  # samples whose prompt is read
         self.running: list[Sample] = []  # samples that generate
@@ -252,11 +252,11 @@ class Engine:
         before: list[Sample] = []
         for sample in list(self.reading):
             if sample.row is None:
-                self.place(sample, before)
+                self.assign_row(sample, before)
             if sample in self.reading:  # not one whose whole prompt was there
                 before.append(sample)
 
-    def place(self, sample: Sample, before: list[Sample]) -> None:
+    def assign_row(self, sample: Sample, before: list[Sample]) -> None:
         """Give a sample a row, with what the cache has of its prompt, unless a sample before it
         is to read more."""
         request = sample.request
@@ -269,7 +269,7 @@ class Engine:
         )
         texts = [*(other.row for other in self.running + self.reading if other.row), *self.kept]
         n, source = max(
-            ((n_shared(text.held, ids), text) for text in texts),
+            ((n_shared(text.cached_ids, ids), text) for text in texts),
             key=itemgetter(0),
             default=(0, None),
         )
@@ -286,7 +286,7 @@ class Engine:
         )
         sample.row = Row()
         self.cache.fit(sample.row, length, together)
-        sample.row.held = ids[:n]
+        sample.row.cached_ids = ids[:n]
         if n:
             sample.row.copy(source, n)
         if n == len(request.ids):
@@ -299,12 +299,12 @@ class Engine:
         begun = [sample for sample in self.reading if sample.row]
         if whole:
             begun.sort(key=lambda sample: len(sample.request.ids))
-        begin, cache = len(begun[0].row.held), begun[0].row.cache
+        begin, cache = len(begun[0].row.cached_ids), begun[0].row.cache
         # A few tokens that a row has are read again with others that lack them.
         group = [
             s
             for s in begun
-            if s.row.cache is cache and begin <= len(s.row.held) < begin + MIN_SHARED
+            if s.row.cache is cache and begin <= len(s.row.cached_ids) < begin + MIN_SHARED
         ]
         T = [min(CHUNK_TOKENS, len(s.request.ids) - begin) for s in group]
         n_rows = [n for n in range(1, CHUNK_ROWS + 1) if whole or n * max(T[:n]) <= CHUNK_TOKENS][
@@ -313,7 +313,7 @@ class Engine:
         group, end = group[:n_rows], begin + max(T[:n_rows])
         self.read_piece(cache, [s.row.slot for s in group], [s.request for s in group], begin, end)
         for sample in group:
-            sample.row.held = sample.request.ids[:end]
+            sample.row.cached_ids = sample.request.ids[:end]
             if len(sample.request.ids) <= end:
                 self.reading.remove(sample)
                 self.running.append(sample)
@@ -357,13 +357,18 @@ class Engine:
             row is None or row.cache is None or row not in row.cache.texts
         ):  # the last two: Ctrl-C while it was placed
             return
-        if not any(text.held[: len(row.held)] == row.held for text in self.kept):
-            self.kept = [text for text in self.kept if row.held[: len(text.held)] != text.held]
+        if not any(text.cached_ids[: len(row.cached_ids)] == row.cached_ids for text in self.kept):
+            self.kept = [
+                text
+                for text in self.kept
+                if row.cached_ids[: len(text.cached_ids)] != text.cached_ids
+            ]
             if (
-                row.held
-                and cache_bytes(self.model.cfg, 1, len(row.held), self.dtype) < self.spare_bytes()
+                row.cached_ids
+                and cache_bytes(self.model.cfg, 1, len(row.cached_ids), self.dtype)
+                < self.spare_bytes()
             ):
-                self.kept = [*self.kept, KeptText(row)][-self.n_rows :]
+                self.kept = [*self.kept, CachedPrefix(row)][-self.n_rows :]
         self.cache.leave(row.cache, row.slot)
 
     # ---- one token of each -----------------------------------------------------------------------
@@ -411,14 +416,16 @@ class Engine:
         if not self.running:
             return None
         for sample in self.running:
-            self.cache.fit(sample.row, len(sample.row.held) + 1)
-        parts, rows = self.cache.step({sample.row: len(sample.row.held) for sample in self.running})
+            self.cache.fit(sample.row, len(sample.row.cached_ids) + 1)
+        parts, rows = self.cache.step({
+            sample.row: len(sample.row.cached_ids) for sample in self.running
+        })
         last = {sample.row: sample.ids[-1] for sample in self.running}
         logits = self.forward([last.get(row, 0) for row in rows], parts)
         at = {row: i for i, row in enumerate(rows)}
         order = [at[sample.row] for sample in self.running]
         for sample in self.running:
-            sample.row.held.append(sample.ids[-1])
+            sample.row.cached_ids.append(sample.ids[-1])
         return logits if order == list(range(len(rows))) else logits[order]
 
     def forward(self, tokens: list[int] | Tensor, parts: list[Part]) -> Tensor:

@@ -198,28 +198,28 @@ class CacheStep:
 
 
 class Row:
-    """A text in row `slot` of a cache. held: the ids whose keys and values are there."""
+    """A text in row `slot` of a cache. cached_ids: those whose keys and values are there."""
 
     def __init__(self) -> None:
         self.cache: KVCache | None = None
         self.slot = -1
-        self.held: list[int] = []
+        self.cached_ids: list[int] = []
 
     def views(self, n: int) -> list[Tensor]:
         """Return the keys, then the values, of the first n positions: of each layer (K, n, D)."""
         return [layer[self.slot, :, :n] for layer in self.cache.layers]
 
-    def copy(self, source: "Row | KeptText", n: int) -> None:
+    def copy(self, source: "Row | CachedPrefix", n: int) -> None:
         """Take the first n positions from another text, which begins with the same ids."""
         for to, of in zip(self.views(n), source.views(n), strict=True):
             to.copy_(of)
 
 
-class KeptText:
+class CachedPrefix:
     """A copy of a text that has ended, for texts that begin as it does."""
 
     def __init__(self, row: Row) -> None:
-        self.held, self.layers = row.held, torch.stack(row.views(len(row.held)))
+        self.cached_ids, self.layers = row.cached_ids, torch.stack(row.views(len(row.cached_ids)))
 
     def views(self, n: int) -> Tensor:
         return self.layers[:, :, :n]
@@ -264,10 +264,10 @@ class Rows:
         cache = self.caches[size]
         if len(cache.texts) == len(cache.keys[0]):
             cache.resize(len(cache.texts) + max(together, len(cache.texts)))
-        views = row.views(len(row.held)) if old is not None else ()
+        views = row.views(len(row.cached_ids)) if old is not None else ()
         row.cache, row.slot = cache, len(cache.texts)
         cache.texts.append(row)
-        for to, of in zip(row.views(len(row.held)), views, strict=False):
+        for to, of in zip(row.views(len(row.cached_ids)), views, strict=False):
             to.copy_(of)
         if old is not None:
             self.leave(old, slot)
@@ -293,9 +293,9 @@ class Rows:
             return
         last = cache.texts.pop()
         if slot < len(cache.texts):
-            moved, cache.texts[slot] = last.views(len(last.held)), last
+            moved, cache.texts[slot] = last.views(len(last.cached_ids)), last
             last.slot = slot
-            for to, of in zip(last.views(len(last.held)), moved, strict=True):
+            for to, of in zip(last.views(len(last.cached_ids)), moved, strict=True):
                 to.copy_(of)
         if not cache.texts:
             del self.caches[cache.max_length]

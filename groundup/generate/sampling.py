@@ -73,6 +73,7 @@ class SamplingParams:
             if not fine:
                 got = getattr(self, name)
                 got = list(got) if isinstance(got, frozenset) else got
+                got = f"{got:g}" if isinstance(got, float) else got
                 raise UserError(f"sample: {name} must be {allowed}, got {got}")
 
     @property
@@ -168,8 +169,8 @@ class RowParams:
         self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu"
     ) -> None:
         self.params, self.device = list(params), device
-        held = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
-        for p, ids in zip(params, held, strict=True):
+        masked = [p.stop_ids if p.min_new_tokens else frozenset() for p in params]
+        for p, ids in zip(params, masked, strict=True):
             for name in ID_LISTS:
                 if max(getattr(p, name), default=-1) >= vocab_size:
                     raise UserError(
@@ -183,7 +184,7 @@ class RowParams:
             row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids
         ]  # never, in (B * V,)
         self.banned = torch.tensor(banned, device=device) if banned else None
-        self.held = self._mask(held, vocab_size)  # not before min_new_tokens
+        self.masked_ids = self._mask(masked, vocab_size)  # not before min_new_tokens
         self.draws = [p.temperature > 0 for p in params]
         self.greedy = torch.tensor([not draws for draws in self.draws], device=device)  # (B,)
         self.min_new_tokens = self._column([p.min_new_tokens for p in params], 0)
@@ -259,11 +260,11 @@ def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int]
         x = (
             x.flatten().index_fill(0, rows.banned, -INF).view_as(x)
         )  # on a CPU a tenth of masked_fill's time
-    if rows.held is not None and rows.min_new_tokens is not None:
+    if rows.masked_ids is not None and rows.min_new_tokens is not None:
         n_out = torch.as_tensor(n_out, device=x.device).view(
             -1, 1
         )  # not always: the copy waits for a GPU
-        x = x.masked_fill(rows.held & (n_out < rows.min_new_tokens), -INF)
+        x = x.masked_fill(rows.masked_ids & (n_out < rows.min_new_tokens), -INF)
     if rows.repetition is not None:
         penalized = torch.where(x < 0, x * rows.repetition, x / rows.repetition)
         x = torch.where(seen.present, penalized, x)

@@ -144,10 +144,12 @@ def post(endpoint: Endpoint, body: bytes) -> Reply:
     except urllib.error.HTTPError as error:
         return failed(endpoint.base_url, error)
     except (OSError, http.client.HTTPException) as error:  # also URLError and timeouts
-        nobody = isinstance(
+        refused = isinstance(
             getattr(error, "reason", error), ConnectionRefusedError | socket.gaierror
         )
-        raise (Unreachable if nobody else Trouble)(f"{type(error).__name__} {error}", 0.0) from None
+        raise (Unreachable if refused else Trouble)(
+            f"{type(error).__name__} {error}", 0.0
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Trouble("what came is not an answer of /chat/completions", 0.0) from None
 

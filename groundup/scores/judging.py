@@ -29,7 +29,7 @@ from groundup.files import answer_files
 from groundup.files.untrusted import loads
 from groundup.generate import answers
 from groundup.scores.client import Endpoint, Journal, Reply
-from groundup.scores.likelihood import shared
+from groundup.scores.likelihood import split_over_ranks
 from groundup.scores.text_metrics import standard_error
 from groundup.tokens.pairs import PairReader
 from groundup.tokens.row_reader import read_source
@@ -123,7 +123,7 @@ def shared_scores(
             model, [rows[i] for i in own], tokenizer.pad_id, batch_size, dtype
         )
 
-    return shared(len(rows), score)
+    return split_over_ranks(len(rows), score)
 
 
 # ---- two models on the same prompts --------------------------------------------------------------
@@ -148,7 +148,9 @@ def read_answers(path: str) -> list[dict]:
         try:
             index, answer = read_answer(loads(line), settings)
         except bad as error:
-            what = f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
+            what = (
+                f"{path}:{number} is not an answer of sample.py ({type(error).__name__}: {error})"
+            )
             raise UserError(f"judge: {what}; give what its --out has written") from None
         found.append((index, answer))
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]

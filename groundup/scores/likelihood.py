@@ -21,7 +21,7 @@ class Scored(NamedTuple):
     greedy: bool  # whether greedy decoding would give them: each is the likeliest token
 
 
-def shared(n: int, work: Callable[[range], Iterable]) -> list:
+def split_over_ranks(n: int, work: Callable[[range], Iterable]) -> list:
     """Return the results for n items, all of them on all ranks. `work` gets a rank's own items
     and gives theirs."""
     own = ranks.own_part(n)
@@ -61,7 +61,7 @@ def score_tokens(
                 model, [(ids, [rows[i] for i in rows_of[ids]]) for ids in batches[k]], device, dtype
             )
 
-    found = chain.from_iterable(shared(len(batches), score))
+    found = chain.from_iterable(split_over_ranks(len(batches), score))
     by_row = dict(zip(chain.from_iterable(rows_of[ids] for ids in inputs), found, strict=True))
     model.train(training)
     return [by_row[i] for i in range(len(rows))]

@@ -19,7 +19,7 @@ from groundup.errors import UserError
 from groundup.generate.completion import prompt_ids
 from groundup.generate.engine import generate_each
 from groundup.generate.sampling import SamplingParams
-from groundup.scores.likelihood import shared
+from groundup.scores.likelihood import split_over_ranks
 from groundup.text import cleaning
 from groundup.tokens.chat_files import ChatReader
 from groundup.tokens.row_reader import read_source
@@ -128,7 +128,7 @@ def generate_answers(
             ended = first.finish_reason == "stop" and isinstance(first.stop_reason, int)
             yield Generated(first.text, first.finish_reason, stopped, len(first.ids) - ended)
 
-    found = dict(zip(fitting, shared(len(fitting), answer), strict=True))
+    found = dict(zip(fitting, split_over_ranks(len(fitting), answer), strict=True))
     return [found.get(i) for i in range(len(prompts))]
 
 

@@ -17,14 +17,14 @@ from groundup.files.untrusted import read_json
 from model import ModelConfig, Transformer
 from tokenizer import Tokenizer
 
-# Other settings, with the only value that model.py computes. Absent means it too.
+# Other settings, with the values that model.py computes. Absent means the first.
 FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
 }
 # Names in config.json of the fields of ModelConfig
 SIZES = {
@@ -97,6 +97,8 @@ def from_hf_config(path: Path) -> ModelConfig:
     kind = str(hf.get("model_type")).removeprefix(CHANGED)
     check_settings(hf, kind, path)
     theta, scaling = read_rope(hf, path)
+    if kind == "qwen3":  # transformers does not derive it
+        hf = hf | {"head_dim": hf.get("head_dim") or 128}
     cfg = ModelConfig(
         **{field: hf.get(key) or 0 for key, field in SIZES.items()},
         rope_theta=theta,
@@ -127,10 +129,10 @@ def check_settings(hf: dict, kind: str, path: Path) -> None:
     # transformers 5 has partial_rotary_factor among the settings of rotary positions.
     rope = hf.get("rope_parameters")
     settings = hf | (rope if isinstance(rope, dict) else {})
-    for key, only in FIXED.items():
+    for key, known in FIXED.items():
         value = settings.get(key)
-        if value not in (None, only):
-            raise wrong(path, f"{key}={value!r:.80}; supported is {only!r}")
+        if value is not None and value not in known:
+            raise wrong(path, f"{key}={value!r:.80}; supported is {known[0]!r}")
     for key in SIZES:
         if key not in hf and key not in OPTIONAL:
             raise wrong(path, f"there is no {key!r}")
@@ -166,6 +168,8 @@ def read_rope(hf: dict, path: Path) -> tuple[float, dict | None]:
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
 
     kind = rope.get("rope_type", rope.get("type"))  # "type" before transformers 4.43
+    if kind is None and rope.keys() <= {"rope_theta", "partial_rotary_factor"}:
+        kind = "default"
     if kind == "default":
         return theta, None
     if kind not in list(ROPE_NEEDS):  # a list: the file may hold a value that has no hash

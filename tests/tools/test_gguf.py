@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 from groundup.errors import UserError
+from groundup.tokens.foreign import to_json, with_specials
 from groundup.tokens.training import train
 from groundup.train import huggingface
 from tokenizer import Tokenizer
@@ -46,6 +49,7 @@ MODELS = {
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "yarn": (Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": YARN | {"rope_theta": 1e6}}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),  # transformers reads no other from GGUF
 }
 
@@ -104,6 +108,54 @@ def test_a_sentencepiece_tokenizer_goes_there_and_back(tmp_path):
     assert back.special_tokens == tokenizer.special_tokens
 
 
+@pytest.mark.parametrize("where", ["chat_template.jinja", "named", "config"])
+def test_what_the_tokenizer_says_is_in_the_file(where, tmp_path, tokenizer, capsys):
+    """A published form: only the post-processor has the begin token, generation_config.json several end tokens."""
+    files = with_specials(dict(tokenizer.files), ["<|eot|>", "<|eom|>", "<|more|>"], tokenizer.vocab_size)
+    description, config = json.loads(files["tokenizer.json"]), json.loads(files["tokenizer_config.json"])
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    template += "{%- generation -%}<|eot|>{% endgeneration %}{% endfor %}"
+    description["post_processor"] = {
+        "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [tokenizer.eot_id], "tokens": ["<|endoftext|>"]}
+        },
+    }  # fmt: skip
+    config.pop("add_bos_token", None)
+    config["chat_template"] = {"config": template, "named": [{"name": "default", "template": template}]}.get(where)
+    files |= {"tokenizer.json": to_json(description), "tokenizer_config.json": to_json(config)}
+    if where == "chat_template.jinja":
+        files[where] = template.encode()
+    ids = [Tokenizer(files).special_tokens[name] for name in ("<|eot|>", "<|eom|>", "<|more|>")]
+    tuned = Tokenizer(files, json.dumps({"eos_token_id": [tokenizer.eot_id, *ids]}).encode())
+    assert tuned.begins and len(tuned.stop_ids) >= 4
+    make("llama", tmp_path / "hf", tuned)
+    (tmp_path / "hf/generation_config.json").write_bytes(tuned.generation_config)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    found = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
+    assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.bos_token_id"] == tuned.bos_id
+    written = [found[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")]
+    assert written[:2] == [tuned.eot_id, tuned.turn_end_id] and set(written) <= tuned.stop_ids
+    assert "more end tokens" in capsys.readouterr().err
+    assert "for m in" in (written := found["tokenizer.chat_template"]) and "generation" not in written
+    lines = (tmp_path / "m.Modelfile").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "FROM ./m.gguf" and 'PARAMETER stop "<|more|>"' in lines
+    assert not any(line.startswith("TEMPLATE") for line in lines)
+
+
+def test_ollama_gets_the_template_of_our_own_checkpoints(tmp_path, tokenizer):
+    make("llama", tmp_path / "hf", tokenizer)
+    to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    text = (tmp_path / "m.Modelfile").read_text(encoding="utf-8")
+    turn, end = to_gguf.CHATML.removeprefix("{{- range .Messages }}").split("{{ end }}")
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好"}]
+    said = "".join(turn.replace("{{ .Role }}", m["role"]).replace("{{ .Content }}", m["content"]) for m in talk)
+    assert said + end == tokenizer.decode(tokenizer.render(talk, add_generation_prompt=True)[0])
+    assert f'TEMPLATE """{to_gguf.CHATML}"""' in text and 'PARAMETER stop "<|im_end|>"' in text
+
+
 def test_eight_bits_are_what_gguf_makes_of_them(tmp_path, tokenizer):
     model = make("llama", tmp_path / "hf", tokenizer)
     to_gguf.convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
@@ -144,7 +196,8 @@ def error_of(*command: str | Path) -> str:
 @pytest.mark.slow
 def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(tmp_path, tokenizer):
     make("llama", tmp_path / "hf", train(TEXTS, vocab_size=512, pattern="gpt4"))
-    assert "pattern=qwen" in error_of("tools/to_gguf.py", tmp_path / "hf", tmp_path / "m.gguf")
+    out = f"--out={tmp_path}/m.gguf"
+    assert "pattern=qwen" in error_of("tools/to_gguf.py", f"--init_from={tmp_path}/hf", out)
     (tmp_path / "text.gguf").write_text("no GGUF", encoding="utf-8")
     assert "text.gguf" in error_of("tools/from_gguf.py", tmp_path / "text.gguf", tmp_path / "out")
     assert "absent" in error_of("tools/from_gguf.py", tmp_path / "absent.gguf", tmp_path / "out")

@@ -366,6 +366,20 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}), encoding="utf-8")
 
 
+@pytest.mark.parametrize("change", [
+    {"head_dim": "absent"}, {"hidden_act": "swish"}, {"rope_parameters": {"rope_theta": 1e6}},
+])  # fmt: skip
+def test_config_that_leaves_out_what_transformers_knows(tmp_path: Path, change: dict) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    theirs = Qwen3Config(num_hidden_layers=1, vocab_size=64, max_position_embeddings=32, rope_parameters=rope, **sizes)
+    theirs.save_pretrained(tmp_path)
+    before = huggingface.load_config(tmp_path)
+    edit_config(tmp_path, **change)
+    assert huggingface.load_config(tmp_path) == before and before.head_dim == 128
+    assert AutoConfig.from_pretrained(tmp_path).head_dim == 128
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
