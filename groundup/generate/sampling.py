@@ -154,7 +154,7 @@ class SamplingParams:
             (
                 "num_beams",
                 K == 1 or alone,
-                "1 unless temperature is 0 and best_of, stop, logprobs and json_object are off",
+                "1 unless temperature is 0 and best_of, stop and logprobs are off",
             ),
             ("n", K == 1 or self.n <= K, f"at most num_beams={K}"),
             ("num_beams", K > 1 or not for_beams, "above 1 for length_penalty and early_stopping"),
