@@ -44,6 +44,7 @@ def serving(directory, *others, **changes):
     app = serve.Server(models, config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # a client that does not read shows soon
         how = {"log_level": "error", "timeout_graceful_shutdown": 2, "limit_concurrency": 4 * config["max_queue"]}
         server = uvicorn.Server(uvicorn.Config(app.app(), http=bounded_protocol(2 * config["max_queue"]), **how))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -525,7 +526,7 @@ def test_many_prompts_are_refused_before_they_are_encoded(server, monkeypatch):
 
 def test_a_client_that_does_not_read_gives_its_place_back(server):
     """When its answer is generated, not when it has read it."""
-    body = json.dumps({"prompt": "a", "max_tokens": 120, "n": 16, "logprobs": 20, "stream": True, "ignore_eos": True})
+    body = json.dumps({"prompt": "a", "max_tokens": 60, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True})
     host, port = server[0].removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
