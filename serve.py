@@ -144,10 +144,10 @@ class Model(threading.Thread):
             "banned_ids": never_sampled(self.tokenizer, net.cfg.vocab_size),
         }
         self.commands: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
-        if compile:
-            list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))  # compile it now
 
     def run(self) -> None:
+        if self.engine.compile:  # in this thread, and before the first request
+            list(self.engine.stream([0], SamplingParams(max_new_tokens=2)))
         jobs: dict[Request, Job] = {}
         while True:
             while not self.engine.busy or not self.commands.empty():

@@ -114,7 +114,7 @@ def answers(server, monkeypatch):
     seen = []
 
     def set_answer(*pieces):
-        async def events(model, job, _n_samples, _began):
+        async def events(model, job, _began):
             (request,) = job.requests
             sample = SimpleNamespace(request=request, index=0)
             seen.append({"model": model.name, "prompt": model.tokenizer.decode(request.ids), "n": 0})

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Generator, Tensor
 
 from groundup.errors import UserError
+from groundup.generate.json_mode import JsonText
 from groundup.generate.kv_cache import Row
 from groundup.generate.sampling import RowParams, SamplingParams
 from groundup.generate.text_parts import StopStrings
@@ -171,6 +172,8 @@ def check(
         raise UserError(
             f"{name} has token id {foreign[0]}, the model has vocab_size={V}; use its own tokenizer"
         )
+    if params.json_object and tokenizer is None:
+        raise UserError(f"{name} asks for json_object, but there is no tokenizer")
     if params.stop and tokenizer is None:
         raise UserError(f"{name} has stop strings {params.stop}, but there is no tokenizer")
     RowParams([params], V)  # raises UserError for ids that the model does not have
@@ -235,6 +238,7 @@ class Sample:
         self.row: Row | None = None  # once the prompt is being read
         self.ids: list[int] = []
         self.text = Text(tokenizer, request.params)
+        self.json = JsonText(tokenizer) if request.params.json_object else None
         self.logprobs: list[dict[int, float]] = []
         self.sum = 0.0
         self.last = False  # whether it is the last of its request to end
@@ -251,14 +255,9 @@ class Sample:
         if token not in params.stop_ids:
             piece = self.text.push(token, len(self.ids) >= params.min_new_tokens)
             reason = self.text.stopped
-        # Stop wins over length.
-        finish = (
-            "stop"
-            if reason is not None
-            else "length"
-            if len(self.ids) == self.request.limit
-            else ""
-        )
+        finish = "length" if len(self.ids) == self.request.limit else ""
+        if reason is not None or (self.json and self.json.push(token)):
+            finish = "stop"  # it wins over length
         if finish:
             piece += self.text.end()
             logprobs = self.logprobs if params.logprobs >= 0 else None

@@ -44,7 +44,9 @@ def bounded_protocol(most: int) -> type:
             self.stop_waiting()
             waiting[self] = self.loop.call_later(seconds, self.transport.abort)
             if len(waiting) > most:
-                next(iter(waiting)).transport.abort()
+                oldest = next(iter(waiting))
+                oldest.stop_waiting()  # at once: many may come before it is closed
+                oldest.transport.abort()
 
         def stop_waiting(self) -> None:
             if timer := waiting.pop(self, None):

@@ -23,11 +23,6 @@ class RecordedStep:
 
     def __init__(self, model: Transformer, step: Callable) -> None:
         """Compile the blocks of `model`, a copy for inference."""
-        from torch._dynamo import config  # late: its import takes as long as all of torch
-
-        config.recompile_limit = (
-            128  # of all models and numbers of rows; beyond torch's 8 a call fails
-        )
         for part in (*model.layers, model.norm):
             part.forward = torch.compile(part.forward)
         self.step = step
@@ -54,10 +49,14 @@ class RecordedStep:
         self, model: Transformer, tokens: Tensor, part: Part
     ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
         """Return (graph, its tokens, its lengths, its logits)."""
-        self.step(
-            model, tokens, [part]
-        )  # compiles; what it writes to the cache, the replay writes again
+        from torch._dynamo import config  # late: its import takes as long as all of torch
+
+        # Of all models and numbers of rows; beyond torch's 8 a call fails. Each thread has its own.
+        config.recompile_limit = 128
+        # Compile. What this writes to the cache, the replay writes again.
+        self.step(model, tokens, [part])
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: the engine of another model may allocate memory in its thread meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.step(model, tokens, [part])
         return graph, tokens, part[2], logits

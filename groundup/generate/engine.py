@@ -34,6 +34,7 @@ from groundup.errors import UserError
 from groundup.generate import sampling
 from groundup.generate.completion import Params, Request, Result, Sample, Token, check
 from groundup.generate.cuda_graph import RecordedStep
+from groundup.generate.json_mode import drawn_orders
 from groundup.generate.kv_cache import CachedPrefix, CacheStep, KVCache, Part, Row, Rows, row_length
 from groundup.generate.matrices import CHUNK_TOKENS, for_inference, free_bytes
 from groundup.generate.native import NativeLinear, NativeStep, has_kernels
@@ -396,6 +397,9 @@ class Engine:
         tokens = sampling.choose(
             processed, self.params, [sample.generator for sample in samples]
         )  # (R,)
+        for row, sample in enumerate(samples):
+            if sample.json:
+                tokens[row] = self.json_token(sample, tokens[row].item(), processed[row : row + 1])
         if self.seen is not None:
             self.seen.add(tokens)
         k = max(sample.request.params.logprobs for sample in samples)
@@ -410,6 +414,19 @@ class Engine:
             if token.finish:
                 self.leave(sample)
         return drawn
+
+    def json_token(self, sample: Sample, token: int, processed: Tensor) -> int:
+        """Return `token`, or another one if that breaks the JSON object. processed (1, V)."""
+        params = sample.request.params
+
+        def orders() -> list[Tensor]:
+            """Return first what top_k, top_p and min_p keep, then all ids."""
+            rows = RowParams([params], processed.shape[1], self.device)
+            x = processed if rows.temperature is None else processed / rows.temperature
+            kept = [sampling.keep_likeliest(processed, rows)[0], x[0]]
+            return drawn_orders(kept, params.temperature > 0, sample.generator)
+
+        return sample.json.choose(token, orders)
 
     def feed(self) -> Tensor | None:
         """Feed the tokens just drawn; return the next logits (R, V) float32."""

@@ -36,7 +36,7 @@ SAMPLING = {
 LIMITS = ("max_tokens", "max_completion_tokens")  # the second, a chat's only, is the newer name
 REFUSED = {  # fields that would change the answer, with the values that change nothing
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),
@@ -97,6 +97,7 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
 
     defaults: sampling parameters that the body leaves open; seed: if it has none. Raise Refused."""
     body = read_object(raw)
+    as_json = body.get("response_format") == {"type": "json_object"}
     for name, allowed in REFUSED.items():
         value = body.pop(name, None)
         if value is not None and value not in allowed:
@@ -122,6 +123,7 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
     values = defaults | {ours: body.pop(name) for name, ours in SAMPLING.items() if name in body}
     values["seed"] = take(body, "seed", int, -1)
     values["seed"] = seed if values["seed"] == -1 else values["seed"] % 2**63
+    values["json_object"] = as_json
     values["stop"] = stop_strings(body.pop("stop", ()))
     stop_ids = body.pop("stop_token_ids", [])
     if stop_ids and not is_ids(stop_ids):
@@ -351,9 +353,8 @@ class Choice:
         self.pending: list[Position] = []  # of tokens whose text is not shown yet
         self.finish: str | None = None
         prompt_end = tokenizer.decode(request.ids[-8:]).rstrip() if asked.chat else ""
-        self.thinker = (
-            ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if asked.chat else None
-        )
+        thinks = asked.chat and not asked.params.json_object
+        self.thinker = ThoughtReader(prompt_end.endswith(ThoughtReader.OPEN)) if thinks else None
         self.caller = CallReader() if asked.tools else None
         self.calls: list[dict] = []
 

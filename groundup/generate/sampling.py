@@ -46,6 +46,7 @@ class SamplingParams:
     eos_ids: frozenset[int] = frozenset()  # end a row; those of the tokenizer
     ignore_eos: bool = False  # eos_ids are then ordinary tokens
     banned_ids: tuple[int, ...] = ()  # never generated
+    json_object: bool = False  # the text is one JSON object
     n: int = 1  # samples that are returned
     best_of: int = 0  # samples that are drawn, of which the best n are returned; 0 = n
     best_of_by: str = "sum"  # sum | mean: of the logprobs of a sample's tokens
@@ -60,20 +61,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            if kind is float and type(value) is int:
-                try:
-                    value = float(value)
-                except OverflowError:
-                    value = INF  # no range below takes it
+            if kind is float and type(value) is int and abs(value) > 2**53:
+                value = INF  # no range below takes it, and no float may hold it
                 object.__setattr__(self, field.name, value)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            fits = isinstance(value, (int, float) if kind is float else kind)
+            if not fits or (isinstance(value, bool) and kind is not bool):
                 what = f"must be of type {kind.__name__}, got {value!r}"
                 raise UserError(f"sample: {field.name} {what}")
         for name, fine, allowed in self._ranges():
             if not fine:
                 got = getattr(self, name)
                 got = list(got) if isinstance(got, frozenset) else got
-                got = f"{got:g}" if isinstance(got, float) else got
                 raise UserError(f"sample: {name} must be {allowed}, got {got}")
 
     @property
@@ -97,6 +95,7 @@ class SamplingParams:
         several = f"best_of={self.best_of}" if self.best_of else f"n={self.n}"
         for_beams = (self.length_penalty, self.early_stopping) != (1, "false")
         alone = self.temperature == 0 and not self.best_of and not self.stop and self.logprobs == -1
+        alone = alone and not self.json_object
         # Logits divided or multiplied by more could overflow float32.
         return [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
