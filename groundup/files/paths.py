@@ -25,7 +25,8 @@ def split_names(names: str) -> list[str]:
 
 def is_name(part: str) -> bool:
     """Return whether a part that holds commas names a file, with or without its weight."""
-    return os.path.exists(part) or os.path.exists(part.rpartition("=")[0].strip())
+    name, _, weight = part.rpartition("=")
+    return os.path.exists(part) or ("," not in weight and os.path.exists(name.strip()))
 
 
 def split_weight(part: str) -> tuple[str, str]:

@@ -107,7 +107,10 @@ def read(row: object, kind: str) -> str | list[dict] | Pair:
         missing = "rejected" if sides == ["chosen"] else "chosen"
         raise BadRow(f"a {sides[0]} answer but none under {missing!r} ({keys_of(row)})")
     if found:
-        return found.read(row)
+        try:
+            return found.read(row)
+        except RecursionError:
+            raise BadRow("nested too deeply") from None
     raise BadRow(
         f"unknown format: {keys_of(row)}{hint_of(row, kind)}; "
         f"{kind} is known by: {known_keys(kind)}"
@@ -397,22 +400,35 @@ def options_of(row: dict) -> list[tuple[str, str]]:
         found = {letter: row[letter] for letter in LETTERS if row.get(letter)}
     else:
         found = unpacked(row[key])
-    if isinstance(found, dict) and {"text", "label"} <= found.keys():  # ARC
-        found = dict(zip(found["label"], found["text"], strict=False))
-    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
-        letters = [one.get("key", one.get("label")) for one in found]
-        found = dict(
-            zip(letters, [one.get("value", one.get("text")) for one in found], strict=True)
-        )
-    if isinstance(found, list):
-        found = dict(zip(LETTERS, found, strict=False)) if len(found) <= len(LETTERS) else None
-    if not isinstance(found, dict):
+    options = lettered(found)
+    if options is None or not all(isinstance(letter, str) for letter, _ in options):
         raise BadRow(f"{key} is not a list or object of texts")
-    options = [(str(letter), option) for letter, option in found.items() if option is not None]
-    if not all(isinstance(option, str) for _, option in options):
-        raise BadRow(f"{key or 'an option'} holds {type(options[0][1]).__name__}, not text")
+    for _, option in options:
+        if not isinstance(option, str):
+            raise BadRow(f"{key or 'an option'} holds {type(option).__name__}, not text")
     # some texts have their letter already
     return [(letter, without_letter(letter, option)) for letter, option in options]
+
+
+def lettered(found: object) -> list[tuple[object, object]] | None:
+    """Return [(letter, option)] of options in any form, None if they have none."""
+    if isinstance(found, dict) and {"text", "label"} <= found.keys():  # ARC
+        columns = found["label"], found["text"]
+        return list(zip(*columns, strict=False)) if all(map(is_list, columns)) else None
+    if isinstance(found, dict):
+        return [(letter, option) for letter, option in found.items() if option is not None]
+    if listing := listed(found):
+        letters = [one.get("key", one.get("label")) for one in listing]
+        return list(
+            zip(letters, [one.get("value", one.get("text")) for one in listing], strict=True)
+        )
+    if is_list(found) and len(found) <= len(LETTERS):
+        return list(zip(LETTERS, found, strict=False))
+    return None
+
+
+def is_list(value: object) -> bool:
+    return isinstance(value, list)
 
 
 def without_letter(letter: str, option: str) -> str:
@@ -625,7 +641,8 @@ def better_comment(row: dict) -> Pair:
 
 
 def winner(row: dict) -> float:
-    return {"model_a": 1, "model_b": 0}.get(row["winner"], math.nan)
+    won = [row["winner"] == name for name in ("model_b", "model_a")]
+    return won.index(True) if any(won) else math.nan
 
 
 # ---- the formats: the first that fits is taken -----------------------------------------------

@@ -171,5 +171,5 @@ def as_score(row: object, key: str) -> float:
     value = row.get(key) if isinstance(row, dict) else None
     try:
         return float("nan" if isinstance(value, bool) or value is None else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return float("nan")

@@ -30,7 +30,7 @@ def as_number(value: object) -> float:
         value = words.get(value.strip().lower(), value)
     try:
         return float("nan" if value is None else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

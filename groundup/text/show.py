@@ -88,8 +88,12 @@ def lines_of(document: str, kind: str, tokenizer: Tokenizer | None) -> list[str]
 
 def turns(messages: list[dict], tokenizer: Tokenizer | None, learnt: bool = True) -> list[str]:
     if tokenizer is None:
-        said = [(message["role"], plain(message["content"] or "")) for message in messages]
-        return [f"{role}: [[{text}]]" if learnt and role == "assistant" else f"{role}: {text}" for role, text in said]
+        lines = []
+        for message in messages:
+            text = plain(message["content"] or "")
+            own = learnt and message["role"] == "assistant" and message.get("learn", True)
+            lines.append(f"{message['role']}: [[{text}]]" if own else f"{message['role']}: {text}")
+        return lines
     ids, mask = tokenizer.render(messages)
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: learnt and pair[1])
     lines = [(m, bars([i for i, _ in run], tokenizer)) for m, run in runs]

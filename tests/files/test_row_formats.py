@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from groundup.demo.debug_data import make_debug_data
 from groundup.errors import UserError
 from groundup.files import row_formats, usable
-from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, unread_keys
+from groundup.files.row_formats import Pair, document_of, messages_of, pair_of, question_of, unread_keys
 from groundup.files.text_keys import columns_of
 from groundup.generate.answers import asked_of
 from groundup.generate.completion import prompt_ids
@@ -640,6 +640,26 @@ JSON = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)),
     max_leaves=12,
 )
+
+
+ODD = (None, [], {}, 3, "x", [1], ["x"], {"x": []}, [{"x": []}], {"text": 1, "label": 2}, 10**400, [[]])
+
+
+@pytest.mark.parametrize("kind", row_formats.FORMATS)
+def test_odd_values_under_the_keys_of_a_format_are_no_traceback(kind: str) -> None:
+    read = {"text": document_of, "chat": messages_of, "preference": pair_of, "question": question_of}[kind]
+    for known in row_formats.FORMATS[kind]:
+        names = known.keys.split(",") + [name for name in known.also.split(",") if name]
+        for odd in ODD:
+            for n in range(len(names)):
+                row = {name: "x" for name in names} | {names[n]: odd}
+                assert bool(read(row)[0]) != bool(read(row)[1]) or kind == "text"
+                unread_keys(row, kind)
+            read(dict.fromkeys(names, odd))
+    deep: dict = {}
+    for _ in range(600):
+        deep = {"a": [deep]}
+    read({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}]})
 
 
 @settings(max_examples=150, deadline=None)

@@ -259,6 +259,10 @@ def test_names_with_commas_equals_signs_and_brackets(tmp_path, monkeypatch):
     every = ",".join(names)
     assert list(mixture.parse_weights(every, every)) == list(names)
     assert readers.find_files(every) == list(names)
+    weighed = "lang=zh/x.jsonl=2,a,b.jsonl=1,[v2]/y.jsonl=3"
+    assert mixture.parse_weights(weighed, "") == {names[1]: 2.0, names[0]: 1.0, names[2]: 3.0}
+    with pytest.raises(UserError, match="weigh all or none"):
+        mixture.parse_weights("c=1.jsonl=2,a,b.jsonl", "")
     assert readers.find_files("[v2]/*.jsonl") == ["[v2]/y.jsonl"]
     assert readers.find_files("lang=*/*.jsonl") == ["lang=zh/x.jsonl"]
     assert mixture.parse_weights("lang=*/*.jsonl=2", "") == {"lang=*/*.jsonl": 2.0}
