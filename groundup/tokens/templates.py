@@ -178,7 +178,8 @@ class ChatTemplate:
     ) -> list[Piece]:
         """Return the conversation in pieces. learn=False: nothing is marked as learned.
 
-        only_last: nothing but the last answer is, which takes less time. Raise UserError if the template cannot take the conversation."""
+        only_last: nothing but the last answer is, which takes less time. Raise UserError if the
+        template cannot take the conversation."""
         messages, tools = self.given(messages, tools)
         marked = self.text(messages, tools, add_generation_prompt)
         text, spans = MARKS.sub("", marked), []
