@@ -149,7 +149,7 @@ def answered_ids(messages: list[dict], tokenizer: Tokenizer) -> list[int]:
         raise UserError(
             "reward: a conversation must end with the assistant's answer, which is what gets a score"
         )
-    prompt, answer = split_answer(*tokenizer.render(messages))
+    prompt, answer = split_answer(*tokenizer.render(messages, only_last=True))
     return prompt + answer
 
 
@@ -169,7 +169,9 @@ def drawn_ids(
     messages, prompt: before the answer, and their ids. drawn: without the id that ended the answer;
     text: of them."""
     ids = [*prompt, *drawn, *tokenizer.closing_ids]
-    if not messages or not tokenizer.special_ids.isdisjoint(drawn):
+    if not messages or not tokenizer.foreign_template:
+        return ids
+    if not tokenizer.special_ids.isdisjoint(drawn):  # they are not in `text`
         return ids
     opened = OPENED.search(tokenizer.decode(prompt))
     if opened and "</think>" not in opened[0]:

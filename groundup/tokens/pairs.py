@@ -72,7 +72,8 @@ def tokenize_answer(
     prompt: list[dict], answer: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids (prompt, answer) of a conversation that ends with `answer`, as sft.py's."""
-    ids, mask = tokenizer.render([*prompt, {"role": "assistant", "content": answer}])
+    talk = [*prompt, {"role": "assistant", "content": answer}]
+    ids, mask = tokenizer.render(talk, only_last=True)
     dtype = token_dtype(tokenizer.vocab_size)
     before, learned = split_answer(ids, mask)
     return np.array(before, dtype), np.array(learned, dtype)

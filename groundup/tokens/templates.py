@@ -144,11 +144,13 @@ class ChatTemplate:
         self.marker = re.compile(everyone)
 
         patterns = []
-        for name in sorted([*specials, *words], key=len, reverse=True):
-            before, after = strips.get(name, (False, False))
-            left = r"(?:(?<!\s)\s*+)?" if before else ""
-            right = r"\s*" if after else ""
-            patterns.append(f"{left}(?<!{GUARD}){re.escape(name)}{right}")
+        names = [*specials, *words]
+        # white space before a name is looked for once, where it begins
+        for before, left in ((True, r"(?:(?<!\s)\s*+)?"), (False, "")):
+            for after, right in ((True, r"\s*"), (False, "")):
+                same = [n for n in names if strips.get(n, (False, False)) == (before, after)]
+                if same:
+                    patterns.append(f"{left}(?<!{GUARD}){one_of(same)}{right}")
         self.split = re.compile(f"({'|'.join(patterns) or '(?!)'})")
 
     def _find_closing(self) -> str:
@@ -172,10 +174,12 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: list[dict] | None = None,
         learn: bool = True,
+        only_last: bool = False,
     ) -> list[Piece]:
         """Return the conversation in pieces. learn=False: nothing is marked as learned.
 
-        Raise UserError if the template cannot take the conversation."""
+        only_last: nothing but the last answer is, which takes less time. Raise UserError if the
+        template cannot take the conversation."""
         messages, tools = self.given(messages, tools)
         marked = self.text(messages, tools, add_generation_prompt)
         text, spans = MARKS.sub("", marked), []
@@ -183,8 +187,9 @@ class ChatTemplate:
             places = [mark.start() - k for k, mark in enumerate(MARKS.finditer(marked))]
             spans = learned_spans(list(zip(places[::2], places[1::2], strict=True)), messages)
         elif learn:
-            for i, message in enumerate(messages):
-                if message.get("role") == "assistant" and message.get("learn", True):
+            answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+            for i in answers[-1:] if only_last else answers:
+                if messages[i].get("learn", True):
                     spans.append(self.answer(text, messages, i, tools, add_generation_prompt))
         return self.cut(text, spans)
 
@@ -351,7 +356,9 @@ def one_of(names: list[str]) -> str:
     """Return the regular expression of any of these names, the longest that is there."""
     if not names:
         return "(?!)"
-    return f"(?:{'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True))})"
+    first = "".join(re.escape(c) for c in sorted({name[0] for name in names}))  # tried first: fast
+    longest_first = sorted(names, key=len, reverse=True)
+    return f"(?=[{first}])(?:{'|'.join(map(re.escape, longest_first))})"
 
 
 @cache
