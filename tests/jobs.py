@@ -10,6 +10,8 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import forks
@@ -37,20 +39,18 @@ def run_on_ranks(n: int, script: str, jobs: Jobs, folder: Path) -> None:
 
 def run_jobs(script: str, jobs: Jobs) -> None:
     """On each rank: the script with the flags of each job; one that is to stop gets SIGTERM on the last rank."""
-    n_steps, stops = 0, False
-    advance = RunLog.advance
+    stops, paused = False, RunLog.paused
 
-    def count(log: RunLog) -> None:
-        nonlocal n_steps
-        n_steps += 1
-        if stops and n_steps == STOP - 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    @contextmanager
+    def then_stop(log: RunLog) -> Iterator[None]:
+        with paused(log):  # the end of a step, with its evaluation
+            yield
+        if stops and log.step == STOP - 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             os.kill(os.getpid(), signal.SIGTERM)
-        advance(log)
 
-    RunLog.advance = count
+    RunLog.paused = then_stop
     ddp.MIB = 10_000  # bytes: each block of a tiny model is a bucket of its own
-    for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
-        n_steps = 0
+    for flags, stops in jobs:  # noqa: B007 (then_stop reads `stops`)
         sys.argv = [script, *flags]
         if "--compile=True" in flags:
             torch.compiler.reset()

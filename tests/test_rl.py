@@ -244,7 +244,7 @@ def test_first_step_of_grpo_by_hand(run, base, tmp_path):
 
 def test_first_step_of_ppo_by_hand(run, base, tmp_path):
     """A critic that says 0 and a policy that has not moved: the advantage of every token is
-    lam^(tokens to the end) times the answer's reward, whitened over all tokens; the value's loss is
+    0.95^(tokens to the end) times the answer's reward, whitened over all tokens; the value's loss is
     half the square of it. The critic's head reads the body's result, normed once, at the place from
     which the token was drawn.
     """
@@ -254,13 +254,12 @@ def test_first_step_of_ppo_by_hand(run, base, tmp_path):
             "--group_size=1",
             "--prompts_per_step=8",
             "--max_steps=1",
-            "--lam=0.9",
         )
         == 0
     )
     drawn, model = first_answers(base, 8, 1), huggingface.load_model(base / "model")
     returns = [
-        reward_of(one) * 0.9 ** torch.arange(len(one.ids) - 1, -1, -1).double() for one in drawn
+        reward_of(one) * 0.95 ** torch.arange(len(one.ids) - 1, -1, -1).double() for one in drawn
     ]
     flat = torch.cat(returns)
     loss, of_head = 0, 0

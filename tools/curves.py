@@ -40,9 +40,9 @@ MOST = 60  # training and as many evaluation events of a curve
 KEPT = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "val_loss", "val_bpb", "reward", "accuracy",
         "rewards/accuracies", "rewards/margins", "mean_token_accuracy")  # fmt: skip
 NO_CAUSE = {  # settings that do not change what is learnt per token, but for rounding
-    "out_dir", "resume", "overwrite", "device", "dtype", "compile", "activation_checkpointing", "parallel",
-    "overlap_step", "zero1", "timeout_s", "peak_tflops", "plan_only", "eval_every", "log_every", "track",
-    "save_every", "keep_last", "sample_prompts", "batch_size", "seed", "eval_steps",
+    "out_dir", "resume", "resume_from", "overwrite", "device", "dtype", "compile", "activation_checkpointing",
+    "parallel", "overlap_step", "zero1", "timeout_s", "peak_tflops", "plan_only", "eval_every", "log_every",
+    "track", "save_every", "keep_last", "sample_prompts", "batch_size", "seed", "eval_steps",
 }  # fmt: skip
 MARGIN = 0.02  # of the loss, as a median; single ones of three seeds of config/shakespeare.py differ by up to 2.2 %
 NAN = float("nan")

@@ -14,11 +14,13 @@ A checkpoint appears whole or not at all: it is written as .step_000200.tmp, put
 then renamed. A kill at any moment loses at most the save under way, because nothing is removed
 before its successor is whole. Only the data decide whether a save succeeded. Links, locks and the
 removal of old steps are housekeeping: where the file system refuses them, a run warns and goes on.
-Rank 0 alone writes, so machines need not share a disk. At a resume each reads the checkpoint.
+Rank 0 alone writes, so machines need not share a disk. At a start rank 0 reads, compares checksums
+and sends what it read; the others read small files alone, and with ZeRO-1 and FSDP their share.
 
 Opening a checkpoint never runs code: weights are safetensors, state is plain data. A trainer calls
 
     resumed = find(config, model_config, data)             # None: a new run
+    huggingface.load_resumed(model, resumed)               # or load_start
     state = restore(resumed, model, ddp, opt, scaler, seed)
     config = make_run_dir(config, __file__, resumed)
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)

@@ -270,6 +270,7 @@ class Optimizer:
                     ranks.broadcast(t)
 
     def _copy_state(self, saved: States) -> None:
+        """Copy what this rank updates of a whole state."""
         for bucket, group, i in self.members():
             state, offset = saved[bucket.names[i]], bucket.offsets[i]
             begin, end = own_span(bucket, [i])

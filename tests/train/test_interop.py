@@ -90,7 +90,7 @@ def runs(tmp_path_factory) -> Path:
         command("prepare", *common, f"--backend={backend}", f"--vocab_size={size}", f"--out_dir={out}/{backend}")
     for name, of, *flags in (
         ("pretrain", "bpe"),
-        ("qwen", "bpe", "--qk_norm=True", "--tie_embeddings=False", "--head_dim=32", "--rope_theta=1e6"),
+        ("qwen", "bpe", "--qk_norm=True", "--tie_embeddings=False", "--rope_theta=1e6"),
         ("sp", "sentencepiece"),
     ):
         tokens = f"--total_batch_tokens={4 * BLOCK}"
