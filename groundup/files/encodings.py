@@ -37,14 +37,18 @@ STRICT = {"gb18030": "gb2312", "cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"
 # Elsewhere the second byte may be one of @ to ~, and after a loss it stands alone beside wide
 # characters, as the A in a text where only half of a comma is left; in Shift-JIS as a kana of half
 # width.
+LETTER = r"(?!\\[\"/\\])[@-~]"  # not the \\ of JSON's \\"
 ALONE = re.compile(
-    "(?<=[^\0-\x7f])[@-~](?![@-~])|(?<![@-~])[@-~](?=[^\0-\x7f])|[\uff61-\uff9f]"
+    f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
 )
 PRIVATE = re.compile("[\ue000-\uf8ff]")  # characters that a codec has, but no standard
 ODD = re.compile("[\ue000-\uf8ff\uff61-\uff9f]")  # these, and kana of half width
+UNDECODED = re.compile("[\udc80-\udcff]")
 HANGUL = re.compile("[\uac00-\ud7a3]")
 NOT_ASCII = re.compile("[^\0-\x7f]")
 RUNS = re.compile("[^\0-\x7f](?: ?[^\0-\x7f])+")  # old manuals put spaces between characters
+WORDS = re.compile(rb"[^\x00-\x2f]*[\x00-\x2f]*")  # bytes below 0x30 are no part of a character
+LEAST = 16  # wide characters: fewer tell no encoding
 HAN = re.compile("[\u4e00-\u9fff]")
 KANA = re.compile("[\u3040-\u30ff]")
 ESCAPES = re.compile(rb"\x1b\$[@B]|\x1b\$\([CD]|\x1b\$\)[ACG]")
@@ -192,49 +196,51 @@ def names_of(lines: list[bytes]) -> tuple[set[str], str]:
 
 
 def groups(lines: list[bytes]) -> list[bytes]:
-    """Return the lines in eight groups of equal size, joined."""
-    size, n_before = sum(map(len, lines)) + 1, 0
+    """Return the text of lines in eight groups of equal size, cut between words: an array of JSON
+    may be one line."""
+    words = WORDS.findall(b"\n".join(lines))
+    size, n_before = sum(map(len, words)) + 1, 0
     found: list[list[bytes]] = [[] for _ in range(8)]
-    for line in lines:
-        found[8 * n_before // size].append(line)
-        n_before += len(line)
-    return [joined for group in found if not (joined := b"\n".join(group)).isascii()]
+    for word in words:
+        found[8 * n_before // size].append(word)
+        n_before += len(word)
+    return [joined for group in found if not (joined := b"".join(group)).isascii()]
 
 
 def name_of(raw: bytes) -> tuple[str, str]:
     """Return (the codec of lines that are not UTF-8, ""), or ("", their likely encoding)."""
-    best = from_bytes(raw).best()
-    if best is None:
-        return "", ""
-    codec = TRUSTED.get(best.encoding, "")
-    if codec == "gb18030":
-        # Kana have the same bytes in EUC-JP; Chinese text has hardly any.
-        text = raw.decode(codec, "replace")
-        if len(KANA.findall(text)) > 0.1 * len(NOT_ASCII.findall(text)):
-            codec = "euc_jis_2004"
-    if not codec or not is_plausible(raw, codec):
-        return "", best.encoding
-    return codec, ""
+    matches = list(from_bytes(raw))  # the best first
+    for match in matches:
+        codec = TRUSTED.get(match.encoding, "")
+        if not codec:
+            break
+        if codec == "gb18030":
+            # Kana have the same bytes in EUC-JP; Chinese text has hardly any.
+            text = raw.decode(codec, "replace")
+            if len(KANA.findall(text)) > 0.1 * len(NOT_ASCII.findall(text)):
+                codec = "euc_jis_2004"
+        if is_plausible(raw, codec):
+            return codec, ""
+    return "", matches[0].encoding if matches else ""
 
 
 def is_plausible(raw: bytes, codec: str) -> bool:
-    """Return whether lines read as text in a multi-byte codec: nearly all decode, and most wide
-    characters have a wide neighbour. Accents of Western text stand alone between ASCII letters."""
-    texts = []
-    for line in raw.split(b"\n"):
+    """Return whether bytes read as text in a multi-byte codec: nearly all words decode, and most
+    wide characters have a wide neighbour. Accents of Western text stand alone between letters."""
+    n_bad = 0
+    words = [word for word in WORDS.findall(raw) if not word.isascii()]
+    for word in words:
         try:
-            texts.append(line.decode(codec))
+            word.decode("euc_kr" if codec == "cp949" else codec)
         except UnicodeDecodeError:
-            texts.append("")
-    n_bad = texts.count("")
-    text = "\n".join(texts)
+            n_bad += 1
+    text = raw.decode(codec, "ignore")
     n_wide = len(NOT_ASCII.findall(text))
     n_beside = len(NOT_ASCII.findall("".join(RUNS.findall(text))))
-    if codec == "cp949" and len(HANGUL.findall(text)) < 0.8 * n_wide:
-        return False
     few_odd = len(ODD.findall(text)) <= 0.02 * n_wide
-    few_bad = n_bad <= max(1, 0.1 * len(texts))
-    return n_wide >= 5 and n_beside >= 0.5 * n_wide and few_bad and few_odd
+    few_bad = n_bad <= max(1, 0.1 * len(words)) and n_bad < len(words)
+    is_korean = codec != "cp949" or len(HANGUL.findall(text)) >= 0.8 * n_wide
+    return n_wide >= LEAST and n_beside >= 0.5 * n_wide and few_bad and few_odd and is_korean
 
 
 def escaped_encoding(sample: bytes) -> str:
@@ -312,5 +318,8 @@ class Decoder:
         try:
             return self.decode(raw)
         except UnicodeDecodeError:
-            codec = "utf-8" if is_utf8(raw) or not self.other else self.other
-            return raw.decode(codec, "surrogateescape")
+            texts = [raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec]
+        text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
+        if self.other in TRUSTED.values():
+            text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
+        return text

@@ -137,7 +137,8 @@ def is_over_lines(head: bytes) -> bool:
         _, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
         # it may go on behind the head
-        return error.pos >= len(text) - 1 and n_first < len(text) - 1
+        goes_on = error.pos >= len(text) - 1 or error.msg.startswith("Unterminated string")
+        return goes_on and n_first < len(text) - 1
     except RecursionError:
         return False
     return end > n_first

@@ -190,10 +190,11 @@ def text_lines(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
 def character_end(raw: bytes) -> int:
     """Return a place near the end of some bytes of text that is not within a character. Bytes
     below 0x30 are no part of one in any encoding; those of UTF-8 tell where one begins."""
-    tail = raw[-(2**12) :]
-    ends = [found.end() for found in re.finditer(rb"[\0-\x2f]", tail)]
-    if ends:
-        return len(raw) - len(tail) + ends[-1]
+    last = re.search(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)", raw[-(2**12) :])
+    if last:
+        return len(raw) - min(len(raw), 2**12) + last.end()
+    if places := [found.end() for found in re.finditer(rb"[\x00-\x2f]", raw)]:
+        return places[-1]
     end = len(raw) - 1
     while end > len(raw) - 4 and raw[end] & 0xC0 == 0x80:
         end -= 1

@@ -131,7 +131,8 @@ def open_stream(path: str, begin: int = 0, encoding: str = "", check: bool = Fal
     elif codec := encodings.wide_codec(head):
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
-        sample = head if compression or path == "-" else spaced_sample(file, first)
+        packed = compression or path == "-"
+        sample = whole_lines(head, False, len(head) >= READ_BYTES) if packed else spaced_sample(file, first)
         verdict = encodings.judge(sample, encoding)
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
@@ -184,16 +185,27 @@ def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
     size = os.fstat(file.fileno()).st_size
     if size <= len(first) or not hasattr(os, "pread"):
         return first
-    blocks, n_bytes = [], min(SAMPLE_BYTES, size // SAMPLES)
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return os.pread(file.fileno(), size, 0)
+    blocks = []
     for k in range(SAMPLES):
-        place = (size - n_bytes) * k // (SAMPLES - 1)
-        block = os.pread(file.fileno(), n_bytes, place)
-        if k > 0:
-            block = block.partition(b"\n")[2]
-        if k < SAMPLES - 1:
-            block = block.rpartition(b"\n")[0]
-        blocks.append(block)
+        place = (size - SAMPLE_BYTES) * k // (SAMPLES - 1)
+        block = os.pread(file.fileno(), SAMPLE_BYTES, place)
+        blocks.append(whole_lines(block, k > 0, k < SAMPLES - 1))
     return b"\n".join(blocks)
+
+
+def whole_lines(block: bytes, cut_before: bool, cut_after: bool) -> bytes:
+    """Return a block without the lines that it has in part; of one long line the whole words: a
+    byte below 0x30 is no part of a character in any encoding."""
+    begin, end = 0, len(block)
+    separator = rb"\n" if b"\n" in block[:-1] else rb"[\x00-\x2f]"
+    places = [found.start() for found in re.finditer(separator, block)]
+    if cut_before and places:
+        begin = places[0] + 1
+    if cut_after and places:
+        end = places[-1]
+    return block[begin:end]
 
 
 # ---- compression -------------------------------------------------------------------------------
