@@ -38,6 +38,7 @@ from pathlib import Path
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.encodings import check_codec
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
@@ -64,6 +65,7 @@ pattern = "qwen"  # qwen | gpt4 | gpt2 | cl100k | zh (Chinese): how a trained bp
 kind = "text"  # text | chat (conversations) | preference (pairs of answers): what a document is
 text_key = ""  # fields: 'text', 'a.b', 'title,body'; rows: 'question=KEY,answer=KEY'; "" = found
 txt_split = "file"  # file | blank (between blank lines) | line: what a document is in plain text
+encoding = ""  # of lines that are not UTF-8, such as gb18030 or latin-1; "" = found for each file
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
 punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
@@ -97,7 +99,7 @@ pack = 0  # also write rows of this many tokens, for pretrain.py --pack=True; 0 
 shard_tokens = 134_217_728  # tokens per file
 # errors
 strict = False  # stop at the first unreadable record; otherwise count it and go on
-max_bad_fraction = 1.0  # exit status 1 if a larger share of records or bytes is unreadable
+max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is lost
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir, whatever it holds
 
@@ -230,6 +232,8 @@ def check_config(config: dict) -> Recipe:
         raise UserError(f"config: input: weight has no effect with kind={kind}; weigh when you train")
     for text_key in filter(None, (source.text_key for source in sources)):
         (parse_text_key if kind == "text" else parse_names)(text_key)
+    for source in sources:
+        check_codec(source.encoding)
     parse_score(config["score"])
     if config["order"] == "score" and not config["score"]:
         raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")

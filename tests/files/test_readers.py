@@ -356,7 +356,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "gb18030"])
 @pytest.mark.parametrize("name", ["a.jsonl", "d.json", "e.json", "h.csv", "j.txt"])
 def test_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, encoding: str) -> None:
-    monkeypatch.setattr(streams, "READ_BYTES", 8192)
+    monkeypatch.setattr(streams, "READ_BYTES", 2**15)
     raw, expected = CONTAINERS[name]
     if name == "d.json":
         raw = json.dumps(json.loads(raw), ensure_ascii=False).encode()
