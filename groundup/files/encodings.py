@@ -305,7 +305,7 @@ class Decoder:
     def is_accident(self, raw: bytes, text: str) -> bool:
         """Return whether a line after one in the other encoding is UTF-8 by accident only: its
         characters have two bytes in both."""
-        if max(text) >= "\u0800":
+        if max(text) >= "\u0800" or self.other not in TRUSTED.values():
             return False
         try:
             raw.decode(self.other)

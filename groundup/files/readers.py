@@ -149,6 +149,8 @@ def lines_of_arrays(head: bytes, named: bool) -> bool:
     named: its name says that it has lines; its only line is then a row, not an array of rows."""
     first, *rest = (line.strip() for line in head.split(b"\n"))
     following = next(filter(None, rest), b"")
+    if re.match(rb"\[\s*\{", first) and not re.search(rb'"(role|from)"', first):
+        return False  # rows, not the messages of a conversation
     if not rest:
         return named
     return first.endswith(b"]") and (following.startswith(b"[") or (named and not following))

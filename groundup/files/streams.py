@@ -295,12 +295,11 @@ def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator
         n_trusted = n_made
     file.seek(0)
     n_left = n_trusted
-    chunks = iter(lambda: file.read(READ_BYTES), b"")
-    for made, _ in members(chunks, path, "gz"):
-        if n_left <= 0:
-            break
-        yield made[:n_left]
+    again = members(iter(lambda: file.read(READ_BYTES), b""), path, "gz")
+    while n_left > 0:
+        made, _ = next(again)
         n_left -= len(made)
+        yield made
     if damage:
         reason, detail, lost = damage.args
         if wrong:

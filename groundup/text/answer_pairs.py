@@ -106,9 +106,11 @@ def write_pairs(
     n_bad = problems.problems.total()
     info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
     info |= {"lines_bad": n_bad, "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
+    # The pairs are read next, as an input. Together they count as the bytes of the answers.
+    n_bytes = tally["bytes"] - out.stat().st_size
     unusable = Counter({"bad_field": problems.problems.pop("bad_field", 0)})
     return info, Counts(
-        n_bad, +problems.problems, +unusable, input_bytes=tally["bytes"],
+        n_bad, +problems.problems, +unusable, input_bytes=n_bytes,
         lost_bytes=+Counter({path: n_lost}), bad=+Counter({path: n_bad}),
         passed=Counter({path: n_lines - n_bad}), shown=problems.shown,
     )  # fmt: skip

@@ -99,8 +99,8 @@ def test_a_damaged_file_ends_in_status_1_unless_the_loss_is_accepted(tmp_path: P
     raw = b"[" + b"".join(rows) + b"]"
     assert status(tmp_path, "a.json", raw) == 1
     said = capsys.readouterr().out
-    assert f"files are damaged: {tmp_path}/a.json ({len(rows[9]) - 1} bytes lost); mend them, or accept" in said
-    assert "60 read = 59 kept + 1 dropped" in said
+    assert f"in 1 of 1 files: {tmp_path}/a.json ({len(rows[9]) - 1} bytes); errors.tsv says where; mend them" in said
+    assert "60 read = 59 kept + 0 dropped + 1 lost" in said
     fraction = float(said.split("--max_bad_fraction=")[1].split()[0])
     assert status(tmp_path, "a.json", raw, ("max_bad_fraction", fraction)) == 0
     assert status(tmp_path, "a.json", raw, ("max_bad_fraction", fraction / 100)) == 1
@@ -347,7 +347,7 @@ def test_names_that_are_not_utf8_or_break_lines(tmp_path: Path) -> None:
     folder.mkdir()
     for name in (b"\xd6\xd0\xce\xc4.jsonl", b"tab\tline\n.jsonl"):
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"".join(planted("jsonl")) + b"bad\n")
-    assert status(tmp_path, "x.txt", b"", ("input", str(folder))) == 0
+    assert status(tmp_path, "x.txt", b"", ("input", str(folder))) == 1
     rows = [line.split("\t") for line in (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()]
     assert [row[0] for row in rows[1:]] == [f"{folder}/tab\\tline\\n.jsonl", f"{folder}/\\xd6\\xd0\\xce\\xc4.jsonl"]
     assert {len(row) for row in rows} == {5}
