@@ -118,7 +118,10 @@ browser: $(VENV)/tests
 
 # Rooms that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
-	groundup/train groundup/kernels groundup/tokens tools/reading.py tests/golden tests/test_golden.py
+	groundup/train groundup/kernels groundup/tokens tools/reading.py \
+	groundup/files/streams.py groundup/files/encodings.py groundup/files/records.py \
+	groundup/files/parquet.py groundup/files/readers.py groundup/files/splits.py \
+	groundup/files/text_sample.py tests/files/test_containers.py tests/files/test_text_sample.py tests/golden tests/test_golden.py
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

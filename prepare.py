@@ -35,6 +35,8 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from tqdm import tqdm
+
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
@@ -44,13 +46,13 @@ from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir
-from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources
+from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources, read_json
 from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
-from groundup.tokens.token_writer import write_manifest, write_record
+from groundup.tokens.token_writer import write_json, write_manifest, write_record
 from groundup.tokens.training import SMALLEST, train
 from tokenizer import Tokenizer
 
@@ -103,7 +105,7 @@ max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir, whatever it holds
 
-VERSION = 9  # of the output; a directory of another version differs
+VERSION = 10  # of the output; a directory of another version differs
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
@@ -254,17 +256,25 @@ def aids(config: dict) -> str:
         raise UserError(f"config: cannot read {error.filename}: {error.strerror}") from None
 
 
-def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
+def describe(inputs: list[Input], known: list[dict], work: Path) -> list[dict]:
     """Return the manifest's entries of the inputs. known: entries of an earlier run; the digest of a file is taken from
-    there if its size and time are the same."""
-    before = {(entry["path"], entry["size"], entry["stamp"]): entry["sha256"] for entry in known}
+    there, or from a run that was killed, if its size and time are the same."""
+    held = work / "digests.json"
+    before = {f"{entry['path']} {entry['size']} {entry['stamp']}": entry["sha256"] for entry in known}
+    before |= read_json(held)
 
     def entry(file: Input) -> dict:
-        sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or file_sha256(Path(file.path))
+        sha256 = file.problem or before.get(f"{file.name} {file.size} {file.stamp}") or file_sha256(Path(file.path))
         return {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
 
-    with ThreadPool() as threads:  # hashing releases the GIL
-        return threads.map(entry, inputs)
+    entries = []
+    bar = {"total": sum(file.size for file in inputs), "unit": "B", "unit_scale": True, "desc": "compare"}
+    with ThreadPool() as threads, tqdm(**bar, disable=None) as progress:  # hashing releases the GIL
+        for found in threads.imap(entry, inputs):
+            entries.append(found)
+            progress.update(found["size"])
+    write_json(held, {f"{one['path']} {one['size']} {one['stamp']}": one["sha256"] for one in entries})
+    return entries
 
 
 def difference(info: dict, old: dict) -> str:
@@ -330,7 +340,7 @@ def main(config: dict) -> int:
             "prepare": VERSION,
             "recipe": recipe.settings() | {key: config[key] for key in ("pack", *PAIR_KEYS)},
             "tokenizer": tokenizer.chat_fingerprint() if tokenizer else to_train if recipe.kind == "text" else "none",
-            "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
+            "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else [], work),
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)
         if why:

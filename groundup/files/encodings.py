@@ -102,7 +102,9 @@ def wide_codec(head: bytes) -> str:
 def judge(sample: bytes, given: str = "") -> Verdict:
     """Decide about a file without a mark from a sample of its lines. given: by the user, or ""."""
     if seven_bit := escaped_encoding(sample):
-        return Verdict(refused=f"it is {seven_bit}, whose bytes look like ASCII; {convert(seven_bit)}")
+        return Verdict(
+            refused=f"it is {seven_bit}, whose bytes look like ASCII; {convert(seven_bit)}"
+        )
     if given:
         hint = f" (encoding={given} was given)"
         return Verdict(given, True, standing_alone(sample.split(b"\n"), given), hint=hint)
@@ -318,7 +320,9 @@ class Decoder:
         try:
             return self.decode(raw)
         except UnicodeDecodeError:
-            texts = [raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec]
+            texts = [
+                raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec
+            ]
         text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
         if self.other in TRUSTED.values():
             text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)

@@ -25,8 +25,20 @@ from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
-PREPARED = {"report.md", "dropped.tsv"}  # files that tell a directory that prepare.py made, also without its manifest
-DATA_SUFFIXES = (".txt", ".text", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")  # or of these packed
+PREPARED = {
+    "report.md",
+    "dropped.tsv",
+}  # files that tell a directory that prepare.py made, also without its manifest
+DATA_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+)  # or of these packed
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
@@ -38,10 +50,20 @@ def find_files(input: str) -> list[str]:
     """
     found: list[str] = []
     for part in filter(None, (part.strip() for part in input.split(","))):
-        matches = [part] if part == "-" or os.path.exists(part) else sorted(glob.glob(part, recursive=True))
-        files = [file for match in matches for file in (list_directory(match) if os.path.isdir(match) else [match])]
+        matches = (
+            [part]
+            if part == "-" or os.path.exists(part)
+            else sorted(glob.glob(part, recursive=True))
+        )
+        files = [
+            file
+            for match in matches
+            for file in (list_directory(match) if os.path.isdir(match) else [match])
+        ]
         if not files:
-            raise UserError(f"data: no file matches {part!r}; give files, directories or globs, separated by commas")
+            raise UserError(
+                f"data: no file matches {part!r}; give files, directories or globs, separated by commas"
+            )
         found += files
     unlinked: dict[str, str] = {}  # a link beside the file that it leads to is no second file
     for file in found:
@@ -53,32 +75,50 @@ def find_files(input: str) -> list[str]:
 
 def list_directory(top: str) -> list[str]:
     """Return the data files of a directory; print how many others it has, and the names of the first."""
-    files, others, seen = [], [], {os.path.realpath(top)}  # a link to a folder above would never end
+    files, others, seen = (
+        [],
+        [],
+        {os.path.realpath(top)},
+    )  # a link to a folder above would never end
     for folder, folders, names in os.walk(top, followlinks=True):
         if PREPARED.issubset(names):
             folders.clear()
             where = streams.shown_name(folder)
             if folder == top:
                 hint = "give the files that it was made of, or its train.jsonl"
-                raise UserError(f"data: {where} is a directory that prepare.py made, not raw data; {hint}")
+                raise UserError(
+                    f"data: {where} is a directory that prepare.py made, not raw data; {hint}"
+                )
             print(f"data: {where} is left out: prepare.py made it")
             continue
-        real = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
-        folders[:] = {real[name]: name for name in real if real[name] not in seen}.values()  # of two links, one
+        real = {
+            name: os.path.realpath(os.path.join(folder, name))
+            for name in folders
+            if not name.startswith(".")
+        }
+        folders[:] = {
+            real[name]: name for name in real if real[name] not in seen
+        }.values()  # of two links, one
         seen |= set(real.values())
         for name in names:
-            (files if is_data(name) else others).append(os.path.relpath(os.path.join(folder, name), top))
+            (files if is_data(name) else others).append(
+                os.path.relpath(os.path.join(folder, name), top)
+            )
     if others := sorted(map(streams.shown_name, others)):
         shown = ", ".join(others[:10]) + (", ..." if len(others) > 10 else "")
         hint = f"of a directory only {' '.join(DATA_SUFFIXES)} are read, also packed; name other files, or give a glob"
-        print(f"data: {streams.shown_name(top)}: passed over {len(others):,} that are no data by name: {shown}; {hint}")
+        print(
+            f"data: {streams.shown_name(top)}: passed over {len(others):,} that are no data by name: {shown}; {hint}"
+        )
     return [os.path.join(top, file) for file in sorted(files, key=os.fsencode)]
 
 
 def is_data(name: str) -> bool:
     """Return whether a file of a directory is data, by its name: not hidden, no README or LICENSE, a suffix of data."""
     stem, suffix = os.path.splitext(unpacked_name(name))
-    return not name.startswith(".") and stem not in ("readme", "license") and suffix in DATA_SUFFIXES
+    return (
+        not name.startswith(".") and stem not in ("readme", "license") and suffix in DATA_SUFFIXES
+    )
 
 
 def unpacked_name(path: str) -> str:

@@ -297,7 +297,11 @@ def csv_records(
         if names and row and len(row) != len(names):
             detail = f"{len(row)} fields, but {len(names)} columns"
         if detail:
-            ends = (k for k in range(1, len(held)) if held[k].problem or is_row(held[k].value, names, delimiter))
+            ends = (
+                k
+                for k in range(1, len(held))
+                if held[k].problem or is_row(held[k].value, names, delimiter)
+            )
             again = next(ends, len(held))
             lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
@@ -329,7 +333,9 @@ def too_deep(text: str, value: object) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for one in itertools.chain.from_iterable(inner) if isinstance(one, dict | list)]
+        level = [
+            one for one in itertools.chain.from_iterable(inner) if isinstance(one, dict | list)
+        ]
         if not level:
             return False
     return True
@@ -456,7 +462,11 @@ class JsonStream:
             if too_deep(self.text[self.pos : end], value):
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
             after = self.WHITE_SPACE.match(self.text, end).end()
-            if array and not isinstance(value, list | dict) and self.text[after : after + 1] not in (",", "]", ""):
+            if (
+                array
+                and not isinstance(value, list | dict)
+                and self.text[after : after + 1] not in (",", "]", "")
+            ):
                 raise ValueError(f"expected , or ] but found {self.text[after]!r}")
         except (ValueError, RecursionError) as error:
             opening, known = self._opening(), bool(self.openings)
@@ -518,7 +528,10 @@ class JsonStream:
                     raise
                 continue
             # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
-            if self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+") and self._read():
+            if (
+                self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+")
+                and self._read()
+            ):
                 continue
             return value, end
 
@@ -541,7 +554,9 @@ class JsonStream:
             self.offset += len(used.encode())
         except UnicodeEncodeError:
             n_undecoded = len(self.UNDECODED.findall(used))
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded  # these are one byte
+            self.offset += (
+                len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
+            )  # these are one byte
         return n_undecoded
 
     def rest(self) -> bool:

@@ -92,7 +92,9 @@ class Chunks(io.RawIOBase):
         return n
 
 
-def open_stream(path: str, begin: int = 0, encoding: str = "", check: bool = False) -> io.BufferedReader:
+def open_stream(
+    path: str, begin: int = 0, encoding: str = "", check: bool = False
+) -> io.BufferedReader:
     """Open a file from byte `begin` on (plain files only), or standard input; its raw is a Chunks.
 
     encoding: of lines that are not UTF-8, if the user gave it. check: compare the checksums of
@@ -132,7 +134,11 @@ def open_stream(path: str, begin: int = 0, encoding: str = "", check: bool = Fal
         plain, chunks = False, transcode(chunks, codec)
     elif not head.startswith(b"PAR1"):
         packed = compression or path == "-"
-        sample = whole_lines(head, False, len(head) >= READ_BYTES) if packed else spaced_sample(file, first)
+        sample = (
+            whole_lines(head, False, len(head) >= READ_BYTES)
+            if packed
+            else spaced_sample(file, first)
+        )
         verdict = encodings.judge(sample, encoding)
     if verdict.refused:
         n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
@@ -254,8 +260,12 @@ def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tu
                 except errors as error:
                     detail = f"damaged {compression} data: {error}"
                     if isinstance(error, MemoryError) or "emory" in str(error):
-                        detail = f"unpacking it takes more memory than there is or may be used: {error}"
-                        detail += f"; unpack it yourself, and give the result: {UNPACK[compression]}"
+                        detail = (
+                            f"unpacking it takes more memory than there is or may be used: {error}"
+                        )
+                        detail += (
+                            f"; unpack it yourself, and give the result: {UNPACK[compression]}"
+                        )
                     lost = len(chunk) - begin + sum(map(len, chunks))
                     raise Damage("truncated_file", detail, lost) from None
                 n_made += len(made)

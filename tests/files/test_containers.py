@@ -82,7 +82,10 @@ OTHERS = {
     "a.pkl": (lambda _: pickle.dumps(["a text", "another"] * 9), "a Python pickle"),
     "a.7z": (lambda _: b"7z\xbc\xaf\x27\x1c" + b"text\n" * 9, "a 7z archive; unpack it: 7z x "),
     "a.pdf": (lambda _: b"%PDF-1.7\n" + b"text\n" * 9, "a PDF; extract its text: pdftotext "),
-    "random.bin": (lambda _: random.Random(1).randbytes(5000), "is NUL, and the file is not UTF-16"),
+    "random.bin": (
+        lambda _: random.Random(1).randbytes(5000),
+        "is NUL, and the file is not UTF-16",
+    ),
     "nul.txt": (lambda _: b"a line\nand a \0 byte\n", "not text: byte 13 is NUL"),
     "a.txt": (lambda _: tar_of("w"), "a tar archive"),
 }
@@ -104,8 +107,14 @@ def test_what_is_no_text_is_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("n_members", [1, 3])
-def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(tmp_path: Path, n_members: int) -> None:
-    lines = [json.dumps({"text": f"document {k} of member {m}"}) for m in range(n_members) for k in range(200)]
+def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(
+    tmp_path: Path, n_members: int
+) -> None:
+    lines = [
+        json.dumps({"text": f"document {k} of member {m}"})
+        for m in range(n_members)
+        for k in range(200)
+    ]
     members = [gzip.compress("".join(f"{line}\n" for line in lines[200 * m : 200 * m + 200]).encode(), mtime=0)
                for m in range(n_members)]  # fmt: skip
     last = bytearray(members[-1])
@@ -118,13 +127,17 @@ def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(tmp_path: Path, 
     assert report.lost_bytes > 0
     path.write_bytes(b"".join(members)[:-30])  # cut: what there is of it is read
     report = Report()
-    assert len(read(path, report)) > 200 * n_members - 60 and report.problems == {"truncated_file": 1}
+    assert len(read(path, report)) > 200 * n_members - 60 and report.problems == {
+        "truncated_file": 1
+    }
 
 
 def test_a_long_window_of_zstd_is_read(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28, enable_ldm=True)
-    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # no size in its head
+    packer = zstandard.ZstdCompressor(
+        compression_params=parameters
+    ).compressobj()  # no size in its head
     raw = packer.compress(b'{"text": "a document"}\n' * 9) + packer.flush()
     (tmp_path / "a.jsonl.zst").write_bytes(raw)
     assert read(tmp_path / "a.jsonl.zst") == ["a document"] * 9
@@ -137,7 +150,9 @@ def test_a_parquet_bomb_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from groundup.files import parquet
 
     monkeypatch.setattr(parquet, "BOMB_BYTES", 2**20)
-    pq.write_table(pa.table({"text": ["x" * 2**16] * 5000}), tmp_path / "a.parquet", compression="zstd")
+    pq.write_table(
+        pa.table({"text": ["x" * 2**16] * 5000}), tmp_path / "a.parquet", compression="zstd"
+    )
     report = Report()
     assert len(read(tmp_path / "a.parquet", report)) < 500
     assert report.problems == {"truncated_file": 1} and "like a bomb" in report.places[0][3]
@@ -150,7 +165,13 @@ def test_dates_beyond_python_do_not_matter(tmp_path: Path) -> None:
     far = pa.array([2**62, 5], pa.int64()).view(pa.timestamp("us"))
     zone = pa.array([1, 2], pa.int64()).view(pa.timestamp("us", tz="Mars/Olympus"))
     days = pa.array([10**8, 1], pa.int32()).view(pa.date32())
-    table = pa.table({"question": ["a", "b"], "answer": ["c", "d"], "at": far, "zone": zone, "day": days})
+    table = pa.table({
+        "question": ["a", "b"],
+        "answer": ["c", "d"],
+        "at": far,
+        "zone": zone,
+        "day": days,
+    })
     pq.write_table(table, tmp_path / "a.parquet")
     rows = list(readers.read_records(str(tmp_path / "a.parquet")))
     assert [(row.problem, row.value["question"], row.value["answer"]) for row in rows] == [
@@ -186,7 +207,9 @@ def test_values_one_after_the_other(tmp_path: Path, text: str, name: str) -> Non
 def test_a_row_nested_too_deep_costs_itself(tmp_path: Path, name: str, depth: int) -> None:
     deep = '{"text": "deep", "more": ' + '{"a": [' * (depth // 2) + "1" + "]}" * (depth // 2) + "}"
     rows = ['{"text": "a"}', deep, '{"text": "b"}']
-    (tmp_path / name).write_text("\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]", "utf-8")
+    (tmp_path / name).write_text(
+        "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]", "utf-8"
+    )
     report = Report()
     found = read(tmp_path / name, report)
     assert found == (["a", "deep", "b"] if depth == 90 else ["a", "b"])
@@ -231,18 +254,26 @@ def test_a_line_too_long_costs_itself(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("unit", ["A sentence. ", "一句话。", "\U0001f600 ok\n", "A line\n\n"])
-def test_a_long_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+def test_a_long_text_comes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
     monkeypatch.setattr(records, "PIECE_CHARS", 1000)
     monkeypatch.setattr(records, "LINE_BYTES", 300)
     text = unit * 700
     (tmp_path / "a.txt").write_text(text, "utf-8")
     rows = list(readers.read_documents(str(tmp_path / "a.txt")))
-    assert "".join(row.value for row in rows) == text and max(len(row.value) for row in rows) <= 1000
-    assert [row.piece for row in rows] == list(range(len(rows))) and {row.offset for row in rows} == {0}
+    assert (
+        "".join(row.value for row in rows) == text and max(len(row.value) for row in rows) <= 1000
+    )
+    assert [row.piece for row in rows] == list(range(len(rows))) and {
+        row.offset for row in rows
+    } == {0}
     assert all(row.value.endswith(unit) for row in rows[:-1]) or "\n" not in unit
 
 
-def test_pieces_and_line_numbers_take_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_line_numbers_take_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pipeline, "HUGE_CHARS", 100)
     text = "word " * 20_000
     pieces = pipeline.pieces_of(text)
@@ -278,7 +309,9 @@ def test_an_encoding_that_is_given(tmp_path: Path) -> None:
         check_codec("latn")
 
 
-def test_the_head_of_a_large_file_does_not_decide_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_of_a_large_file_does_not_decide_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "READ_BYTES", 2**12)
     monkeypatch.setattr(streams, "SAMPLE_BYTES", 2**11)
     lines = [f"{k}: 人生就像一场旅行，不必在乎目的地，在乎的是沿途的风景。" for k in range(900)]
@@ -291,4 +324,6 @@ def test_the_head_of_a_large_file_does_not_decide_alone(tmp_path: Path, monkeypa
     path.write_bytes(zlib.compress(raw, 0, 31))  # packed, only its head can be seen
     report = Report()
     assert read(path, report, txt_split="line") == ["plain ASCII text"] * 2000
-    assert report.problems == {"bad_encoding": 900} and report.lost_bytes == len("\n".join(lines).encode("gb18030"))
+    assert report.problems == {"bad_encoding": 900} and report.lost_bytes == len(
+        "\n".join(lines).encode("gb18030")
+    )
