@@ -172,7 +172,7 @@ def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
     assert sum(entry["documents"] for entry in splits.values()) == info["documents"]["kept"] == 61
     assert sum(entry["bytes"] for entry in splits.values()) == info["bytes"]["kept"]
     assert info["bytes"]["read"] == sum(len(t.encode()) for t in documents)
-    assert "documents: 66 read = 61 kept + 5 dropped" in capsys.readouterr().out
+    assert "documents: 66 read = 61 kept + 4 dropped + 1 lost" in capsys.readouterr().out
 
 
 def test_manifest_says_what_it_was_made_of(tmp_path, tok):
@@ -745,7 +745,7 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
         assert f"out is {said}\nprepare: " in out and " are lost, in 2 of 4 files: " in out
-        assert f"{source}/latin.txt (8 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
+        assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
         assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]

@@ -171,25 +171,26 @@ def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
     """Return 1, and print why, if a file could not be read, or if a larger fraction of the bytes or of the records of
     the input is lost than max_bad_fraction; if that is above 0, rows without a text count as lost records."""
     files, documents, n_read = info["input"], info["documents"], info["documents"]["read"]
+    bad = sum(documents["lost"].values()) + documents["dropped"].get("bad_field", 0)
+    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
+        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
     n_lost, size = files["lost"], max(1, files["bytes"])
-    accepted = n_lost <= max_bad_fraction * size
+    too_many = max_bad_fraction > 0 and bad > max_bad_fraction * n_read
+    accepted = n_lost <= max_bad_fraction * size and not too_many
     if n_lost:
         shown = [f"{name} ({n:,} bytes)" for name, n in list(files["files"].items())[:3]]
         what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.2g} %) are lost, in {files['files_with_losses']:,}"
-        hint = f"mend them, or accept the loss with --max_bad_fraction={1.01 * n_lost / size + 1e-6:.2g}"
+        needed = 1.05 * max(n_lost / size, bad / max(1, n_read)) + 1e-6
+        hint = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
         hint = "accepted" if accepted else f"errors.tsv says where; {hint}"
         print(f"prepare: {what} of {n_inputs:,} files: {', '.join(shown)}; {hint}")
     failed = info["failed"]
     if failed:
         names = ", ".join(failed[:3])
         print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {names}")
-    bad = sum(documents["lost"].values()) + documents["dropped"].get("bad_field", 0)
-    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
-        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
-    too_many = max_bad_fraction > 0 and bad > max_bad_fraction * n_read
     if too_many:
         print(f"prepare: {bad} of {n_read} records could not be read; {max_bad_fraction=}")
-    return int(bool((failed and max_bad_fraction < 1) or too_many or not accepted))
+    return int(not accepted or bool(failed and max_bad_fraction < 1))
 
 
 def print_report(manifest: dict, seconds: float) -> None:
