@@ -64,7 +64,7 @@ def parquet_records(
                 raise Damage("truncated_file", f"{detail}, {hint}", size)
             each = max(1, batch.nbytes // max(1, batch.num_rows))
             for record in batch_records(batch, row):
-                yield record, each
+                yield record, max(each, record.lost)
             row += batch.num_rows
     except Damage as error:
         reason, detail, lost = error.args

@@ -211,7 +211,7 @@ def read_records(
     blank line before it: wherever the cuts are, every record is read once.
     """
     tally = Counter() if tally is None else tally
-    if begin and container(path, b"", txt_split) == "parquet":
+    if begin and is_parquet(path):
         yield from tallied(parquet.parquet_records(path, begin, end, columns), tally)
         return
     stream = streams.open_stream(path, max(begin - 1, 0), encoding, check=True)
@@ -251,6 +251,11 @@ def read_records(
             tally["bytes"] += (size if end is None else min(end, size)) - begin
         else:
             tally["bytes"] += raw.n_made + (raw.damage[2] if raw.damage else 0)
+
+
+def is_parquet(path: str) -> bool:
+    with open(path, "rb") as f:
+        return container(path, f.read(4), "file") == "parquet"
 
 
 def tallied(rows: Iterator[tuple[Record, int]], tally: Counter[str]) -> Iterator[Record]:
