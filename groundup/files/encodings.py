@@ -271,12 +271,14 @@ class Decoder:
         self.name = self.other if verdict.mostly else "utf-8"
 
     def decode(self, raw: bytes) -> str:
-        """Return the text of a line. Raise UnicodeDecodeError."""
+        """Return the text of a line, or of several. Raise UnicodeDecodeError."""
         try:
             text = raw.decode()
         except UnicodeDecodeError:
             if not self.other:
                 raise
+            if b"\n" in raw[:-1]:  # a paragraph
+                return "\n".join(self.decode(line) for line in raw.split(b"\n"))
         else:
             if not self.other or text.isascii():
                 return text

@@ -116,7 +116,7 @@ def open_stream(
     chunks = iter(lambda: file.read(READ_BYTES), b"")
     head, damage = first, None
     if compression:
-        if check and compression == "gz" and path != "-":
+        if check and compression == "gz" and file.seekable():
             chunks = checked_gzip(itertools.chain([first], chunks), file, path)
         else:
             chunks = decompress(itertools.chain([first], chunks), path, compression)

@@ -198,6 +198,17 @@ def test_files_in_two_encodings_that_were_put_together(tmp_path: Path, encoding:
     assert report.mended == {codec: len(PAGES[encoding]) for codec in report.mended} and report.mended
 
 
+def test_lines_of_a_paragraph_may_be_in_two_encodings(tmp_path: Path) -> None:
+    pages = [PAGES["gb18030"][k : k + 4] for k in range(0, 20, 4)]
+    paragraphs = ["\n".join([*page, "这一行是UTF-8的中文。"]) for page in pages]
+    raw = [b"\n".join(line.encode("utf-8" if "UTF" in line else "gb18030") for line in text.split("\n"))
+           for text in paragraphs]  # fmt: skip
+    (tmp_path / "a.txt").write_bytes(b"\n\n".join(raw))
+    for split, expected in (("blank", paragraphs), ("file", ["\n\n".join(paragraphs)])):
+        kept = [row.value for row in readers.read_documents(str(tmp_path / "a.txt"), txt_split=split)]
+        assert kept == expected
+
+
 def test_two_other_encodings_in_a_file_are_refused(tmp_path: Path) -> None:
     raw = "\n".join(PAGES["gb18030"] * 30).encode("gb18030") + b"\n" + "\n".join(PAGES["big5"] * 30).encode("big5")
     (tmp_path / "a.txt").write_bytes(raw)
