@@ -120,9 +120,8 @@ browser: $(VENV)/tests
 # Rooms that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
 	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/tokens \
-	groundup/generate groundup/scores groundup/files/row_formats.py groundup/files/turns.py \
-	groundup/files/usable.py groundup/files/answer_files.py groundup/files/text_keys.py groundup/files/text_mix.py \
-	groundup/files/paths.py tools/reading.py tests/golden tests/test_golden.py
+	groundup/generate groundup/scores groundup/files tools/reading.py \
+	tests/files/test_containers.py tests/files/test_text_sample.py tests/golden tests/test_golden.py
 
 lint: $(VENV)/tests
 	$(PY) -m ruff check .

@@ -36,21 +36,24 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from tqdm import tqdm
+
 from configurator import configure, write_config
 from groundup.errors import UserError
 from groundup.files import readers
+from groundup.files.encodings import check_codec
 from groundup.files.text_keys import parse_names, parse_text_key
 from groundup.text import answer_pairs, dedup, report
 from groundup.text.decontaminate import Evals
 from groundup.text.pipeline import inspect_unit, plan_units, run, tokenize_unit
 from groundup.text.prepared_dir import DAMAGED, check_replaceable, publish, read_prepared, work_dir, work_path
-from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources
+from groundup.text.recipe import Counts, Input, Recipe, Source, find_inputs, look, parse_score, parse_sources, read_json
 from groundup.text.selection import select, split_sources, training_texts, write_rows, write_splits
 from groundup.text.show import show_rows
 from groundup.tokens.foreign import TOKENIZERS, files_of
 from groundup.tokens.packing import pack as pack_documents
 from groundup.tokens.token_files import ROWS_FORMAT, file_sha256, token_dtype
-from groundup.tokens.token_writer import write_manifest, write_record
+from groundup.tokens.token_writer import write_json, write_manifest, write_record
 from groundup.tokens.training import SMALLEST, train
 from tokenizer import Tokenizer
 
@@ -65,6 +68,7 @@ pattern = "qwen"  # qwen | gpt4 | gpt2 | cl100k | zh (Chinese): how a trained bp
 kind = "text"  # text | chat (conversations) | preference (pairs of answers): what a document is
 text_key = ""  # fields: 'text', 'a.b', 'title,body'; rows: 'question=KEY,answer=KEY'; "" = found
 txt_split = "file"  # file | blank (between blank lines) | line: what a document is in plain text
+encoding = ""  # of lines that are not UTF-8, such as gb18030 or latin-1; "" = found for each file
 workers = 0  # processes; 0 = one per core
 show = 0  # print how the first so many rows are read, and stop
 punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
@@ -98,11 +102,11 @@ pack = 0  # also write rows of this many tokens, for pretrain.py --pack=True; 0 
 shard_tokens = 134_217_728  # tokens per file
 # errors
 strict = False  # stop at the first unreadable record; otherwise count it and go on
-max_bad_fraction = 1.0  # exit status 1 if a larger share of records or bytes is unreadable
+max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is lost
 verify = ""  # check this prepared directory, and stop
 overwrite = False  # replace out_dir, whatever it holds
 
-VERSION = 9  # of the output; a directory of another version differs
+VERSION = 10  # of the output; a directory of another version differs
 TOKENIZER_BYTES = 2**27  # of text to train a tokenizer on; more changes little and takes minutes
 PAIR_KEYS = ("pair_by", "pair_margin", "length_within")
 CHOICES = {"txt_split": ("file", "blank", "line"), "quality": ("curated", "web")}  # of one source
@@ -235,6 +239,8 @@ def check_config(config: dict) -> Recipe:
         raise UserError(f"config: input: weight has no effect with kind={kind}; weigh when you train")
     for text_key in filter(None, (source.text_key for source in sources)):
         (parse_text_key if kind == "text" else parse_names)(text_key)
+    for source in sources:
+        check_codec(source.encoding)
     parse_score(config["score"])
     if config["order"] == "score" and not config["score"]:
         raise UserError("config: order='score' needs score, which names the number, such as score='bpb=..'")
@@ -255,17 +261,25 @@ def aids(config: dict) -> str:
         raise UserError(f"config: cannot read {error.filename}: {error.strerror}") from None
 
 
-def describe(inputs: list[Input], known: list[dict]) -> list[dict]:
+def describe(inputs: list[Input], known: list[dict], work: Path) -> list[dict]:
     """Return the manifest's entries of the inputs. known: entries of an earlier run; the digest of a file is taken from
-    there if its size and time are the same."""
-    before = {(entry["path"], entry["size"], entry["stamp"]): entry["sha256"] for entry in known}
+    there, or from a run that was killed, if its size and time are the same."""
+    held = work / "digests.json"
+    before = {f"{entry['path']} {entry['size']} {entry['stamp']}": entry["sha256"] for entry in known}
+    before |= read_json(held)
 
     def entry(file: Input) -> dict:
-        sha256 = file.problem or before.get((file.name, file.size, file.stamp)) or file_sha256(Path(file.path))
+        sha256 = file.problem or before.get(f"{file.name} {file.size} {file.stamp}") or file_sha256(Path(file.path))
         return {"path": file.name, "source": file.source, "size": file.size, "stamp": file.stamp, "sha256": sha256}
 
-    with ThreadPool() as threads:  # hashing releases the GIL
-        return threads.map(entry, inputs)
+    entries = []
+    bar = {"total": sum(file.size for file in inputs), "unit": "B", "unit_scale": True, "desc": "compare"}
+    with ThreadPool() as threads, tqdm(**bar, disable=None) as progress:  # hashing releases the GIL
+        for found in threads.imap(entry, inputs):
+            entries.append(found)
+            progress.update(found["size"])
+    write_json(held, {f"{one['path']} {one['size']} {one['stamp']}": one["sha256"] for one in entries})
+    return entries
 
 
 def difference(info: dict, old: dict) -> str:
@@ -332,7 +346,7 @@ def main(config: dict) -> int:
             "prepare": VERSION,
             "recipe": recipe.settings() | {key: config[key] for key in ("pack", *PAIR_KEYS)},
             "tokenizer": tokenizer.chat_fingerprint() if tokenizer else to_train if recipe.kind == "text" else "none",
-            "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else []),
+            "inputs": describe(inputs, before.get("inputs", []) if before.get("prepare") == VERSION else [], work),
         } | ({"answers": answers} if answers else {})
         why = difference(info, before)
         if why:

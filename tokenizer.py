@@ -624,6 +624,7 @@ if __name__ == "__main__":
 
     from configurator import configure
     from groundup.files.text_mix import first_texts, parts_of, texts_by_weight
+    from groundup.files.text_sample import sampled_texts, size_of
     from groundup.files.untrusted import check_no_owner
     from groundup.tokens.training import extended, measure, train
 
@@ -635,7 +636,11 @@ if __name__ == "__main__":
     if not parts:
         raise UserError("tokenizer: nothing to learn from; give --input=FILES")
     check_no_owner(out_dir)
-    texts = texts_by_weight(parts, text_key, max_mb)
+    weighted = any(part.weight for part in parts)
+    if not weighted and size_of(parts) > max_mb * 1_000_000:
+        texts = sampled_texts(parts, text_key, max_mb)
+    else:
+        texts = texts_by_weight(parts, text_key, max_mb)
     if extend:
         old = Tokenizer.load(extend)
         if pattern != "qwen" or backend not in ("bpe", old.backend):

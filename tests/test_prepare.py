@@ -155,7 +155,13 @@ def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
     run(tmp_path / "out", input=tmp_path / "x.jsonl", tokenizer_dir=tok, val_fraction=0.3, shard_tokens=shard_tokens)
     manifest = verify(tmp_path / "out")
     info, splits = manifest["info"], manifest["splits"]
-    assert info["documents"]["dropped"] == {"empty": 2, "bad_json": 1, "bad_field": 2}
+    assert info["documents"]["dropped"] == {"empty": 2, "bad_field": 2}
+    assert info["documents"]["lost"] == {"bad_json": 1}
+    size = (tmp_path / "x.jsonl").stat().st_size
+    files = {str(tmp_path / "x.jsonl"): len("{bad\n")}
+    assert info["input"] == {
+        "bytes": size, "documents": size - 5, "lost": 5, "files_with_losses": 1, "files": files
+    }  # fmt: skip
     assert info["documents"]["read"] == 66 == info["documents"]["kept"] + 5
     tokenizer = Tokenizer.load(tok)
     for split, found in read_back(tmp_path / "out").items():
@@ -166,7 +172,7 @@ def test_totals_add_up_whatever_the_shards(tmp_path, tok, shard_tokens, capsys):
     assert sum(entry["documents"] for entry in splits.values()) == info["documents"]["kept"] == 61
     assert sum(entry["bytes"] for entry in splits.values()) == info["bytes"]["kept"]
     assert info["bytes"]["read"] == sum(len(t.encode()) for t in documents)
-    assert "documents: 66 read = 61 kept + 5 dropped" in capsys.readouterr().out
+    assert "documents: 66 read = 61 kept + 4 dropped + 1 lost" in capsys.readouterr().out
 
 
 def test_manifest_says_what_it_was_made_of(tmp_path, tok):
@@ -707,7 +713,7 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypa
         lines[line - 1] = raw
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join(lines))
-    assert run(tmp_path / "out", input=path, tokenizer_dir=tok, workers=workers) == 0
+    assert run(tmp_path / "out", input=path, tokenizer_dir=tok, workers=workers) == 1
     rows = [row.split("\t") for row in (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()]
     assert rows[0] == ["path", "line", "byte", "reason", "detail"]
     reasons = {5: "bad_field", 7: "bad_field", 300: "bad_encoding"}
@@ -718,7 +724,9 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path, tok, workers, monkeypa
     printed = [line for line in capsys.readouterr().out.splitlines() if f"{path}:" in line]
     assert [line.split(": ")[1] for line in printed] == [f"{path}:{k}" for k in list(bad)[:20]]
     info = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))["info"]
-    assert info["documents"]["dropped"] == {"bad_json": 21, "bad_field": 2, "bad_encoding": 1}
+    assert info["documents"]["dropped"] == {"bad_field": 2}
+    assert info["documents"]["lost"] == {"bad_json": 21, "bad_encoding": 1}
+    assert info["input"]["lost"] == sum(len(bad[k]) + 1 for k in bad if reasons.get(k) != "bad_field")
     assert info["documents"]["kept"] == 876 and info["failed"] == []
     with pytest.raises(UserError, match=r"x.jsonl:3: bad_json: .*; mend it, or leave such records out with"):
         run(tmp_path / "strict", input=path, tokenizer_dir=tok, workers=workers, strict=True)
@@ -736,7 +744,8 @@ def test_a_file_that_cannot_be_read_is_told_by_the_exit_status(tmp_path, tok, ca
     for said in ("done", "up to date"):
         assert run(tmp_path / "out", input=source, tokenizer_dir=tok) == 1
         out = capsys.readouterr().out
-        assert f"out is {said}\nprepare: 1 of 4 files are damaged: {source}/torn.jsonl.gz; errors.tsv" in out
+        assert f"out is {said}\nprepare: " in out and " are lost, in 2 of 4 files: " in out
+        assert f"{source}/latin.txt (7 bytes)" in out and f"{source}/torn.jsonl.gz (" in out
         assert f"prepare: 2 of 4 files could not be read: {source}/broken.txt, {source}/latin.txt" in out
     rows = (tmp_path / "out" / "errors.tsv").read_text("utf-8").splitlines()[1:]
     assert [row.split("\t")[3] for row in rows] == ["unreadable_file", "bad_encoding", "truncated_file"]

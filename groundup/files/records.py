@@ -1,52 +1,58 @@
-"""What a stream holds, record by record, each with its line and byte offset: lines, paragraphs, JSON, CSV, parquet.
-Problems are records too: nothing raises because of a file's content."""
+"""What a stream holds, record by record, each with its line and byte offset: lines, paragraphs,
+texts, JSON, CSV. Problems are records too: nothing raises because of a file's content."""
 
-import codecs
-import contextlib
 import csv
 import io
+import itertools
 import json
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from groundup.errors import UserError
 from groundup.files import streams
-from groundup.files.streams import Damage, Encoding, skip_mark, unix_lines
-
-if TYPE_CHECKING:
-    import pyarrow.parquet
+from groundup.files.encodings import Decoder
+from groundup.files.streams import skip_mark, unix_lines
 
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
-MAX_TEXT_BYTES = 2**31  # of a text file that is one record
 MAX_CSV_LINES = 10_000  # of a row: more mean a quote that is never closed
+MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
+PIECE_CHARS = 2**22  # a longer text file is read in pieces: each character may take four bytes
+LINE_BYTES = 2**22  # a longer line of a text file, too
+MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 
 
 class Record(NamedTuple):
     """One line, element or row of a file, or a problem in its place."""
 
-    value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if input is damaged
+    value: object  # what JSON, CSV or parquet holds, or the text; bytes until decoded; None if lost
     line: int  # from 1, within the part that is read; of parquet: row in the file
-    offset: int  # where it starts, in bytes; of parquet: row in the file from 0. Transcoded or unpacked: in that text
+    offset: int  # where it starts, in unpacked bytes of the file; of parquet: row from 0
     encoding: str = "utf-8"
-    problem: str = ""  # bad_json, bad_encoding, bad_csv, too_long, truncated_file
+    problem: str = ""  # bad_json, bad_encoding, bad_csv, too_long, truncated_file, not_text
     detail: str = ""
-    lost: int = 0  # bytes that no record could be made of, if their number of records is unknown
+    lost: int = 0  # unpacked bytes that no record is made of
+    piece: int = 0  # of a long text file: 1, 2, ... for what continues the record before
 
 
-def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None) -> Iterator[Record]:
-    """Yield the lines, as bytes, that start in [begin, end); the stream stands at begin - 1, or at 0.
+# ---- lines -------------------------------------------------------------------------------------
 
-    Split at "\n" only: text may hold U+2028 and other characters that `str.splitlines` takes for line ends. A line that
-    damage cuts short is left out.
+
+def read_lines(
+    stream: io.BufferedReader, begin: int = 0, end: int | None = None
+) -> Iterator[Record]:
+    """Yield the lines, as bytes, that start in [begin, end). The stream is at begin - 1, or at 0.
+
+    Split at "\n" only: text may hold U+2028 and other characters that `str.splitlines` takes for
+    line ends. A line that damage cuts short is lost.
     """
     offset = max(begin - 1, 0)
     while begin and (raw := stream.readline(MAX_BYTES)):  # the rest of a line of the part before
         offset += len(raw)
         if raw.endswith(b"\n"):
             break
-    line, mark = 0, 0 if begin else skip_mark(stream)  # the mark is part of the first line
+    line, partial = 0, 0
+    mark = 0 if begin else skip_mark(stream)  # the mark is part of the first line
     while (end is None or offset < end) and (raw := stream.readline(MAX_BYTES)):
         line, size = line + 1, len(raw)
         if raw.endswith(b"\n"):
@@ -57,37 +63,64 @@ def read_lines(stream: io.BufferedReader, begin: int = 0, end: int | None = None
                 if rest.endswith(b"\n"):
                     break
             if stream.raw.damage and not rest:
+                partial = size
                 break
             detail = f"a line of {size:,} bytes; the most is {MAX_BYTES:,}"
-            yield Record(None, line, offset, problem="too_long", detail=detail)
+            yield Record(None, line, offset, problem="too_long", detail=detail, lost=size)
         elif stream.raw.damage:
+            partial = size
             break
         else:
             yield Record(raw, line, offset)
         offset, mark = offset + mark + size, 0
-    yield from damage(stream, line, offset)
+    yield from damage(stream, line, offset, partial)
 
 
-def damage(stream: io.BufferedReader, line: int, offset: int) -> Iterator[Record]:
-    """Yield a record of the stream's damage, if it has any."""
+def damage(stream: io.BufferedReader, line: int, offset: int, partial: int) -> Iterator[Record]:
+    """Yield a record of the stream's damage, if it has any. partial: bytes before it that are not
+    used, for they are half a record."""
     if stream.raw.damage:
-        yield Record(None, line, offset, problem=stream.raw.damage[0], detail=stream.raw.damage[1])
+        reason, detail, lost = stream.raw.damage
+        yield Record(None, line, offset, problem=reason, detail=detail, lost=lost + partial)
+
+
+def decoded(lines: Iterator[Record], decoder: Decoder) -> Iterator[Record]:
+    """Decode lines of bytes and drop their ends; Windows line ends become "\n"."""
+    for record in lines:
+        if record.problem:
+            yield record
+            continue
+        try:
+            text = decoder.decode(record.value)
+        except UnicodeDecodeError as error:
+            yield undecoded(record, error, decoder)
+            continue
+        text = unix_lines(text).removesuffix("\n").removeprefix(MARK)
+        name = "utf-8" if text.isascii() else decoder.name
+        yield Record(text, record.line, record.offset, name)  # _replace is slow
+
+
+def undecoded(record: Record, error: UnicodeDecodeError, decoder: Decoder) -> Record:
+    detail, lost = f"{error}{decoder.hint}", len(record.value)
+    return record._replace(value=None, problem="bad_encoding", detail=detail, lost=lost)
 
 
 def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterator[Record]:
-    """Yield the runs of lines after the blank lines that start in [begin, end), as `read_lines` would read them; the
-    start of the file counts as a blank line."""
+    """Yield the runs of lines after the blank lines that start in [begin, end), as `read_lines`
+    would read them; the start of the file counts as a blank line, and so does a line too long."""
     held, first, mine = [], Record(b"", 0, 0), begin == 0
     for line in read_lines(stream, begin):
         blank = bool(line.problem) or not line.value.strip()
         if blank and held:
             yield first._replace(value=b"".join(held))
             held = []
-        if line.problem:
-            yield line
-            return
         if end is not None and line.offset >= end and (blank or not mine):
             return
+        if line.problem:
+            if mine or end is None or line.offset < end:
+                yield line
+            mine = True
+            continue
         mine = mine or blank
         if mine and not blank:
             first = first if held else line
@@ -96,71 +129,142 @@ def paragraphs(stream: io.BufferedReader, begin: int, end: int | None) -> Iterat
         yield first._replace(value=b"".join(held))
 
 
-def text_record(record: Record, encoding: Encoding) -> Record:
-    """Decode a line of bytes and drop its line end; Windows line ends inside become "\n"."""
-    if record.problem:
-        return record
+# ---- a whole text file -------------------------------------------------------------------------
+
+
+def text_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
+    """Yield a text file as one record, or in pieces of at most PIECE_CHARS that end with a
+    paragraph if possible, else with a line. Lines that cannot be decoded are left out; each is a
+    problem. What came before damage is kept."""
+    held, n_chars, n_pieces, n_problems = [], 0, 0, 0
+    name = "utf-8"
+    for record in text_lines(stream, decoder):
+        if record.problem:
+            n_problems += 1
+            yield record
+            continue
+        if record.encoding != "utf-8":
+            name = record.encoding
+        held.append(record.value)
+        n_chars += len(record.value)
+        while n_chars > PIECE_CHARS:
+            text = unix_lines("".join(held))
+            end = piece_end(text, 0, PIECE_CHARS)
+            yield Record(text[:end], 1, 0, name, piece=n_pieces)
+            held, n_chars, n_pieces = [text[end:]], len(text) - end, n_pieces + 1
+    text = unix_lines("".join(held))
+    if text or not (n_pieces or n_problems):
+        yield Record(text, 1, 0, name, piece=n_pieces)
+
+
+def piece_end(text: str, begin: int, most: int) -> int:
+    """Return where to end a piece of at most so many characters that starts at `begin`: behind a
+    blank line, else behind a line, in its second half."""
+    half, end = begin + most // 2, begin + most
+    places = text.rfind("\n\n", half, end - 1) + 2, text.rfind("\n", half, end) + 1
+    return next((place for place in places if place > half), end)
+
+
+def text_lines(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
+    """Yield the decoded lines of a text file with their ends; a long line in several records."""
+    line, offset, rest = 1, skip_mark(stream), b""
+    while raw := rest + stream.readline(LINE_BYTES):
+        rest = b""
+        if not raw.endswith(b"\n") and len(raw) >= LINE_BYTES:
+            end = character_end(raw)
+            raw, rest = raw[:end], raw[end:]
+        try:
+            text = decoder.decode(raw)
+            yield Record(text.removeprefix(MARK), line, offset, decoder.name)
+        except UnicodeDecodeError as error:
+            cut = stream.raw.damage and error.end == len(raw) and not raw.endswith(b"\n")
+            if cut:  # within a character
+                yield Record(decoder.decode(raw[: error.start]), line, offset, decoder.name)
+            else:
+                yield undecoded(Record(raw, line, offset + error.start), error, decoder)
+        line += raw.endswith(b"\n")
+        offset += len(raw)
+    yield from damage(stream, line, offset, 0)
+
+
+def character_end(raw: bytes) -> int:
+    """Return a place near the end of some bytes of text that is not within a character. Bytes
+    below 0x30 are no part of one in any encoding; those of UTF-8 tell where one begins."""
+    last = re.search(rb"[\x00-\x2f](?=[^\x00-\x2f]*\Z)", raw[-(2**12) :])
+    if last:
+        return len(raw) - min(len(raw), 2**12) + last.end()
+    if places := [found.end() for found in re.finditer(rb"[\x00-\x2f]", raw)]:
+        return places[-1]
+    end = len(raw) - 1
+    while end > len(raw) - 4 and raw[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def delimiter_of(kind: str, head: bytes) -> str:
+    """Return what separates the fields of a CSV or TSV file: a spreadsheet may write ; for ,"""
+    first = head.partition(b"\n")[0]
+    if kind == "tsv":
+        return "\t"
+    return ";" if b";" in first and b"," not in first else ","
+
+
+def quotes_of_tsv(head: bytes) -> bool:
+    """Return whether quotes enclose fields in a TSV file, as pandas and csv.writer write them. In
+    other files a quote is a character like any other."""
+    text = head.decode("utf-8", "replace")
+    if not re.search(r'(?:^|\t)"', text, re.MULTILINE):
+        return False
+    whole = len(head) < streams.READ_BYTES
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    widths = []
     try:
-        text = encoding.decode(record.value)
-    except UnicodeDecodeError as error:
-        return record._replace(value=None, problem="bad_encoding", detail=encoding.why(error))
-    return Record(unix_lines(text).removesuffix("\n"), record.line, record.offset, encoding.name)  # _replace is slow
+        widths += (len(row) for row in rows)
+    except csv.Error:
+        if whole or len(widths) < 2:
+            return False
+    return len(set(widths[: None if whole else -1]) - {0}) == 1
 
 
-def jsonl_record(record: Record) -> Record:
-    if record.problem:
-        return record
-    try:
-        return Record(json.loads(record.value), record.line, record.offset, record.encoding)
-    except (ValueError, RecursionError) as error:
-        return record._replace(value=None, problem="bad_json", detail=str(error))
+def column_names(row: Sequence[str]) -> list[str]:
+    """Return the names of columns; of two equal ones the second becomes name_2."""
+    names: list[str] = []
+    for name in row:
+        number = sum(other == name for other in row[: len(names)]) + 1
+        names.append(name if number == 1 else f"{name}_{number}")
+    return names
 
 
-def file_record(stream: io.BufferedReader, encoding: Encoding) -> Iterator[Record]:
-    """Yield a whole text file as one record: what came before damage, without the lines that cannot be decoded; each of
-    these is a problem."""
-    offset, raw = skip_mark(stream), stream.read(MAX_TEXT_BYTES)
-    if stream.peek():
-        detail = f"a text of more than {MAX_TEXT_BYTES:,} bytes; use txt_split=blank or line"
-        yield Record(None, 1, 0, problem="too_long", detail=detail)
-        return
-    try:
-        yield Record(unix_lines(encoding.decode(raw)), 1, 0, encoding.name)
-    except UnicodeDecodeError:
-        texts, pieces, place = [], raw.split(b"\n"), offset
-        for line, piece in enumerate(pieces, 1):
-            try:
-                texts.append(encoding.decode(piece))
-            except UnicodeDecodeError as error:
-                half = stream.raw.damage and line == len(pieces) and error.end == len(piece)  # cut within a character
-                if half:
-                    texts.append(encoding.decode(piece[: error.start]))
-                else:
-                    detail = encoding.why(error)
-                    yield Record(None, line, place + error.start, problem="bad_encoding", detail=detail)
-            place += len(piece) + 1
-        if any(texts):
-            yield Record(unix_lines("\n".join(texts)), 1, 0, encoding.name)
-    yield from damage(stream, 1 + raw.count(b"\n"), offset + len(raw))
-
-
-def tsv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the rows as {column: text}, as `csv_records`; a quote is a character like any other."""
+def plain_rows(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
+    """Yield the rows of TSV as {column: text}, as `csv_records`, where quotes are characters."""
     for record in lines:
         row = [] if record.problem else record.value.split("\t")
         if record.problem:
             yield record
         elif not names:
-            names = row
+            names = column_names(row)
         elif len(row) != len(names) and record.value:
-            yield record._replace(value=None, problem="bad_csv", detail=f"{len(row)} fields, but {len(names)} columns")
+            detail, lost = f"{len(row)} fields, but {len(names)} columns", size_of(record)
+            yield record._replace(value=None, problem="bad_csv", detail=detail, lost=lost)
         elif record.value:
             yield record._replace(value=dict(zip(names, row, strict=True)))
 
 
-def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[Record]:
-    """Yield the rows as {column: text}; the first row names the columns if `names` does not. A quoted field may hold
-    line ends. After a row that cannot be read, go on at the next of its lines that is a row by itself."""
+def size_of(record: Record) -> int:
+    """Return the bytes of a decoded line."""
+    codec = record.encoding
+    return len(record.value.encode(codec, "replace")) + 1
+
+
+def csv_records(
+    lines: Iterator[Record], names: Sequence[str] = (), delimiter: str = ","
+) -> Iterator[Record]:
+    """Yield the rows as {column: text}; the first row names the columns if `names` does not. A
+    quoted field may hold line ends. After a row that cannot be read, go on at the next of its
+    lines that is a row by itself."""
     csv.field_size_limit(MAX_BYTES)  # characters; 128 Ki otherwise, less than a long article
     waiting: deque[Record] = deque()  # lines to read again
     held: list[Record] = []  # the lines of the row at hand
@@ -174,7 +278,7 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
                 raise csv.Error(record.detail or "a quote is not closed")
             yield record.value + "\n"
 
-    reader = csv.reader(texts(), strict=True)
+    reader = csv.reader(texts(), strict=True, delimiter=delimiter)
     while True:
         held.clear()
         try:
@@ -183,7 +287,8 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
             return
         except csv.Error as error:
             row, detail = [], str(error)
-            reader = csv.reader(texts(), strict=True)  # the old one stands within a row
+            # the old one is within a row
+            reader = csv.reader(texts(), strict=True, delimiter=delimiter)
         first = held[0]
         if first.problem:
             waiting.extendleft(reversed(held[1:]))
@@ -192,45 +297,115 @@ def csv_records(lines: Iterator[Record], names: Sequence[str] = ()) -> Iterator[
         if names and row and len(row) != len(names):
             detail = f"{len(row)} fields, but {len(names)} columns"
         if detail:
-            again = next((k for k in range(1, len(held)) if held[k].problem or is_row(held[k].value, names)), len(held))
-            last, lost = held[again - 1], 0
+            ends = (
+                k
+                for k in range(1, len(held))
+                if held[k].problem or is_row(held[k].value, names, delimiter)
+            )
+            again = next(ends, len(held))
+            lost = sum(map(size_of, held[:again]))
             waiting.extendleft(reversed(held[again:]))
             if len(held) > 1:  # which rows they are is a guess
-                lost = last.offset + len(last.value.encode()) + 1 - first.offset
                 detail += f"; left out: {again} lines, {lost:,} bytes"
             yield first._replace(value=None, problem="bad_csv", detail=detail, lost=lost)
         elif not names:
-            names = row
+            names = column_names(row)
         elif row:
-            yield Record(dict(zip(names, row, strict=True)), first.line, first.offset, first.encoding)
+            value = dict(zip(names, row, strict=True))
+            yield Record(value, first.line, first.offset, first.encoding)
 
 
-def is_row(line: str, names: Sequence[str]) -> bool:
+def is_row(line: str, names: Sequence[str], delimiter: str) -> bool:
     try:
-        return len(next(csv.reader([line], strict=True), ())) == len(names)
+        row = next(csv.reader([line], strict=True, delimiter=delimiter), ())
     except csv.Error:
         return False
+    return len(row) == len(names)
 
 
-def json_records(stream: io.BufferedReader, encoding: Encoding) -> Iterator[Record]:
-    """Yield the elements of an array, or objects one after the other."""
-    skipped = skip_mark(stream)
-    decoder = codecs.getincrementaldecoder(encoding.name)("surrogateescape")  # a bad byte spoils its element only
+# ---- JSON --------------------------------------------------------------------------------------
 
-    def texts() -> Iterator[str]:
-        while raw := stream.read1(streams.READ_BYTES):
-            if text := decoder.decode(raw):
-                yield text
-        if not stream.raw.damage and (text := decoder.decode(b"", final=True)):
-            yield text
 
-    elements = JsonStream(texts(), encoding)
-    elements.offset = skipped
-    for record in elements:
-        cut = stream.raw.damage and not elements.rest() and record.problem in ("bad_json", "truncated_file")
-        if not cut:  # the damage itself is reported
+def too_deep(text: str, value: object) -> bool:
+    """Return whether a JSON value is nested too deep. Counting brackets is faster than looking."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [
+            one for one in itertools.chain.from_iterable(inner) if isinstance(one, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def jsonl_records(lines: Iterator[Record]) -> Iterator[Record]:
+    """Yield the values in decoded lines; a line may hold several, one behind the other."""
+    for record in lines:
+        if record.problem:
             yield record
-    yield from damage(stream, elements.line, elements.offset)
+            continue
+        try:
+            values, detail = [json.loads(record.value)], ""
+        except (ValueError, RecursionError) as error:
+            values, detail = several_values(record.value), str(error)
+        if any(too_deep(record.value, value) for value in values if isinstance(value, dict | list)):
+            values, detail = [], f"nested more than {MAX_DEPTH} deep"
+        for value in values:
+            yield Record(value, record.line, record.offset, record.encoding)
+        if not values:
+            lost = size_of(record)
+            yield record._replace(value=None, problem="bad_json", detail=detail, lost=lost)
+
+
+def several_values(text: str) -> list:
+    """Return the JSON values that stand in a text one behind the other; [] if it is not all JSON."""
+    values, end, decoder = [], 0, json.JSONDecoder()
+    while text := text[end:].lstrip():
+        try:
+            value, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        values.append(value)
+    return values if len(values) > 1 else []
+
+
+def json_records(stream: io.BufferedReader, decoder: Decoder) -> Iterator[Record]:
+    """Yield the elements of an array, or values one after the other."""
+    skipped = skip_mark(stream)
+    elements = JsonStream(json_texts(stream, decoder), decoder)
+    elements.offset = skipped
+    partial = 0
+    for record in elements:
+        if (
+            stream.raw.damage
+            and not elements.rest()
+            and record.problem in ("bad_json", "truncated_file")
+        ):
+            partial = record.lost  # the damage itself is reported
+        else:
+            yield record
+    yield from damage(stream, elements.line, elements.offset, partial)
+
+
+def json_texts(stream: io.BufferedReader, decoder: Decoder) -> Iterator[str]:
+    """Yield the text of a stream in pieces of whole lines, if these are short; a byte that cannot
+    be decoded becomes a surrogate, so that it spoils its element only."""
+    held, size, rest = [], 0, b""
+    while raw := rest + stream.readline(streams.READ_BYTES):
+        rest = b""
+        if not raw.endswith(b"\n") and len(raw) >= streams.READ_BYTES:
+            end = character_end(raw)
+            raw, rest = raw[:end], raw[end:]
+        held.append(decoder.decode_somehow(raw))
+        size += len(raw)
+        if size >= streams.READ_BYTES:
+            yield "".join(held)
+            held, size = [], 0
+    if held:
+        yield "".join(held)
 
 
 class JsonStream:
@@ -242,13 +417,13 @@ class JsonStream:
     """
 
     DECODER = json.JSONDecoder()
-    WHITE_SPACE = re.compile(r"[ \t\n\r]*")
+    WHITE_SPACE = re.compile("[ \t\n\r\ufeff]*")
     OPENING = re.compile(r'[\[{ \t\n\r]*(?<=[\[{ \t\n\r])"(?:[^"\\]|\\.){0,200}"\s*:|(?=["\d\-])')
     LONGEST = 2**11  # characters of an opening
     UNDECODED = re.compile("[\udc80-\udcff]")
 
-    def __init__(self, chunks: Iterator[str], encoding: Encoding = streams.UTF8) -> None:
-        self.chunks, self.encoding = chunks, encoding
+    def __init__(self, chunks: Iterator[str], decoder: Decoder | None = None) -> None:
+        self.chunks, self.decoder = chunks, decoder or Decoder()
         self.text, self.pos = "", 0  # what is held; how much of it is used
         self.line, self.offset = 1, 0  # of text[pos]: from 1; bytes in UTF-8
         self.space = ""  # white space before text[pos]
@@ -259,6 +434,10 @@ class JsonStream:
         if array:
             self._use(self.pos + 1)
         while char := self._next():
+            if array and before == "]" and char == "[":  # files that were put together
+                self._use(self.pos + 1)
+                before = ""
+                continue
             if array and before != "]" and char in ",]":
                 self._use(self.pos + 1)
                 before = char
@@ -269,7 +448,8 @@ class JsonStream:
                 yield record
         if array and before in ("", ",", "element"):
             detail = "the array is not closed: the file is cut"
-            yield Record(None, self.line, self.offset, problem="truncated_file", detail=detail)
+            problem = "truncated_file"
+            yield Record(None, self.line, self.offset, problem=problem, detail=detail, lost=1)
 
     def _element(self, array: bool, behind: bool) -> tuple[Record | None, bool]:
         """Return the element that begins here, or None if only a separator is damaged, and whether it was parsed.
@@ -279,8 +459,14 @@ class JsonStream:
             if array and behind:
                 raise ValueError("text after the end of the array")
             value, end = self._parse()
+            if too_deep(self.text[self.pos : end], value):
+                raise ValueError(f"nested more than {MAX_DEPTH} deep")
             after = self.WHITE_SPACE.match(self.text, end).end()
-            if array and not isinstance(value, list | dict) and self.text[after : after + 1] not in (",", "]", ""):
+            if (
+                array
+                and not isinstance(value, list | dict)
+                and self.text[after : after + 1] not in (",", "]", "")
+            ):
                 raise ValueError(f"expected , or ] but found {self.text[after]!r}")
         except (ValueError, RecursionError) as error:
             opening, known = self._opening(), bool(self.openings)
@@ -295,10 +481,13 @@ class JsonStream:
         if len(self.openings) < 20:
             self.openings.add(self._opening())
         text = self.text[self.pos : end]
-        if self._use(end) or self.encoding.sign_of_loss(text):
-            detail = f"bytes that are not {self.encoding.name}{self.encoding.hint}"
-            return Record(None, line, offset, problem="bad_encoding", detail=detail), True
-        return Record(value, line, offset, self.encoding.name), True
+        if self._use(end):
+            detail = f"bytes that are not {self.decoder.name}{self.decoder.hint}"
+            lost = self.offset - offset
+            found = Record(None, line, offset, problem="bad_encoding", detail=detail, lost=lost)
+            return found, True
+        name = "utf-8" if text.isascii() else self.decoder.name
+        return Record(value, line, offset, name), True
 
     def _opening(self) -> str:
         """Return a pattern of how the element at hand begins, with the white space before it if that has a line end; ""
@@ -339,7 +528,10 @@ class JsonStream:
                     raise
                 continue
             # a number may go on: 1 as 1.5, and what stands here as 1e+ as 1e+9
-            if self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+") and self._read():
+            if (
+                self.WHITE_SPACE.match(self.text, end).end() >= len(self.text) - len("e+")
+                and self._read()
+            ):
                 continue
             return value, end
 
@@ -362,7 +554,9 @@ class JsonStream:
             self.offset += len(used.encode())
         except UnicodeEncodeError:
             n_undecoded = len(self.UNDECODED.findall(used))
-            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded  # these are one byte
+            self.offset += (
+                len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
+            )  # these are one byte
         return n_undecoded
 
     def rest(self) -> bool:
@@ -379,58 +573,3 @@ class JsonStream:
         if len(held) > 1:
             self.text, self.pos = "".join(held), 0
         return len(held) > 1
-
-
-def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
-    """Raise UserError without pyarrow, Damage if the file's own table of contents, at its end, cannot be read."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"data: {path} needs pyarrow; run: pip install pyarrow") from None
-    if path == "-":
-        raise UserError("data: parquet cannot be read from standard input; give the file's name")
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise Damage("truncated_file", str(error)) from None
-
-
-def parquet_records(path: str, begin: int, end: int | None, columns: list[str] | None) -> Iterator[Record]:
-    """Yield the rows of the row groups [begin, end)."""
-    row = 0
-    try:
-        file = open_parquet(path)
-        groups = range(file.metadata.num_row_groups)
-        row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
-        wanted = [name for name in file.schema_arrow.names if name in (columns or ())] or None  # None = all
-        for batch in file.iter_batches(batch_size=256, row_groups=groups[begin:end], columns=wanted):
-            yield from batch_records(batch, row)
-            row += batch.num_rows
-    except Damage as error:
-        yield Record(None, 1, 0, problem=error.args[0], detail=error.args[1])
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's, for damaged pages
-        yield Record(None, row + 1, row, problem="truncated_file", detail=str(error))
-
-
-def decode_texts(row: dict, binary: list[str]) -> dict:
-    """Return a row with the bytes of its binary columns as text, where they are UTF-8."""
-    for name in binary:
-        with contextlib.suppress(AttributeError, UnicodeDecodeError):  # null, or no text
-            row[name] = row[name].decode()
-    return row
-
-
-def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
-    """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8 is a problem of its own."""
-    try:
-        binary = [field.name for field in batch.schema if "binary" in str(field.type)]
-        for k, value in enumerate(batch.to_pylist()):
-            yield Record(decode_texts(value, binary), row + k + 1, row + k)
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            yield Record(None, row + 1, row, problem="bad_encoding", detail=str(error))
-            return
-        for k in range(batch.num_rows):
-            yield from batch_records(batch.slice(k, 1), row + k)

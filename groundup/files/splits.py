@@ -11,7 +11,9 @@ FEW = 10  # documents: of so many a hash may give all or nothing to a split, so 
 
 def dialogue_text(messages: list[dict]) -> str:
     """Return the text of users and assistants, by which conversations are compared and split."""
-    return "\n".join(m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"])
+    return "\n".join(
+        m["content"] for m in messages if m["role"] in ("user", "assistant") and m["content"]
+    )
 
 
 def first_question(messages: list[dict]) -> str:
@@ -38,7 +40,11 @@ def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[
 
 
 def assign(
-    positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = "", by_prompt: bool = False
+    positions: np.ndarray,
+    val_fraction: float,
+    test_fraction: float = 0.0,
+    fold: str = "",
+    by_prompt: bool = False,
 ) -> tuple[np.ndarray, bool]:
     """Return the index in SPLITS of each document, from their positions (n,) uint64, and whether val was empty and got
     one. Test is in front, then val, or val is the fold 'i/k'; the rest is train. A single document, or with by_prompt a
@@ -50,7 +56,9 @@ def assign(
     if fold:
         i, k = map(int, fold.split("/"))
         ends = 0, 2**64 * (i - 1) // k, 2**64 * i // k
-    in_test, before_val, before_train = ((positions <= np.uint64(max(end, 1) - 1)) & (end > 0) for end in ends)
+    in_test, before_val, before_train = (
+        (positions <= np.uint64(max(end, 1) - 1)) & (end > 0) for end in ends
+    )
     splits = np.where(in_test, 2, before_train & ~before_val).astype(np.uint8)
     moved = ends[2] > ends[1] and len(positions) > 0 and not (splits == 1).any()
     if moved:

@@ -1,5 +1,5 @@
-"""The bytes of a raw file, in bounded memory: compression and UTF-16 or UTF-32 are recognised and undone; and whether
-they are UTF-8 or GB18030."""
+"""The bytes of a raw file as text in UTF-8 or one other encoding, in bounded memory: compression
+is undone, UTF-16 and UTF-32 are transcoded, what is no text is refused by name."""
 
 import bz2
 import codecs
@@ -10,37 +10,64 @@ import os
 import re
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator
-from functools import cache, partial
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, BinaryIO
 
 from groundup.errors import UserError
+from groundup.files import encodings
+from groundup.files.encodings import Verdict
 from groundup.files.untrusted import scrub
 
 READ_BYTES = 2**20
-BOMB_BYTES, BOMB_FACTOR = 2**26, 200  # compressed text grows 3 to 30 times; a file that grows more, and so much, stops
+SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a large file, evenly spaced: they tell its encoding
+BOMB_BYTES = 2**26  # a packed file may become so large whatever its size
+BOMB_FACTOR = 200  # compressed text grows 3 to 30 times
+ZSTD_WINDOW = 2**31  # zstd --long=31, as the dumps of Pushshift have it
+XZ_MEMORY = 2**31  # bytes; xz -9 needs 64 MiB, a dictionary of 1.5 GiB (the largest) somewhat more
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zst"}
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # Git LFS leaves such a small file in place of a large one
+# Git LFS leaves a small file in place of a large one.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POINTER_HINT = "a pointer of Git LFS, not the file; run git lfs pull"
-MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # first: UTF-32's little-endian mark begins
-MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # with UTF-16's
+NOT_TEXT = {  # first bytes: what it is, and what to do
+    b"PK\x03\x04": "a zip archive; unpack it: unzip {name}",
+    b"PK\x05\x06": "an empty zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it: 7z x {name}",
+    b"Rar!\x1a\x07": "a rar archive; unpack it: unrar x {name}",
+    b"!<arch>\n": "an ar archive; unpack it: ar x {name}",
+    b"\x93NUMPY": "a NumPy array; write its texts as JSON lines: numpy.load({name!r})",
+    b"ARROW1": "an Arrow file; write it as parquet: pyarrow.ipc.open_file({name!r}).read_all()",
+    b"SQLite format 3\0": "an SQLite database; export a table: sqlite3 -json {name} 'select ...'",
+    b"\x89HDF": "an HDF5 file; write its texts as JSON lines: h5py.File({name!r})",
+    b"%PDF-": "a PDF; extract its text: pdftotext {name}",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GGUF": "a model in GGUF",
+    b"\x7fELF": "a program",
+}
+# Protocol 2 and newer begin with PROTO and a version; 4 and 5 go on with FRAME.
+PICKLE = re.compile(rb"\x80[\x02-\x05][\x95\]}(\x8ccq\x58]")
+UNPICKLE = "a Python pickle; if you trust it, load it and write its texts as JSON lines"
 
 
 class Damage(Exception):
-    """The rest of an input cannot be read. args: reason, detail."""
+    """The rest of an input cannot be read. args: reason, detail, and how many bytes are lost."""
 
 
 class Chunks(io.RawIOBase):
-    """Pieces of bytes as a file. Where the input is damaged the file ends early with .damage = (reason, detail) set, so
-    what came before is kept."""
+    """Pieces of bytes as a file. Where the input is damaged it ends early, with .damage set: what
+    came before is kept."""
 
-    def __init__(self, chunks: Iterator[bytes], plain: bool, file: BinaryIO | None) -> None:
+    def __init__(
+        self, chunks: Iterator[bytes], verdict: Verdict, plain: bool, file: BinaryIO | None
+    ) -> None:
         self.chunks = chunks
+        self.verdict = verdict  # how its lines become text; whether it is refused
         self.plain = plain  # the bytes are those on disk
-        self.file = file  # to close, if any
+        self.file = file  # to close; None = standard input
         self.rest = memoryview(b"")
-        self.damage: tuple[str, str] | None = None
+        self.n_made = 0  # bytes that came out
+        self.damage: tuple[str, str, int] | None = None  # reason, detail, bytes lost
 
     def readable(self) -> bool:
         return True
@@ -61,82 +88,307 @@ class Chunks(io.RawIOBase):
                 return 0
         n = min(len(buffer), len(self.rest))
         buffer[:n], self.rest = self.rest[:n], self.rest[n:]
+        self.n_made += n
         return n
 
 
-def open_stream(path: str, begin: int = 0) -> io.BufferedReader:
-    """Open a file from byte `begin` on (plain files only), or standard input; its raw is a Chunks."""
+def open_stream(
+    path: str, begin: int = 0, encoding: str = "", check: bool = False
+) -> io.BufferedReader:
+    """Open a file from byte `begin` on (plain files only), or standard input; its raw is a Chunks.
+
+    encoding: of lines that are not UTF-8, if the user gave it. check: compare the checksums of
+    gzip before anything is read, at the price of unpacking twice. Raise UserError if the file
+    cannot be opened."""
     try:
         file = sys.stdin.buffer if path == "-" else open(path, "rb")
+        first = file.read(READ_BYTES)
         if begin:
             file.seek(begin)
-        first = file.read(READ_BYTES)
     except OSError as error:
         raise UserError(f"data: cannot read {shown_name(path)}: {error.strerror}") from None
-    if not begin and first.startswith(LFS_POINTER):
+    if first.startswith(LFS_POINTER):
         raise UserError(f"data: {shown_name(path)} is {POINTER_HINT}")
-    chunks, plain = itertools.chain([first], iter(lambda: file.read(READ_BYTES), b"")), True
-    if not begin:
-        named = os.path.splitext(path.lower())[1][1:]
-        compression = next((name for magic, name in MAGIC.items() if first.startswith(magic)), named)
-        plain = compression not in MAGIC.values() and not first.startswith(tuple(MARKS))
-        chunks = transcode(decompress(chunks, path, compression) if compression in MAGIC.values() else chunks)
-    return io.BufferedReader(Chunks(chunks, plain, None if path == "-" else file), READ_BYTES)
+
+    named = os.path.splitext(path.lower())[1][1:]
+    starts = (name for magic, name in MAGIC.items() if first.startswith(magic))
+    compression = next(starts, named if named in MAGIC.values() else "")
+    chunks = iter(lambda: file.read(READ_BYTES), b"")
+    head, damage = first, None
+    if compression:
+        if check and compression == "gz" and file.seekable():
+            chunks = checked_gzip(itertools.chain([first], chunks), file, path)
+        else:
+            chunks = decompress(itertools.chain([first], chunks), path, compression)
+        head, damage = read_head(chunks)
+    elif not begin:
+        chunks = itertools.chain([first], chunks)
+
+    if compression:
+        chunks = then_damage(itertools.chain([head], chunks), damage)
+
+    plain, verdict, reason = not compression, Verdict(), "bad_encoding"
+    if what := no_text(head, path, compression):
+        reason, verdict = "not_text", Verdict(refused=what)
+    elif codec := encodings.wide_codec(head):
+        plain, chunks = False, transcode(chunks, codec)
+    elif not head.startswith(b"PAR1"):
+        packed = compression or path == "-"
+        sample = (
+            whole_lines(head, False, len(head) >= READ_BYTES)
+            if packed
+            else spaced_sample(file, first)
+        )
+        verdict = encodings.judge(sample, encoding)
+    if verdict.refused:
+        n_bytes = len(head) if path == "-" else os.fstat(file.fileno()).st_size - begin
+        chunks = refusal(reason, verdict.refused, n_bytes)
+    opened = Chunks(chunks, verdict, plain, None if path == "-" else file)
+    return io.BufferedReader(opened, READ_BYTES)
 
 
-def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[bytes]:
-    """Decompress any number of streams, one after the other, as gzip, bzip2, xz and zstd files may hold."""
+def read_head(chunks: Iterator[bytes]) -> tuple[bytes, Damage | None]:
+    """Return the first READ_BYTES or more, and the damage behind them if there is any."""
+    head = b""
+    try:
+        while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
+            head += chunk
+    except Damage as damage:
+        return head, damage
+    return head, None
+
+
+def then_damage(chunks: Iterator[bytes], damage: Damage | None) -> Iterator[bytes]:
+    yield from chunks
+    if damage:
+        raise damage
+
+
+def refusal(reason: str, detail: str, n_bytes: int) -> Iterator[bytes]:
+    raise Damage(reason, detail, n_bytes)
+    yield b""  # makes this a generator
+
+
+def no_text(head: bytes, path: str, compression: str) -> str:
+    """Return what a file is and what to do about it, from its first unpacked bytes; "" = text."""
+    name = shown_name(path)
+    if head[257:262] == b"ustar":
+        flags = {"gz": "-xzf", "bz2": "-xjf", "xz": "-xJf", "zst": "--zstd -xf"}
+        return f"a tar archive; unpack it: tar {flags.get(compression, '-xf')} {name}"
+    for magic, what in NOT_TEXT.items():
+        if head.startswith(magic):
+            return what.format(name=name)
+    if PICKLE.match(head):
+        return UNPICKLE
+    if b"\0" in head and not head.startswith(b"PAR1") and not encodings.wide_codec(head):
+        place = head.index(b"\0")
+        return f"not text: byte {place:,} is NUL, and the file is not UTF-16 or UTF-32"
+    return ""
+
+
+def spaced_sample(file: BinaryIO, first: bytes) -> bytes:
+    """Return whole lines from all over a file, the same for every part of it."""
+    size = os.fstat(file.fileno()).st_size
+    if size <= len(first) or not hasattr(os, "pread"):
+        return first
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return os.pread(file.fileno(), size, 0)
+    blocks = []
+    for k in range(SAMPLES):
+        place = (size - SAMPLE_BYTES) * k // (SAMPLES - 1)
+        block = os.pread(file.fileno(), SAMPLE_BYTES, place)
+        blocks.append(whole_lines(block, k > 0, k < SAMPLES - 1))
+    return b"\n".join(blocks)
+
+
+def whole_lines(block: bytes, cut_before: bool, cut_after: bool) -> bytes:
+    """Return a block without the lines that it has in part; of one long line the whole words: a
+    byte below 0x30 is no part of a character in any encoding."""
+    begin, end = 0, len(block)
+    separator = rb"\n" if b"\n" in block[:-1] else rb"[\x00-\x2f]"
+    places = [found.start() for found in re.finditer(separator, block)]
+    if cut_before and places:
+        begin = places[0] + 1
+    if cut_after and places:
+        end = places[-1]
+    return block[begin:end]
+
+
+# ---- compression -------------------------------------------------------------------------------
+
+
+def decompressors(path: str, compression: str) -> tuple[Callable[[], Any], tuple]:
+    """Return a maker of decompressors and the errors that these raise. Raise UserError."""
     if compression == "zst":
         try:
             import zstandard
         except ImportError:
-            raise UserError(f"data: {path} needs zstandard; run: pip install zstandard") from None
-        new, errors = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-    else:
-        makers = {"gz": partial(zlib.decompressobj, 31), "bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}
-        new, errors = makers[compression], (zlib.error, lzma.LZMAError, OSError)
+            hint = "run: pip install zstandard"
+            raise UserError(f"data: {shown_name(path)} needs zstandard; {hint}") from None
+        makes = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
+        return makes, (zstandard.ZstdError, MemoryError)
+    makers = {
+        "gz": partial(zlib.decompressobj, 31),
+        "bz2": bz2.BZ2Decompressor,
+        "xz": partial(lzma.LZMADecompressor, memlimit=XZ_MEMORY),
+    }
+    return makers[compression], (zlib.error, lzma.LZMAError, OSError, MemoryError)
+
+
+def decompress(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[bytes]:
+    """Unpack any number of streams, one after the other, as such files may hold."""
+    for made, _ in members(chunks, path, compression):
+        if made:
+            yield made
+
+
+def members(chunks: Iterator[bytes], path: str, compression: str) -> Iterator[tuple[bytes, bool]]:
+    """Yield (unpacked bytes, whether the stream that they are from ends with them). Raise Damage."""
+    new, errors = decompressors(path, compression)
     decompressor, n_read, n_made = new(), 0, 0
     for chunk in chunks:
-        for begin in range(0, len(chunk), 2**11):  # small pieces, since each may become a thousand times larger
+        # small pieces, since each may become a thousand times larger
+        for begin in range(0, len(chunk), 2**11):
             piece = chunk[begin : begin + 2**11]
             n_read += len(piece)
-            while piece := piece.lstrip(b"\0") if decompressor.eof else piece:  # zeros after a stream are padding
+            # zeros after a stream are padding
+            while piece := piece.lstrip(b"\0") if decompressor.eof else piece:
                 if decompressor.eof:
                     decompressor = new()
                 try:
                     made = decompressor.decompress(piece)
                 except errors as error:
-                    raise Damage("truncated_file", f"damaged {compression} data: {error}") from None
+                    detail = f"damaged {compression} data: {error}"
+                    if isinstance(error, MemoryError) or "emory" in str(error):
+                        detail = (
+                            f"unpacking it takes more memory than there is or may be used: {error}"
+                        )
+                        detail += (
+                            f"; unpack it yourself, and give the result: {UNPACK[compression]}"
+                        )
+                    lost = len(chunk) - begin + sum(map(len, chunks))
+                    raise Damage("truncated_file", detail, lost) from None
                 n_made += len(made)
                 if n_made > max(BOMB_BYTES, BOMB_FACTOR * n_read):
-                    detail = f"the {compression} data become more than {BOMB_FACTOR} times larger, like a bomb"
-                    raise Damage("truncated_file", f"{detail}; to use them, decompress the file")
-                yield made
+                    detail = f"the {compression} data become over {BOMB_FACTOR} times larger"
+                    lost = len(chunk) - begin + sum(map(len, chunks))
+                    hint = "like a bomb; to use them, decompress the file"
+                    raise Damage("truncated_file", f"{detail}, {hint}", lost)
+                yield made, decompressor.eof
                 piece = decompressor.unused_data
     if not decompressor.eof:
-        raise Damage("truncated_file", f"the {compression} data end too early")
+        raise Damage("truncated_file", f"the {compression} data end too early", 1)
 
 
-def transcode(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Turn UTF-16 and UTF-32, known by their byte order mark, into UTF-8; other bytes pass. The first piece has
-    READ_BYTES if there are as many, so that a peek at it finds a mark and tells the encoding."""
-    head, damage = b"", None
+UNPACK = {
+    "gz": "gzip -d FILE",
+    "bz2": "bzip2 -d FILE",
+    "xz": "xz -d FILE",
+    "zst": "zstd -d --long=31 FILE",
+}
+
+
+def checked_gzip(chunks: Iterator[bytes], file: BinaryIO, path: str) -> Iterator[bytes]:
+    """Unpack a gzip file whose checksums have been compared. The sum of a member comes last, so
+    nothing of a member with a wrong sum can be trusted, and nothing behind it can be found. A
+    member that is cut has no sum; what there is of it is read."""
+    n_made, n_trusted, damage = 0, 0, None
     try:
-        while len(head) < READ_BYTES and (chunk := next(chunks, None)) is not None:
-            head += chunk
+        for made, ended in members(chunks, path, "gz"):
+            n_made += len(made)
+            if ended:
+                n_trusted = n_made
     except Damage as found:
         damage = found
-    encoding = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
-    decoder = codecs.getincrementaldecoder(encoding)() if encoding else None
-    try:
-        for chunk in itertools.chain([head], chunks):
-            yield decoder.decode(chunk).encode() if decoder else chunk
-            if damage:
-                raise damage
-        if decoder:
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise Damage("bad_encoding", str(error)) from None
+    wrong = damage is not None and damage.args[1].startswith("damaged")
+    if not wrong:  # whole, or cut
+        n_trusted = n_made
+    file.seek(0)
+    n_left = n_trusted
+    again = members(iter(lambda: file.read(READ_BYTES), b""), path, "gz")
+    while n_left > 0:
+        made, _ = next(again)
+        n_left -= len(made)
+        yield made
+    if damage:
+        reason, detail, lost = damage.args
+        if wrong:
+            detail += "; nothing that this checksum covers can be trusted"
+        raise Damage(reason, detail, lost + n_made - n_trusted)
+
+
+# ---- UTF-16 and UTF-32 -------------------------------------------------------------------------
+
+
+def transcode(chunks: Iterator[bytes], codec: str) -> Iterator[bytes]:
+    """Turn UTF-16 or UTF-32 into UTF-8, some lines at a time. A lone surrogate becomes bytes that
+    are not UTF-8, so that it costs its line alone. Behind a lost byte nothing is text any more:
+    raise Damage there."""
+    width = 2 if "16" in codec else 4
+    line_end = "\n".encode(codec)
+    held, damage = b"", None
+    while True:
+        try:
+            chunk = next(chunks, b"")
+        except Damage as found:
+            chunk, damage = b"", found
+        held += chunk
+        end = aligned_rfind(held, line_end, width) + width
+        if not chunk:
+            end = len(held)
+        elif end < width:  # no line end
+            if len(held) < 4 * READ_BYTES:
+                continue
+            end = len(held) // width * width
+            unit = int.from_bytes(held[end - 2 : end], "little" if codec.endswith("le") else "big")
+            if width == 2 and 0xD800 <= unit < 0xDC00:  # not between two surrogates
+                end -= width
+        n_good, problem = sound_bytes(held[:end], codec, width, line_end)
+        if n_good:
+            yield held[:n_good].decode(codec, "surrogatepass").encode("utf-8", "surrogatepass")
+        if problem:
+            n_lost = len(held) - n_good
+            if not damage:
+                n_lost += sum(map(len, chunks))
+            raise Damage("bad_encoding", f"{problem}; the rest is left out", n_lost)
+        held = held[end:]
+        if damage:
+            raise damage
+        if not chunk:
+            return
+
+
+def aligned_rfind(raw: bytes, what: bytes, width: int) -> int:
+    """Return the last place of a code unit, -width if there is none."""
+    place = raw.rfind(what)
+    while place >= 0 and place % width:
+        place = raw.rfind(what, 0, place + len(what) - 1)
+    return place if place >= 0 else -width
+
+
+def sound_bytes(raw: bytes, codec: str, width: int, line_end: bytes) -> tuple[int, str]:
+    """Return how many bytes are whole lines in which no byte is missing, and what is wrong with
+    the next one, "" if nothing is. After a lost byte a line end stands where no character begins,
+    or the text ends within a character."""
+    bad, problem = len(raw), ""
+    place = raw.find(line_end)
+    while place >= 0 and place % width == 0:
+        place = raw.find(line_end, place + width)
+    if place >= 0:
+        bad, problem = place, f"a byte of {codec} is missing here or before"
+    elif len(raw) % width:
+        problem = f"the {codec} text ends within a character"
+    else:
+        try:
+            raw.decode(codec, "surrogatepass")
+        except UnicodeDecodeError as error:
+            bad, problem = error.start, f"{error.reason} in {codec}"
+    if not problem:
+        return len(raw), ""
+    return aligned_rfind(raw[:bad], line_end, width) + width, problem
+
+
+# ---- names and texts ---------------------------------------------------------------------------
 
 
 def shown_name(path: str) -> str:
@@ -150,127 +402,9 @@ def skip_mark(stream: io.BufferedReader) -> int:
     return len(stream.read(3)) if stream.peek(3).startswith(codecs.BOM_UTF8) else 0
 
 
-class Encoding(NamedTuple):
-    """How the bytes of one file become text; decided once, from its first bytes (`encoding_of`)."""
-
-    name: str = "utf-8"  # or gb18030
-    garbled: re.Pattern | None = None  # what a lost byte makes of this file's text, and seldom anything else
-    hint: str = ""  # what to do about bytes that are not of this encoding
-
-    def decode(self, raw: bytes) -> str:
-        """Raise UnicodeDecodeError, also for what a lost byte makes of this file's text."""
-        text = raw.decode(self.name)
-        if found := self.sign_of_loss(text):
-            place = len(text[: found.start()].encode(self.name))
-            raise UnicodeDecodeError(self.name, raw, place, place + 2, "a byte before it seems to be missing")
-        return text
-
-    def sign_of_loss(self, text: str) -> re.Match | None:
-        """Return the first place of a text of this file that looks as after a lost byte."""
-        return self.garbled and self.garbled.search(without_pairs(text))
-
-    def why(self, error: UnicodeDecodeError) -> str:
-        return f"{error}{self.hint}"
-
-
-UTF8 = Encoding()
-
-
-def encoding_of(head: bytes) -> Encoding:
-    """Return the encoding of a file that begins with `head`: UTF-8 or GB18030, common for Chinese. Bytes that are
-    neither are left to UTF-8, which refuses them.
-
-    The text of a file decides, not that of a line: a line with a byte missing fits several encodings.
-    """
-    if head.isascii():
-        return UTF8
-    text = head.decode("utf-8", "replace")
-    n_wide, n_bad = len(NOT_ASCII.findall(text)), text.count("\ufffd")
-    if n_bad <= max(n_wide / 2, len(text) / 1000):  # a fifth of the bytes of GB18030 are valid UTF-8 by accident
-        return UTF8
-    text = head.decode("gb18030", "replace")
-    # Greek and Cyrillic letters and the lines of a box, which GB2312 has too, tell nothing
-    wide, n_late = re.findall("[^\0-\x7f\u0370-\u04ff\u2500-\u259f]", text), len(chinese("late").findall(text))
-    # Hangul in EUC-KR are the bytes of the Chinese characters up to C8FE, kana in EUC-JP those of kana
-    if (
-        len(wide) >= 5
-        and len(chinese("common").findall(text)) >= 0.9 * len(wide)
-        and n_late >= max(1, 0.1 * len(wide))
-        and len(KANA.findall(text)) <= 0.1 * len(wide)
-    ):
-        # A lost byte leaves an odd byte, which forms a pair with an ASCII letter. Simplified Chinese has few such
-        # pairs; its own are symbols, such as a dash, and rare names. To keep those, a pair is a sign only before a
-        # letter or after uncommon characters; 2 to 3 of 100 losses are not seen. Traditional Chinese has many, so that
-        # after the loss a byte soon stands alone as an ASCII letter: a sign of it where the text has few of its own.
-        # Else rare characters close by are a weaker sign.
-        if len(chinese("low").findall(text)) <= 0.01 * len(wide):
-            return Encoding("gb18030", chinese("odd"))
-        alone, uncommon, text = Counter(), chinese("uncommon"), without_pairs(text)
-        for found in re.finditer(ALONE.format("@-~", FOUR_BYTES), text):
-            # one after uncommon characters is of damage, and damage makes as many others
-            alone[found[0]] += -1 if uncommon.search(text, max(0, found.start() - 6), found.start()) else 1
-        own = [letter for letter, n in alone.items() if n > max(1, 0.0001 * len(wide))]
-        few = alone.total() - sum(map(alone.get, own)) <= max(1, 0.0003 * len(wide))
-        letters = re.escape("".join(set(map(chr, range(0x40, 0x7F))) - set(own)))
-        return Encoding("gb18030", re.compile(ALONE.format(letters, FOUR_BYTES)) if few else chinese("rare"))
-    return Encoding(hint=f"; {likely_encoding(head)}; convert the file: iconv -f ENCODING -t UTF-8")
-
-
-NOT_ASCII, KANA = re.compile("[^\0-\x7f]"), re.compile("[\u3040-\u30ff]")
-SYMBOLS = re.compile("[\u0080-\u24ff\u3000-\u33ff\ufe30-\uffef]")  # dashes, arrows, units, kana
-FOUR_BYTES = "\u3400-\u4dbf\U00010000-\U0010ffff"  # rare Chinese characters, with four bytes in GB18030
-# One of 40 to 7E beside a wide character. Beside a rare one it is the text's own: damage makes none of four bytes, and
-# seldom hits the character next to one.
-ALONE = "(?<=[^\0-\x7f{1}])[{0}](?![@-~{1}])|(?<![@-~{1}])[{0}](?=[^\0-\x7f{1}])"
-PAIRS = re.compile(r'\[([^]["\n]*)\]'), re.compile(r'\{([^{}"\n]*)\}')  # no quote: those of JSON are around texts
-
-
-def without_pairs(text: str) -> str:
-    """Return a text with ( ) for the brackets [ ] and { } that pair, which are its own: a lost byte leaves but one."""
-    for pair in PAIRS:
-        text = pair.sub(r"(\1)", text)
-    return text
-
-
-@cache
-def chinese(which: str) -> re.Pattern:
-    """Return a pattern of one character. common: punctuation and the frequent characters of GB2312 and Big5; late:
-    those of GB2312 after C8FE; low: all but symbols that GB18030 writes with an ASCII letter as the second byte; made:
-    those that a lost byte makes of GB2312. uncommon: two bytes and no common one. Or one of several. rare: three of
-    some ten characters are uncommon. odd: one that is made soon after two uncommon ones, or before a letter."""
-    if which == "uncommon":
-        return re.compile(f"[^\0-\x7f{FOUR_BYTES}{chinese('common').pattern[1:]}")
-    if which == "rare":
-        rare = chinese("uncommon").pattern
-        return re.compile(f"{rare}(.{{0,3}}{rare}){{2}}")
-    if which == "odd":
-        uncommon = f"{chinese('uncommon').pattern}(?<!{chinese('low').pattern})"
-        made = chinese("made").pattern
-        return re.compile(f"({uncommon}[^\0-\x7f]{{0,3}}){{2}}{made}|{made}(?=[A-Za-z])")
-    high, low, trails = range(0xA1, 0xFF), range(0x40, 0x7F), (*range(0x40, 0x7F), *range(0xA1, 0xFF))
-    gb, big5 = (*range(0xA1, 0xA4), *range(0xB0, 0xD8)), range(0xA4, 0xC7)
-    zones = {
-        "common": [("gb18030", gb, high), ("big5", big5, trails)],
-        "late": [("gb18030", range(0xC9, 0xD8), high)],
-        "low": [("gb18030", range(0x81, 0xFF), low)],
-        "made": [("gb18030", range(0xA1, 0xFF), low)],
-    }[which]
-    found = (bytes((a, b)).decode(name, "ignore") for name, first, second in zones for a in first for b in second)
-    characters = "".join(found) if which == "common" else SYMBOLS.sub("", "".join(found))
-    return re.compile(f"[{re.escape(characters)}]")
-
-
-def likely_encoding(head: bytes) -> str:
-    try:
-        from charset_normalizer import from_bytes
-    except ImportError:
-        return "neither UTF-8 nor clearly GB18030"
-    best = from_bytes(head[: 2**16]).best()
-    return f"neither UTF-8 nor clearly GB18030, perhaps {best.encoding}" if best else "no text in a known encoding"
-
-
 def unix_lines(text: str) -> str:
-    return text.replace("\r\n", "\n") if "\r" in text else text  # looking for one character is almost free
+    # looking for one character is almost free
+    return text.replace("\r\n", "\n") if "\r" in text else text
 
 
 def mended(value: Any) -> Any:

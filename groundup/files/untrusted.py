@@ -21,7 +21,9 @@ from typing import Any
 
 from groundup.errors import UserError
 
-MOST_BYTES = 2**26  # of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
+MOST_BYTES = (
+    2**26
+)  # of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
 OWNERS = {
     "config.json": "model", "adapter_config.json": "model", "manifest.json": "directory of prepared data",
     "log.jsonl": "run",
@@ -52,7 +54,9 @@ def crc32_of(path: str | Path) -> int:
 def check_replaceable(path: Path) -> None:
     """Raise UserError if `path` is no file that may be replaced: renaming onto a device removes the device."""
     if path.exists() and not path.is_file():
-        raise UserError(f"config: out={str(path)!r} is no regular file and would be replaced; name a file")
+        raise UserError(
+            f"config: out={str(path)!r} is no regular file and would be replaced; name a file"
+        )
 
 
 def check_no_owner(directory: str | Path) -> None:
@@ -98,7 +102,9 @@ def parse_object(content: bytes, most: int = MOST_BYTES) -> dict:
     return value
 
 
-def read_json(path: str | Path, who: str = "checkpoint", fix: str = "", most: int = MOST_BYTES) -> dict:
+def read_json(
+    path: str | Path, who: str = "checkpoint", fix: str = "", most: int = MOST_BYTES
+) -> dict:
     """Return the JSON object in a file. Raise UserError, in the name of `who`, with what to do: `fix`."""
     fix = fix and f"; {fix}"
     try:
@@ -120,7 +126,12 @@ def scrub(text: str) -> str:
 
 def is_name(name: object) -> bool:
     """Return whether a file names another one in its own directory, and nothing outside."""
-    return isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+    return (
+        isinstance(name, str)
+        and name == os.path.basename(name)
+        and name not in ("", ".", "..")
+        and "\0" not in name
+    )
 
 
 def is_inside(path: object) -> bool:
@@ -208,6 +219,10 @@ def limit(seconds: int, megabytes: int) -> None:
 
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     most = pages * resource.getpagesize() + megabytes * 10**6
-    for what, bound in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most)):
+    for what, bound in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, most),
+    ):
         with contextlib.suppress(ValueError):  # there is a lower limit already
             resource.setrlimit(what, (bound, bound))

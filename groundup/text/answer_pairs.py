@@ -69,8 +69,10 @@ def write_pairs(
     n_lines, n_answers, n_pairs, n_scored = 0, 0, 0, 0
     with open(out, "w", encoding="utf-8") as f, open(f"{out}.problems", "w", encoding="utf-8") as problems_file:
         problems = Problems(path, problems_file, strict)
-        for record in readers.read_records(path):
+        tally, n_lost = Counter(), 0
+        for record in readers.read_records(path, tally=tally):
             n_lines += 1
+            n_lost += record.lost
             finished = []
             try:
                 row = row_of(record)
@@ -104,9 +106,14 @@ def write_pairs(
     n_bad = problems.problems.total()
     info = {"path": path, "settings": settings, "lines": n_lines, "answers": n_answers, "pairs": n_pairs}
     info |= {"lines_bad": n_bad, "lines_left_out": dict(lines), "answers_left_out": dict(answers)}
-    torn = Counter({path: 1} if problems.problems["truncated_file"] else {})
-    bad, passed = +Counter({path: n_bad}), Counter({path: n_lines - n_bad})
-    return info, Counts(n_bad, +problems.problems, torn=torn, bad=bad, passed=passed, shown=problems.shown)
+    # The pairs are read next, as an input. Together they count as the bytes of the answers.
+    n_bytes = tally["bytes"] - out.stat().st_size
+    unusable = Counter({"bad_field": problems.problems.pop("bad_field", 0)})
+    return info, Counts(
+        n_bad, +problems.problems, +unusable, input_bytes=n_bytes,
+        lost_bytes=+Counter({path: n_lost}), bad=+Counter({path: n_bad}),
+        passed=Counter({path: n_lines - n_bad}), shown=problems.shown,
+    )  # fmt: skip
 
 
 def describe(infos: list[dict]) -> list[str]:

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from groundup.errors import UserError
 from groundup.files import readers
 from groundup.files.disk import lock_directory
+from groundup.files.records import PIECE_CHARS, piece_end
 from groundup.files.splits import is_held_out, split_position
 from groundup.text import dedup
 from groundup.text.documents import Item, load_judge
@@ -39,7 +40,7 @@ from tokenizer import Tokenizer
 UNIT_BYTES = 2**26  # a large file is cut into units of this size
 GROUP_BYTES = 2**22  # small files share a unit up to this size, so that 100,000 files are not 100,000 tasks
 BATCH_CHARS = 2**19  # of text that is compared and hashed at once: numpy is slow on few numbers
-HUGE_CHARS = 2**23  # a longer document is cut into several, at the ends of paragraphs if it has any
+HUGE_CHARS = PIECE_CHARS  # a longer document is cut into several, at paragraphs if it has any
 TURN_MARK = "<|im_start|>"
 PAIR_FACTOR = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio, an odd number: Knuth's multiplicative hashing
 
@@ -49,8 +50,10 @@ def plan_units(inputs: list[Input], recipe: Recipe) -> list[Unit]:
     units: list[Unit] = []
     room = -1
     for file in inputs:
-        split = recipe.sources[file.source].txt_split
-        cuts = readers.work_units(file.path, split, UNIT_BYTES) if not file.problem else []
+        if file.problem:
+            continue
+        source = recipe.sources[file.source]
+        cuts = readers.work_units(file.path, source.txt_split, UNIT_BYTES, source.encoding)
         for begin, end in cuts:
             size = file.size // len(cuts)
             if size > room or units[-1].source != file.source:
@@ -83,15 +86,12 @@ class Problems(readers.Report):
 
 
 def pieces_of(text: str) -> list[str]:
-    """Return the text in pieces of at most HUGE_CHARS, cut after a blank line if possible, else after a line."""
-    pieces = []
-    while len(text) > HUGE_CHARS:
-        half = HUGE_CHARS // 2  # a cut near the beginning would leave a scrap
-        places = (text.rfind("\n\n", half, HUGE_CHARS - 1) + 2, text.rfind("\n", half, HUGE_CHARS) + 1, HUGE_CHARS)
-        cut = next(place for place in places if place > half)
-        pieces.append(text[:cut])
-        text = text[cut:]
-    return [*pieces, text]
+    """Return the text in pieces of at most HUGE_CHARS, cut after a blank line if possible, else
+    after a line."""
+    ends = [0]
+    while len(text) - ends[-1] > HUGE_CHARS:
+        ends.append(piece_end(text, ends[-1], HUGE_CHARS))
+    return [text[begin:end] for begin, end in zip(ends, [*ends[1:], len(text)], strict=True)]
 
 
 def signatures_of(items: list[Item], units: dedup.Units, n_perm: int) -> np.ndarray:
@@ -131,19 +131,21 @@ class Inspector:
 
     def read(self, number: int, limit: int | None) -> None:
         """Add the cleaned documents of a part to the batch, and count what could not be read. limit: of documents."""
-        part, counts = self.unit.parts[number], self.counts
+        part, counts, source = self.unit.parts[number], self.counts, self.judge.source
         problems, passed = Problems(part.name, self.problems, self.recipe.strict), 0
-        rows = readers.read_rows(part.path, self.judge.understand, self.judge.source.txt_split, part.begin, part.end,
-                                 problems, self.judge.columns)  # fmt: skip
+        place = source.txt_split, part.begin, part.end
+        rows = readers.read_rows(part.path, self.judge.understand, *place, problems, self.judge.columns,
+                                 source.encoding)  # fmt: skip
         for row in islice(rows, limit):
             item = row.value
-            counts.records += 1
+            counts.records += row.piece == 0
+            counts.mended["split_huge"] += row.piece > 0
             offset = row.offset if item.offset is None else item.offset
             n_left = 0 if item.text.isspace() else len(item.text.encode())
             counts.bytes_read += item.n_read
             counts.bytes_cleaned += item.n_read - n_left
             if not n_left:
-                counts.lost["empty"] += 1
+                counts.unusable["empty"] += 1
                 self.problems.write(f"{part.name}\t\t{offset}\tempty\tno text, or none after cleaning\n")
                 continue
             counts.mended["unanswered_turns_cut"] += item.trimmed
@@ -158,13 +160,14 @@ class Inspector:
                 if self.room <= 0:
                     self.flush()
         counts.records += problems.problems.total()
-        counts.lost += problems.problems
-        counts.mended += problems.mended  # which leaves out counts of 0
+        for reason, n in problems.problems.items():
+            (counts.unusable if reason == "bad_field" else counts.lost)[reason] += n
+        counts.mended += problems.mended  # + leaves out counts of 0
         counts.shown = (counts.shown + problems.shown)[:SHOWN]
         counts.passed[part.name] += passed
         counts.bad += {part.name: problems.problems.total()}  # which leaves out 0, too
-        if problems.problems["truncated_file"] or problems.lost_bytes:
-            counts.torn[part.name] += max(1, problems.lost_bytes)
+        counts.input_bytes += problems.n_bytes
+        counts.lost_bytes += {part.name: problems.lost_bytes}
 
     def flush(self) -> None:
         """Judge and write the documents of the batch."""

@@ -33,8 +33,8 @@ from groundup.tokens.token_files import file_sha256
 
 NAMED = re.compile(r"\s*([\w-]+)\s*:\s+(.*)", re.DOTALL)
 OWN = {
-    "weight": float, "text_key": str, "txt_split": str, "quality": str, "rules_off": str, "rules_on": str,
-    "min_chars": int, "max_chars": int,
+    "weight": float, "text_key": str, "txt_split": str, "encoding": str, "quality": str,
+    "rules_off": str, "rules_on": str, "min_chars": int, "max_chars": int,
 }  # fmt: skip
 MADE = {"python-docs": docs_rows, "demo-en": partial(demo_rows, "en"), "demo-zh": partial(demo_rows, "zh")}  # no files
 BOUND = r"(?:(-?\d*\.?\d+(?:e-?\d+)?)%?)?"
@@ -71,6 +71,7 @@ class Source:
     weight: float = 0.0  # in a mixture; 0 = not given
     text_key: str = ""
     txt_split: str = "file"
+    encoding: str = ""  # of lines that are not UTF-8; "" = found
     quality: str = "curated"
     rules_off: str = ""
     rules_on: str = ""
@@ -307,13 +308,15 @@ class Counts:
     """Counts of the records of a unit, before documents are compared with each other."""
 
     records: int = 0  # read, or lost on the way
-    lost: Counter[str] = field(default_factory=Counter)  # records by reason: empty, bad_json, ...
+    lost: Counter[str] = field(default_factory=Counter)  # records by reason: bad_json, not_text, ...
+    unusable: Counter[str] = field(default_factory=Counter)  # records without a text: empty, bad_field
     mended: Counter[str] = field(default_factory=Counter)  # records by what was mended; split_huge: pieces more
     bytes_read: int = 0  # of text in UTF-8
     bytes_cleaned: int = 0  # of it, taken away by cleaning
     bytes_cut: int = 0  # of it, taken out because an evaluation file has it
     marked: int = 0  # records whose text holds the marker of a turn
-    torn: Counter[str] = field(default_factory=Counter)  # by file that is damaged: bytes lost, 1 if unknown
+    input_bytes: int = 0  # of the files, unpacked: those of documents and those lost
+    lost_bytes: Counter[str] = field(default_factory=Counter)  # of them, by file
     bad: Counter[str] = field(default_factory=Counter)  # by file: records that could not be read
     passed: Counter[str] = field(default_factory=Counter)  # by file: documents that could
     unread: Counter[str] = field(default_factory=Counter)  # rows by their keys with content that is not read

@@ -14,6 +14,8 @@ from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, SCORE, SHOWN, Count
 from groundup.text.selection import Selection, SourceDocs
 from groundup.tokens.token_files import ROWS_FORMAT
 
+SHOWN_FILES = 1000  # with losses, in manifest.json; errors.tsv has all
+
 
 def by_reason(chosen: Selection, weights: np.ndarray | None = None) -> dict[str, int]:
     """Return {reason: number of documents dropped for it, or sum of their weights}, in the order of REASONS."""
@@ -24,7 +26,7 @@ def by_reason(chosen: Selection, weights: np.ndarray | None = None) -> dict[str,
 def check_kept(counts: Counts, chosen: Selection | None) -> None:
     """Raise UserError if no document is kept."""
     if chosen is None or not (chosen.fates == KEPT).any():
-        dropped = counts.lost + Counter(by_reason(chosen) if chosen else {})
+        dropped = counts.lost + counts.unusable + Counter(by_reason(chosen) if chosen else {})
         reasons = ", ".join(f"{n} {reason}" for reason, n in dropped.items()) or "the input holds none"
         first = f"; first: {counts.shown[0]}" if counts.shown else ""
         raise UserError(f"prepare: no document to prepare: {reasons}{first}")
@@ -32,8 +34,8 @@ def check_kept(counts: Counts, chosen: Selection | None) -> None:
 
 def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection, parts: list[SourceDocs],
               recipe: Recipe) -> None:  # fmt: skip
-    """Put the counts of documents and bytes into `info`, and check that read = kept + dropped. Raise UserError if train
-    is empty; print a warning for each source that gives it nothing."""
+    """Put the counts of documents and bytes into `info`, and check that read = kept + dropped + lost. Raise UserError
+    if train is empty; print a warning for each source that gives it nothing."""
     without = [part.source.name for part in parts if not (part.splits == 0).any()]
     if len(without) == len(parts):
         raise UserError("prepare: no document is left for train; lower val_fraction or hold_out, or give more text")
@@ -42,11 +44,22 @@ def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection
     n_bytes = chosen.rows["n_bytes"]
     n_read, n_kept = counts.records + counts.mended["split_huge"], int((chosen.fates == KEPT).sum())
     kept_bytes, dropped_bytes = int(n_bytes[chosen.fates == KEPT].sum()), by_reason(chosen, n_bytes)
-    dropped, mended = dict(counts.lost) | by_reason(chosen), dict(+counts.mended)
-    assert n_read == n_kept + sum(dropped.values()), f"{n_read=} {n_kept=} {dropped=}"
+    dropped, lost = dict(counts.unusable) | by_reason(chosen), dict(counts.lost)
+    mended = dict(+counts.mended)
+    accounted = n_kept + sum(dropped.values()) + sum(lost.values())
+    assert n_read == accounted, f"{n_read=} {n_kept=} {dropped=} {lost=}"
     removed = sum(dropped_bytes.values()) + counts.bytes_cleaned + counts.bytes_cut
     assert counts.bytes_read == kept_bytes + removed, f"{counts=} {kept_bytes=} {dropped_bytes=}"
-    info["documents"] = {"read": n_read, "kept": n_kept, "dropped": dropped, "mended": mended}
+    counted = {"read": n_read, "kept": n_kept, "dropped": dropped, "lost": lost, "mended": mended}
+    info["documents"] = counted
+    # Bytes of the files, unpacked: what became documents, and what could not be read.
+    # A last line without an end counts as if it had one.
+    n_lost = min(counts.lost_bytes.total(), counts.input_bytes)
+    info["input"] = {
+        "bytes": counts.input_bytes, "documents": counts.input_bytes - n_lost, "lost": n_lost,
+        "files_with_losses": len(counts.lost_bytes),
+        "files": dict(counts.lost_bytes.most_common(SHOWN_FILES)),
+    }  # fmt: skip
     info["bytes"] = {
         "read": counts.bytes_read, "kept": kept_bytes, "cleaned": counts.bytes_cleaned, "cut": counts.bytes_cut,
         "dropped": dropped_bytes,
@@ -61,8 +74,7 @@ def summarize(info: dict, inputs: list[Input], counts: Counts, chosen: Selection
     unreadable = [file.name for file in inputs if file.problem]
     info["marked"] = counts.marked
     info["unread"] = dict(counts.unread)
-    info["torn"] = dict(counts.torn)
-    info["failed"] = sorted({*unreadable, *counts.torn, *(name for name in counts.bad if not counts.passed[name])})
+    info["failed"] = sorted({*unreadable, *(name for name in counts.bad if not counts.passed[name])})
 
 
 def write_problems(inputs: list[Input], others: Iterable[Path], counts: Counts, units: list[Unit], work: Path) -> None:
@@ -101,8 +113,12 @@ def write_report(info: dict, chosen: Selection, units: list[Unit], work: Path) -
     lines.append(f"| read | {documents['read']:,} | {n_bytes['read']:,} |")
     for reason, n in documents["dropped"].items():
         lines.append(f"| {reason} | {n:,} | {n_bytes['dropped'].get(reason, 0):,} |")
+    for reason, n in documents["lost"].items():
+        lines.append(f"| lost: {reason} | {n:,} | |")
     lines.append(f"| {' | | '.join(reversed(changed(n_bytes)))} |")
     lines.append(f"| **kept** | {documents['kept']:,} | {n_bytes['kept']:,} |")
+    lines.append(f"\nBytes of the files: {input_line(info)}.")
+    lines += [f"\n{name}: {n:,} bytes lost." for name, n in info["input"]["files"].items()]
     lines += [f"\n{n:,} documents were mended: {what}." for what, n in documents["mended"].items()]
     lines += [f"\nKeys not read: {describe_unread(Counter(info['unread']))}."] if info["unread"] else []
     lines += [f"\n{note}." for note in answer_pairs.describe(info.get("answers", []))]
@@ -152,42 +168,50 @@ def changed(n_bytes: dict) -> tuple[str, str]:
     return (f"+ {less:,}", "cleaned away") if less >= 0 else (f"- {-less:,}", "added by cleaning")
 
 
+def input_line(info: dict) -> str:
+    files = info["input"]
+    return f"{files['bytes']:,} read = {files['documents']:,} in documents + {files['lost']:,} lost"
+
+
 def exit_status(info: dict, n_inputs: int, max_bad_fraction: float) -> int:
-    """Return 1, and print why, if a file is damaged or could not be read, or too many records are unreadable. Damaged
-    files are accepted if max_bad_fraction is below 1 and no larger fraction of the bytes of the input is lost; what is
-    lost of a file that is cut, is not known."""
-    torn, n_read = info["torn"], info["documents"]["read"]
-    lost, size = sum(torn.values()), sum(entry["size"] for entry in info["inputs"])
-    known = all(n > 1 for n in torn.values())
-    accepted = known and max_bad_fraction < 1 and lost <= max_bad_fraction * size
-    failed = [name for name in info["failed"] if name not in torn]
-    if torn:
-        where = ", ".join(f"{name} ({n:,} bytes lost)" if n > 1 else name for name, n in list(torn.items())[:3])
-        hint = f"; mend them, or accept the loss with --max_bad_fraction={min(0.5, 1.1 * lost / size + 1e-6):.2g}"
-        hint = "; accepted" if accepted else hint if known else "; errors.tsv says where"
-        print(f"prepare: {len(torn)} of {n_inputs} files are damaged: {where}{hint}")
+    """Return 1, and print why, if a file could not be read, or if a larger fraction of the bytes or of the records of
+    the input is lost than max_bad_fraction; if that is above 0, rows without a text count as lost records."""
+    files, documents, n_read = info["input"], info["documents"], info["documents"]["read"]
+    bad = sum(documents["lost"].values()) + documents["dropped"].get("bad_field", 0)
+    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
+        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
+    n_lost, size = files["lost"], max(1, files["bytes"])
+    too_many = max_bad_fraction > 0 and bad > max_bad_fraction * n_read
+    accepted = n_lost <= max_bad_fraction * size and not too_many
+    if n_lost:
+        shown = [f"{name} ({n:,} bytes)" for name, n in list(files["files"].items())[:3]]
+        what = f"{n_lost:,} of {size:,} bytes ({100 * n_lost / size:.2g} %) are lost, in {files['files_with_losses']:,}"
+        needed = 1.05 * max(n_lost / size, bad / max(1, n_read)) + 1e-6
+        hint = f"mend them, or accept the loss with --max_bad_fraction={min(1.0, needed):.2g}"
+        hint = "accepted" if accepted else f"errors.tsv says where; {hint}"
+        print(f"prepare: {what} of {n_inputs:,} files: {', '.join(shown)}; {hint}")
+    failed = info["failed"]
     if failed:
         names = ", ".join(failed[:3])
         print(f"prepare: {len(failed)} of {n_inputs} files could not be read: {names}")
-    bad = sum(n for reason, n in info["documents"]["dropped"].items() if reason not in (*REASONS, "empty"))
-    for answers in info.get("answers", []):  # a good line of answers counts as one, however many pairs it gives
-        n_read += answers["lines"] - answers["lines_bad"] - answers["pairs"]
-    too_many = bad > max_bad_fraction * n_read
     if too_many:
         print(f"prepare: {bad} of {n_read} records could not be read; {max_bad_fraction=}")
-    return 1 if failed or too_many or (torn and not accepted) else 0
+    return int(not accepted or bool(failed and max_bad_fraction < 1))
 
 
 def print_report(manifest: dict, seconds: float) -> None:
     """Print what was read, kept and dropped, the splits, and the speed."""
     info, documents, n_bytes = manifest["info"], manifest["info"]["documents"], manifest["info"]["bytes"]
     dropped = [sum(of["dropped"].values()) for of in (documents, n_bytes)]
+    lost = sum(documents["lost"].values())
     lines = [
-        f"documents: {documents['read']:,} read = {documents['kept']:,} kept + {dropped[0]:,} dropped",
+        f"documents: {documents['read']:,} read = {documents['kept']:,} kept + {dropped[0]:,} dropped + {lost:,} lost",
+        f"bytes of the files: {input_line(info)}",
         f"bytes of text: {n_bytes['read']:,} read = {n_bytes['kept']:,} kept + {dropped[1]:,} dropped "
         f"{' '.join(changed(n_bytes))}",
     ]
-    lines += [f"{what}: {n:,} {reason}" for what in ("dropped", "mended") for reason, n in documents[what].items()]
+    for what in ("dropped", "lost", "mended"):
+        lines += [f"{what}: {n:,} {reason}" for reason, n in documents[what].items()]
     if info["marked"]:
         how = "it stays text, so a model would learn to write it as words; if these are conversations, use kind=chat"
         lines.append(f"warning: {info['marked']:,} documents hold <|im_start|>: {how}")

@@ -89,7 +89,7 @@ def planted_files(planted, tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def prepared(planted_files, tok, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("prepared") / "out"
-    assert run(out, tokenizer_dir=tok, **planted_files) == 0
+    assert run(out, tokenizer_dir=tok, max_bad_fraction=1.0, **planted_files) == 0
     return out
 
 
@@ -107,7 +107,8 @@ def test_planted_faults_are_found_and_nothing_else(planted, prepared):
 def test_totals_are_those_of_the_lines_and_add_up(planted, prepared):
     info = manifest_of(prepared)["info"]
     documents, n_bytes = info["documents"], info["bytes"]
-    assert documents["read"] == len(planted.lines) == documents["kept"] + sum(documents["dropped"].values())
+    left_out = sum(documents["dropped"].values()) + sum(documents["lost"].values())
+    assert documents["read"] == len(planted.lines) == documents["kept"] + left_out
     readable = [json.loads(line)["text"] for line, label in zip(planted.lines, planted.labels, strict=True)
                 if label not in ("truncated", "encoding")]  # fmt: skip
     assert n_bytes["read"] == sum(len(text.encode()) for text in readable)
@@ -157,7 +158,8 @@ import prepare
 from groundup.text import pipeline
 pipeline.UNIT_BYTES, pipeline.BATCH_CHARS = 2**14, 2**11
 if __name__ == "__main__":
-    sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers}
+    sys.exit(prepare.main({KEYS | {"out_dir": str(tmp_path / "out"), "tokenizer_dir": tok, "workers": workers,
+                       "max_bad_fraction": 1.0}
              | planted_files}))
 """
     (tmp_path / "go.py").write_text(code, encoding="utf-8")

@@ -1,0 +1,331 @@
+"""Which encoding is a file in? A byte order mark decides. Without one, every line that is valid
+UTF-8 is UTF-8, and the others are in the file's one other encoding: the user gives it, or
+charset-normalizer names it from a sample. A file whose other lines nobody can name is refused.
+
+Only the multi-byte answers of charset-normalizer are trusted. Measured on real pages, it names
+Western 8-bit encodings wrongly about half the time, and each of these decodes any bytes at all.
+"""
+
+import codecs
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from charset_normalizer import from_bytes
+
+from groundup.errors import UserError
+
+SAMPLE_BYTES = 2**18  # that charset-normalizer is asked about at once
+MARKS = {  # UTF-32's first: its little-endian mark begins with UTF-16's
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+# What charset-normalizer may answer, and the codec that reads it and its extensions.
+TRUSTED = {
+    "gb2312": "gb18030", "gbk": "gb18030", "gb18030": "gb18030",
+    "big5": "big5hkscs", "big5hkscs": "big5hkscs", "cp950": "big5hkscs",
+    "euc_jp": "euc_jis_2004", "euc_jis_2004": "euc_jis_2004", "euc_jisx0213": "euc_jis_2004",
+    "shift_jis": "cp932", "cp932": "cp932",
+    "shift_jis_2004": "cp932", "shift_jisx0213": "cp932",
+    "euc_kr": "cp949", "cp949": "cp949",
+}  # fmt: skip
+# The part of a codec in which no character has a byte below 0x80. After a lost byte such a text has
+# an odd byte before the next ASCII character or line end, so the loss is always a decoding error.
+STRICT = {"gb18030": "gb2312", "cp949": "euc_kr", "euc_jis_2004": "euc_jis_2004"}
+# Elsewhere the second byte may be one of @ to ~, and after a loss it stands alone beside wide
+# characters, as the A in a text where only half of a comma is left; in Shift-JIS as a kana of half
+# width.
+LETTER = r"(?!\\[\"/\\])[@-~]"  # not the \\ of JSON's \\"
+ALONE = re.compile(
+    f"(?<=[^\0-\x7f]){LETTER}(?![@-~])|(?<![@-~]){LETTER}(?=[^\0-\x7f])|[\uff61-\uff9f]"
+)
+PRIVATE = re.compile("[\ue000-\uf8ff]")  # characters that a codec has, but no standard
+ODD = re.compile("[\ue000-\uf8ff\uff61-\uff9f]")  # these, and kana of half width
+UNDECODED = re.compile("[\udc80-\udcff]")
+HANGUL = re.compile("[\uac00-\ud7a3]")
+NOT_ASCII = re.compile("[^\0-\x7f]")
+RUNS = re.compile("[^\0-\x7f](?: ?[^\0-\x7f])+")  # old manuals put spaces between characters
+WORDS = re.compile(rb"[^\x00-\x2f]*[\x00-\x2f]*")  # bytes below 0x30 are no part of a character
+LEAST = 30  # wide characters: fewer tell no encoding
+HAN = re.compile("[\u4e00-\u9fff]")
+KANA = re.compile("[\u3040-\u30ff]")
+ESCAPES = re.compile(rb"\x1b\$[@B]|\x1b\$\([CD]|\x1b\$\)[ACG]")
+HZ = re.compile(rb"~\{(?:[\x21-\x77][\x21-\x7e])+~\}")
+
+
+class Verdict(NamedTuple):
+    """How the bytes of a file become text."""
+
+    other: str = ""  # codec of the lines that are not UTF-8; "" = such lines are damaged
+    mostly: bool = False  # more lines are in the other encoding than in UTF-8
+    own: frozenset[str] = frozenset()  # what stands ALONE in this text more than once
+    refused: str = ""  # why the file is not read at all
+    hint: str = ""  # what to do about lines that cannot be decoded
+
+
+def check_codec(name: str) -> str:
+    """Return Python's name of an encoding that the user gave. Raise UserError."""
+    try:
+        return codecs.lookup(name).name if name else ""
+    except LookupError:
+        what = "is not known; give a name like gb18030, big5, shift_jis, latin-1 or cp1251"
+        raise UserError(f"config: encoding={name!r} {what}") from None
+
+
+def wide_codec(head: bytes) -> str:
+    """Return the UTF-16 or UTF-32 codec of a file that begins with `head`, "" if it is neither.
+    Without a mark only UTF-16 is recognised, by its NUL bytes and by what it says."""
+    for mark, codec in MARKS.items():
+        if head.startswith(mark):
+            return codec
+    if b"\0" not in head:
+        return ""
+    sample = head[: 2**16]
+    found = from_bytes(sample[: len(sample) // 2 * 2]).best()
+    if found is None or head[0] >= 0xFE:
+        return ""
+    for codec in ("utf-16-le", "utf-16-be"):
+        text = sample[: len(sample) // 2 * 2].decode(codec, "replace")
+        n_bad = text.count("\ufffd")
+        if "\0" in text or n_bad > 2 + len(text) / 1000:
+            continue
+        # Line ends and spaces, and what they are when read from the wrong side or byte.
+        right = text.count("\n") + text.count(" ")
+        wrong = text.count("\u0a00") + text.count("\u2000")
+        if right > 10 * wrong and str(found.encoding).startswith("utf_16"):
+            return codec
+    return ""
+
+
+def judge(sample: bytes, given: str = "") -> Verdict:
+    """Decide about a file without a mark from a sample of its lines. given: by the user, or ""."""
+    if seven_bit := escaped_encoding(sample):
+        return Verdict(
+            refused=f"it is {seven_bit}, whose bytes look like ASCII; {convert(seven_bit)}"
+        )
+    if given:
+        hint = f" (encoding={given} was given)"
+        return Verdict(given, True, standing_alone(sample.split(b"\n"), given), hint=hint)
+    try:
+        sample.decode()
+        return Verdict()
+    except UnicodeDecodeError:
+        pass
+
+    lines = sample.split(b"\n")
+    n_utf8, foreign, others = 0, 0, []
+    for line in lines:
+        if line.isascii():
+            others.append(line)
+        elif is_utf8(line):
+            n_utf8 += 1
+        else:
+            foreign += 1
+            others.append(line)
+    if not foreign:
+        return Verdict()
+
+    # The last line may be cut within a character.
+    named = others[:-1] if len(others) > 1 and others[-1] == lines[-1] else others
+    codecs_found, likely = names_of(named)
+    if len(codecs_found) > 1:
+        what = f"its lines are in several encodings: {', '.join(sorted(codecs_found))}"
+        return Verdict(refused=f"{what}; separate them, and convert each: {ICONV}")
+    if codecs_found:
+        codec = codecs_found.pop()
+        return Verdict(codec, foreign > n_utf8, standing_alone(others, codec))
+    hint = f"; {convert(likely)}"
+    # A few lines in a file of UTF-8 or ASCII are damage. More of them are another encoding.
+    if foreign <= max(n_utf8 / 4, len(lines) / 100):
+        return Verdict(hint=hint)
+    what = f"{foreign:,} of {len(lines):,} lines looked at are not UTF-8"
+    return Verdict(refused=f"{what}{hint}", hint=hint)
+
+
+ICONV = "iconv -f ENCODING -t UTF-8"
+
+
+def convert(likely: str) -> str:
+    """Return what the user can do about a file that is likely in this encoding ("" = unknown)."""
+    if not likely:
+        return f"no encoding is likely; if it is text, give encoding=NAME or convert it: {ICONV}"
+    return f"perhaps {likely}; give encoding={likely}, or convert it: {ICONV}"
+
+
+def standing_alone(lines: list[bytes], codec: str) -> frozenset[str]:
+    """Return the ASCII characters that stand alone beside wide ones at least twice: a text has its
+    vitamin C more than once, a lost byte makes each only by chance."""
+    text = b"\n".join(lines).decode(codec, "replace")
+    counts = Counter(ALONE.findall(text))
+    least = 2 + len(text) // 20_000
+    return frozenset(character for character, n in counts.items() if n >= least)
+
+
+def is_utf8(line: bytes) -> bool:
+    """Return whether a line is UTF-8, or UTF-8 with some damage: a fifth of the bytes of GB18030
+    are valid UTF-8 by accident, so half as many errors as characters are too many."""
+    text = line.decode("utf-8", "replace")
+    n_bad = text.count("\ufffd")
+    return n_bad <= (len(NOT_ASCII.findall(text)) - n_bad) / 2
+
+
+def names_of(lines: list[bytes]) -> tuple[set[str], str]:
+    """Return (the codecs that lines are in, their likely encoding): no codec if none of TRUSTED is
+    found, several for files that were put together.
+
+    A damaged line hides the encoding of the lines around it, so if all of them together have none,
+    groups of lines vote."""
+    # ASCII lines help to tell text from noise, but too many of them hide the others.
+    found = name_of(b"\n".join(lines)[:SAMPLE_BYTES])
+    alone = name_of(b"\n".join(line for line in lines if not line.isascii())[:SAMPLE_BYTES])
+    if found[0] and any(alone) and found != alone:
+        found = "", alone[1] or found[0]
+    elif not any(found):
+        found = alone
+    votes = Counter(name_of(group) for group in groups(lines))
+    large = {codec for codec, likely in votes if codec and votes[codec, likely] >= 2}
+    if len(large) > 1 and sum(map(len, lines)) >= SAMPLE_BYTES // 4:
+        return large, ""
+    if found[0]:
+        return {found[0]}, ""
+    votes.pop(("", ""), None)
+    (codec, likely), n_votes = votes.most_common(1)[0] if votes else (found, 0)
+    if n_votes > votes.total() / 2 and codec and is_plausible(b"\n".join(lines), codec):
+        return {codec}, ""
+    return set(), found[1] or likely or codec
+
+
+def groups(lines: list[bytes]) -> list[bytes]:
+    """Return the text of lines in eight groups of equal size, cut between words: an array of JSON
+    may be one line."""
+    words = WORDS.findall(b"\n".join(lines))
+    size, n_before = sum(map(len, words)) + 1, 0
+    found: list[list[bytes]] = [[] for _ in range(8)]
+    for word in words:
+        found[8 * n_before // size].append(word)
+        n_before += len(word)
+    return [joined for group in found if not (joined := b"".join(group)).isascii()]
+
+
+def name_of(raw: bytes) -> tuple[str, str]:
+    """Return (the codec of lines that are not UTF-8, ""), or ("", their likely encoding)."""
+    matches = list(from_bytes(raw))  # the best first
+    for match in matches:
+        codec = TRUSTED.get(match.encoding, "")
+        if not codec:
+            break
+        if codec == "gb18030":
+            # Kana have the same bytes in EUC-JP; Chinese text has hardly any.
+            text = raw.decode(codec, "replace")
+            if len(KANA.findall(text)) > 0.1 * len(NOT_ASCII.findall(text)):
+                codec = "euc_jis_2004"
+        if is_plausible(raw, codec):
+            return codec, ""
+    return "", matches[0].encoding if matches else ""
+
+
+def is_plausible(raw: bytes, codec: str) -> bool:
+    """Return whether bytes read as text in a multi-byte codec: nearly all words decode, and most
+    wide characters have a wide neighbour. Accents of Western text stand alone between letters."""
+    n_bad = 0
+    words = [word for word in WORDS.findall(raw) if not word.isascii()]
+    for word in words:
+        try:
+            word.decode("euc_kr" if codec == "cp949" else codec)
+        except UnicodeDecodeError:
+            n_bad += 1
+    text = raw.decode(codec, "ignore")
+    n_wide = len(NOT_ASCII.findall(text))
+    n_beside = len(NOT_ASCII.findall("".join(RUNS.findall(text))))
+    few_odd = len(ODD.findall(text)) <= 0.02 * n_wide
+    few_bad = n_bad <= max(1, 0.1 * len(words)) and n_bad < len(words)
+    is_korean = codec != "cp949" or len(HANGUL.findall(text)) >= 0.8 * n_wide
+    return n_wide >= LEAST and n_beside >= 0.5 * n_wide and few_bad and few_odd and is_korean
+
+
+def escaped_encoding(sample: bytes) -> str:
+    """Return the encoding of a text that is written in ASCII bytes with escapes, "" if it is not."""
+    if ESCAPES.search(sample):
+        return "iso2022_kr" if b"\x1b$)C" in sample else "iso2022_jp_2"
+    for found in HZ.findall(sample):
+        try:
+            text = found.decode("hz")
+        except UnicodeDecodeError:
+            continue
+        if len(HAN.findall(text)) >= max(2, len(text) / 2):
+            return "hz"
+    return ""
+
+
+class Decoder:
+    """Decodes the lines of one file, in their order."""
+
+    def __init__(self, verdict: Verdict = Verdict()) -> None:  # noqa: B008
+        self.other = verdict.other
+        self.own = verdict.own
+        self.hint = verdict.hint
+        self.strict = STRICT.get(self.other, "")
+        # Of the last line that told: ASCII lines are the same in both.
+        self.name = self.other if verdict.mostly else "utf-8"
+
+    def decode(self, raw: bytes) -> str:
+        """Return the text of a line, or of several. Raise UnicodeDecodeError."""
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            if not self.other:
+                raise
+            if b"\n" in raw[:-1]:  # a paragraph
+                return "\n".join(self.decode(line) for line in raw.split(b"\n"))
+        else:
+            if not self.other or text.isascii():
+                return text
+            if not (self.name == self.other and self.is_accident(raw, text)):
+                self.name = "utf-8"
+                return text
+        self.name = self.other
+        return self.decode_other(raw)
+
+    def decode_other(self, raw: bytes) -> str:
+        """Return the text of a line in the other encoding. Raise UnicodeDecodeError, also where a
+        byte was lost."""
+        if self.strict:
+            try:
+                return raw.decode(self.strict)
+            except UnicodeDecodeError:
+                pass
+        text = raw.decode(self.other)
+        if self.other not in TRUSTED.values():
+            return text
+        alone = (found for found in ALONE.finditer(text) if found[0] not in self.own)
+        if found := next(alone, None) or PRIVATE.search(text):
+            place = len(text[: found.start()].encode(self.other))
+            why = "a byte before it seems to be missing"
+            raise UnicodeDecodeError(self.other, raw, place, place + 1, why)
+        return text
+
+    def is_accident(self, raw: bytes, text: str) -> bool:
+        """Return whether a line after one in the other encoding is UTF-8 by accident only: its
+        characters have two bytes in both."""
+        if max(text) >= "\u0800" or self.other not in TRUSTED.values():
+            return False
+        try:
+            raw.decode(self.other)
+            return True
+        except UnicodeDecodeError:
+            return False
+
+    def decode_somehow(self, raw: bytes) -> str:
+        """Return a text in which every byte that cannot be decoded is a surrogate."""
+        try:
+            return self.decode(raw)
+        except UnicodeDecodeError:
+            texts = [
+                raw.decode(codec, "surrogateescape") for codec in ("utf-8", self.other) if codec
+            ]
+        text = min(texts, key=lambda text: len(UNDECODED.findall(text)))
+        if self.other in TRUSTED.values():
+            text = ALONE.sub(lambda found: found[0] if found[0] in self.own else "\udc80", text)
+        return text

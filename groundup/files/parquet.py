@@ -1,0 +1,128 @@
+"""Rows of parquet files, batch by batch. pyarrow is imported where one is opened."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groundup.errors import UserError
+from groundup.files.records import MAX_BYTES, Record
+from groundup.files.streams import BOMB_BYTES, BOMB_FACTOR, Damage, shown_name
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+BATCH_ROWS = 256
+
+
+def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
+    """Raise UserError without pyarrow, Damage if the file's own table of contents, at its end,
+    cannot be read."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        install = "run: pip install pyarrow"
+        raise UserError(f"data: {shown_name(path)} needs pyarrow; {install}") from None
+    if path == "-":
+        raise UserError("data: parquet cannot be read from standard input; give the file's name")
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise Damage("truncated_file", str(error), Path(path).stat().st_size) from None
+
+
+def row_groups(path: str, unit_bytes: int) -> list[tuple[int, int | None]]:
+    """Return parts [begin, end) of the row groups of a file, each of about so many bytes."""
+    try:
+        footer = open_parquet(path).metadata
+    except Damage:
+        return [(0, None)]  # reported when it is read
+    ends, room = [0], 0
+    for k in range(footer.num_row_groups):
+        size = footer.row_group(k).total_byte_size
+        if size > room and k:
+            ends.append(k)
+        room = (room if size <= room else unit_bytes) - size
+    return list(zip(ends, [*ends[1:], footer.num_row_groups], strict=True))
+
+
+def parquet_records(
+    path: str, begin: int, end: int | None, columns: list[str] | None
+) -> Iterator[tuple[Record, int]]:
+    """Yield (row, about how many bytes it has) of the row groups [begin, end)."""
+    row, n_bytes, size = 0, 0, Path(path).stat().st_size
+    try:
+        file = open_parquet(path)
+        groups = range(file.metadata.num_row_groups)
+        row = sum(file.metadata.row_group(k).num_rows for k in groups[:begin])
+        own = [name for name in file.schema_arrow.names if name in (columns or ())]
+        batches = file.iter_batches(BATCH_ROWS, row_groups=groups[begin:end], columns=own or None)
+        for batch in batches:
+            n_bytes += batch.nbytes
+            if n_bytes > max(BOMB_BYTES, BOMB_FACTOR * size):
+                detail = f"the rows become over {BOMB_FACTOR} times larger than the file"
+                hint = "like a bomb; to use them, write them as JSON lines"
+                raise Damage("truncated_file", f"{detail}, {hint}", size)
+            each = max(1, batch.nbytes // max(1, batch.num_rows))
+            for record in batch_records(batch, row):
+                yield record, max(each, record.lost)
+            row += batch.num_rows
+    except Damage as error:
+        reason, detail, lost = error.args
+        yield Record(None, row + 1, row, problem=reason, detail=detail, lost=lost), lost
+    except UserError:
+        raise
+    except (OSError, ValueError, MemoryError) as error:  # pyarrow's, for damaged pages
+        found = Record(None, row + 1, row, problem="truncated_file", detail=str(error), lost=size)
+        yield found, size
+
+
+def decode_texts(row: dict, binary: list[str]) -> dict:
+    """Return a row with the bytes of its binary columns as text, where they are UTF-8."""
+    for name in binary:
+        with contextlib.suppress(AttributeError, UnicodeDecodeError):  # null, or no text
+            row[name] = row[name].decode()
+    return row
+
+
+def batch_records(batch: "pyarrow.RecordBatch", row: int) -> Iterator[Record]:
+    """Yield the rows of a batch that begins at a row of the file; one that is not UTF-8, or that
+    Python cannot express, is a problem of its own."""
+    binary = [field.name for field in batch.schema if "binary" in str(field.type)]
+    try:
+        values = [decode_texts(value, binary) for value in batch.to_pylist()]
+    except (ValueError, OverflowError, LookupError, OSError, UnicodeDecodeError) as error:
+        if (plain := without_times(batch)) is not batch:
+            yield from batch_records(plain, row)
+        elif batch.num_rows > 1:
+            for k in range(batch.num_rows):
+                yield from batch_records(batch.slice(k, 1), row + k)
+        else:
+            problem = "bad_encoding" if isinstance(error, UnicodeDecodeError) else "bad_field"
+            detail, lost = str(error), max(1, batch.nbytes)
+            yield Record(None, row + 1, row, problem=problem, detail=detail, lost=lost)
+        return
+    for k, value in enumerate(values):
+        if batch.nbytes > MAX_BYTES and len(str(value)) > MAX_BYTES:
+            detail = f"a row of more than {MAX_BYTES:,} characters"
+            yield Record(None, row + k + 1, row + k, problem="too_long", detail=detail, lost=1)
+        else:
+            yield Record(value, row + k + 1, row + k)
+
+
+def without_times(batch: "pyarrow.RecordBatch") -> "pyarrow.RecordBatch":
+    """Return a batch with the numbers behind dates and times for those that Python cannot express:
+    years beyond 9999, unknown time zones."""
+    import pyarrow
+
+    columns = list(batch.columns)
+    for k, column in enumerate(columns):
+        if not pyarrow.types.is_temporal(column.type):
+            continue
+        try:
+            column.to_pylist()
+        except (ValueError, OverflowError, LookupError, OSError):
+            columns[k] = column.view(f"int{column.type.bit_width}")
+    if columns == list(batch.columns):
+        return batch
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)

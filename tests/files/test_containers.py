@@ -1,0 +1,329 @@
+"""Files that are not what their names say, or that several programs write differently."""
+
+import gzip
+import io
+import json
+import pickle
+import random
+import sqlite3
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from groundup.errors import UserError
+from groundup.files import readers, records, streams
+from groundup.files.encodings import check_codec
+from groundup.files.readers import Report
+from groundup.text import pipeline
+
+
+def read(path: Path, report: Report | None = None, **options) -> list[str]:
+    found = readers.read_documents(str(path), report=report or Report(strict=True), **options)
+    return [row.value for row in found]
+
+
+# ---- what is no text ---------------------------------------------------------------------------
+
+
+def tar_of(mode: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as tar:
+        for k in range(3):
+            raw = f"Text {k} of the archive.\n".encode()
+            info = tarfile.TarInfo(f"{k}.txt")
+            info.size = len(raw)
+            tar.addfile(info, io.BytesIO(raw))
+    return out.getvalue()
+
+
+def zip_of(how: int) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", how) as archive:
+        archive.writestr("a.txt", "A text that is stored as it is.\n" * 3)
+    return out.getvalue()
+
+
+def npy() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(["a text", "another"]))
+    return out.getvalue()
+
+
+def sqlite(folder: Path) -> bytes:
+    with sqlite3.connect(folder / "x.db") as base:
+        base.execute("create table texts (text)")
+        base.execute("insert into texts values ('a text in a table')")
+    return (folder / "x.db").read_bytes()
+
+
+def arrow() -> bytes:
+    pa = pytest.importorskip("pyarrow")
+    out = io.BytesIO()
+    table = pa.table({"text": ["a text in a column"] * 3})
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write(table)
+    return out.getvalue()
+
+
+OTHERS = {
+    "a.tar": (lambda _: tar_of("w"), "a tar archive; unpack it: tar -xf "),
+    "a.tar.gz": (lambda _: tar_of("w:gz"), "a tar archive; unpack it: tar -xzf "),
+    "a.tgz": (lambda _: tar_of("w:gz"), "tar -xzf "),
+    "a.tar.xz": (lambda _: tar_of("w:xz"), "tar -xJf "),
+    "stored.zip": (lambda _: zip_of(zipfile.ZIP_STORED), "a zip archive; unpack it: unzip "),
+    "packed.zip": (lambda _: zip_of(zipfile.ZIP_DEFLATED), "a zip archive; unpack it: unzip "),
+    "a.npy": (lambda _: npy(), "a NumPy array; write its texts as JSON lines"),
+    "a.arrow": (lambda _: arrow(), "an Arrow file; write it as parquet"),
+    "a.sqlite": (sqlite, "an SQLite database; export a table: sqlite3"),
+    "a.pkl": (lambda _: pickle.dumps(["a text", "another"] * 9), "a Python pickle"),
+    "a.7z": (lambda _: b"7z\xbc\xaf\x27\x1c" + b"text\n" * 9, "a 7z archive; unpack it: 7z x "),
+    "a.pdf": (lambda _: b"%PDF-1.7\n" + b"text\n" * 9, "a PDF; extract its text: pdftotext "),
+    "random.bin": (
+        lambda _: random.Random(1).randbytes(5000),
+        "is NUL, and the file is not UTF-16",
+    ),
+    "nul.txt": (lambda _: b"a line\nand a \0 byte\n", "not text: byte 13 is NUL"),
+    "a.txt": (lambda _: tar_of("w"), "a tar archive"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_text_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    make, said = OTHERS[name]
+    raw = make(tmp_path)
+    path, report = tmp_path / name, Report()
+    path.write_bytes(raw)
+    assert read(path, report) == [] and report.problems == {"not_text": 1}
+    assert said in report.places[0][3]
+    assert report.lost_bytes == report.n_bytes == len(raw)
+    assert readers.work_units(str(path), "line", 10) == [(0, None)]
+
+
+# ---- compression -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_members", [1, 3])
+def test_nothing_of_a_gzip_member_with_a_wrong_checksum_is_kept(
+    tmp_path: Path, n_members: int
+) -> None:
+    lines = [
+        json.dumps({"text": f"document {k} of member {m}"})
+        for m in range(n_members)
+        for k in range(200)
+    ]
+    members = [gzip.compress("".join(f"{line}\n" for line in lines[200 * m : 200 * m + 200]).encode(), mtime=0)
+               for m in range(n_members)]  # fmt: skip
+    last = bytearray(members[-1])
+    last[-6] ^= 1  # the checksum: what is unpacked looks right
+    path, report = tmp_path / "a.jsonl.gz", Report()
+    path.write_bytes(b"".join(members[:-1]) + last)
+    found = read(path, report)
+    assert found == [json.loads(line)["text"] for line in lines[: 200 * (n_members - 1)]]
+    assert report.problems == {"truncated_file": 1} and "can be trusted" in report.places[0][3]
+    assert report.lost_bytes > 0
+    path.write_bytes(b"".join(members)[:-30])  # cut: what there is of it is read
+    report = Report()
+    assert len(read(path, report)) > 200 * n_members - 60 and report.problems == {
+        "truncated_file": 1
+    }
+
+
+def test_a_long_window_of_zstd_is_read(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(
+        compression_params=parameters
+    ).compressobj()  # no size in its head
+    raw = packer.compress(b'{"text": "a document"}\n' * 9) + packer.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(raw)
+    assert read(tmp_path / "a.jsonl.zst") == ["a document"] * 9
+
+
+def test_a_parquet_bomb_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    from groundup.files import parquet
+
+    monkeypatch.setattr(parquet, "BOMB_BYTES", 2**20)
+    pq.write_table(
+        pa.table({"text": ["x" * 2**16] * 5000}), tmp_path / "a.parquet", compression="zstd"
+    )
+    report = Report()
+    assert len(read(tmp_path / "a.parquet", report)) < 500
+    assert report.problems == {"truncated_file": 1} and "like a bomb" in report.places[0][3]
+
+
+def test_dates_beyond_python_do_not_matter(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    far = pa.array([2**62, 5], pa.int64()).view(pa.timestamp("us"))
+    zone = pa.array([1, 2], pa.int64()).view(pa.timestamp("us", tz="Mars/Olympus"))
+    days = pa.array([10**8, 1], pa.int32()).view(pa.date32())
+    table = pa.table({
+        "question": ["a", "b"],
+        "answer": ["c", "d"],
+        "at": far,
+        "zone": zone,
+        "day": days,
+    })
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = list(readers.read_records(str(tmp_path / "a.parquet")))
+    assert [(row.problem, row.value["question"], row.value["answer"]) for row in rows] == [
+        ("", "a", "c"),
+        ("", "b", "d"),
+    ]
+    assert rows[0].value["at"] == 2**62 and rows[0].value["day"] == 10**8
+
+
+# ---- JSON --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"text": "a"}{"text": "b"} {"text": "c"}\n',
+        '{"text": "a"}\n{"text": "b"}{"text": "c"}\n',
+        '{ "text":\n "a" }\n{ "text":\n "b" }\n{"text": "c"}',
+        '{\n "text": "a"\n}\n{\n "text": "b"\n}\n{\n "text": "c"\n}\n',
+        '[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]\n',
+        '[\n{"text": "a"}\n]\n\ufeff[\n{"text": "b"},\n{"text": "c"}\n]\n',
+        '\ufeff{"text": "a"}\n\ufeff{"text": "b"}\n{"text": "c"}\n',
+    ],
+)
+def test_values_one_after_the_other(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / name).write_text(text, "utf-8")
+    assert read(tmp_path / name) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("depth", [90, 500, 900, 5000])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_row_nested_too_deep_costs_itself(tmp_path: Path, name: str, depth: int) -> None:
+    deep = '{"text": "deep", "more": ' + '{"a": [' * (depth // 2) + "1" + "]}" * (depth // 2) + "}"
+    rows = ['{"text": "a"}', deep, '{"text": "b"}']
+    (tmp_path / name).write_text(
+        "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]", "utf-8"
+    )
+    report = Report()
+    found = read(tmp_path / name, report)
+    assert found == (["a", "deep", "b"] if depth == 90 else ["a", "b"])
+    assert report.problems == ({} if depth == 90 else {"bad_json": 1})
+
+
+# ---- tables and text ---------------------------------------------------------------------------
+
+
+def test_tsv_as_csv_writers_write_it(tmp_path: Path) -> None:
+    import csv
+
+    texts = ['He said "hi"', "two\nlines", "tab\there", "plain", '"quoted"']
+    with open(tmp_path / "a.tsv", "w", encoding="utf-8", newline="") as f:
+        writer = csv.writer(f, delimiter="\t", lineterminator="\n")
+        writer.writerows([("id", "text"), *enumerate(texts)])
+    assert read(tmp_path / "a.tsv") == texts
+    (tmp_path / "b.tsv").write_text('id\ttext\n1\t"open\n2\ta "b" c\n3\t"x" y\n', "utf-8")
+    assert read(tmp_path / "b.tsv") == ['"open', 'a "b" c', '"x" y']
+
+
+def test_csv_of_spreadsheets_and_columns_of_one_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id;text\n1;a, b\n2;c\n", "utf-8")
+    assert read(tmp_path / "a.csv") == ["a, b", "c"]
+    (tmp_path / "b.csv").write_text("text,text,n\nfirst,second,1\n", "utf-8")
+    (row,) = readers.read_records(str(tmp_path / "b.csv"))
+    assert row.value == {"text": "first", "text_2": "second", "n": "1"}
+
+
+def test_a_line_too_long_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_BYTES", 1000)
+    paragraphs = [f"Paragraph {k}.\nIts second line." for k in range(9)]
+    text = "\n\n".join([*paragraphs[:4], "x" * 5000, *paragraphs[4:]])
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    for cut in (0, 40, 100, 400, 3000):
+        report, parts = Report(), [(0, cut), (cut, len(text))] if cut else [(0, None)]
+        found = []
+        for begin, end in parts:
+            found += read(tmp_path / "a.txt", report, txt_split="blank", begin=begin, end=end)
+        assert [t.rstrip("\n") for t in found] == paragraphs and report.problems == {"too_long": 1}
+        assert report.n_bytes == len(text) and report.lost_bytes == 5001
+
+
+@pytest.mark.parametrize("unit", ["A sentence. ", "一句话。", "\U0001f600 ok\n", "A line\n\n"])
+def test_a_long_text_comes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    monkeypatch.setattr(records, "PIECE_CHARS", 1000)
+    monkeypatch.setattr(records, "LINE_BYTES", 300)
+    text = unit * 700
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    rows = list(readers.read_documents(str(tmp_path / "a.txt")))
+    assert (
+        "".join(row.value for row in rows) == text and max(len(row.value) for row in rows) <= 1000
+    )
+    assert [row.piece for row in rows] == list(range(len(rows))) and {
+        row.offset for row in rows
+    } == {0}
+    assert all(row.value.endswith(unit) for row in rows[:-1]) or "\n" not in unit
+
+
+def test_pieces_and_line_numbers_take_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "HUGE_CHARS", 100)
+    text = "word " * 20_000
+    pieces = pipeline.pieces_of(text)
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 100
+
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{bad\n' * 5000)
+    units = readers.work_units(str(path), unit_bytes=950)
+    n_read, opened = 0, open
+
+    class Counting(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            nonlocal n_read
+            raw = super().read(size)
+            n_read += len(raw)
+            return raw
+
+    monkeypatch.setattr(readers, "open", lambda name, mode: Counting(name, mode), raising=False)
+    report = Report()
+    for begin, end in units:
+        list(readers.read_documents(str(path), begin=begin, end=end, report=report))
+    lines = [line for _, line, _, _ in report.places]
+    assert lines == list(range(2, 10_001, 2)) and n_read < 2 * path.stat().st_size
+    assert opened is open
+
+
+def test_an_encoding_that_is_given(tmp_path: Path) -> None:
+    lines = ["Les élèves étaient très fatigués", "plain", "caf\u00e9"]
+    raw = "\n".join(lines[:2]).encode("latin-1") + b"\n" + lines[2].encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    assert read(tmp_path / "a.txt", txt_split="line", encoding="latin-1") == lines
+    with pytest.raises(UserError, match="encoding='latn' is not known"):
+        check_codec("latn")
+
+
+def test_the_head_of_a_large_file_does_not_decide_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "READ_BYTES", 2**12)
+    monkeypatch.setattr(streams, "SAMPLE_BYTES", 2**11)
+    lines = [f"{k}: 人生就像一场旅行，不必在乎目的地，在乎的是沿途的风景。" for k in range(900)]
+    raw = b"plain ASCII text\n" * 2000 + "\n".join(lines).encode("gb18030")
+    path = tmp_path / "a.txt"
+    path.write_bytes(raw)
+    units = readers.work_units(str(path), "line", 2**14)
+    found = [t for begin, end in units for t in read(path, txt_split="line", begin=begin, end=end)]
+    assert found == ["plain ASCII text"] * 2000 + lines
+    path.write_bytes(zlib.compress(raw, 0, 31))  # packed, only its head can be seen
+    report = Report()
+    assert read(path, report, txt_split="line") == ["plain ASCII text"] * 2000
+    assert report.problems == {"bad_encoding": 900} and report.lost_bytes == len(
+        "\n".join(lines).encode("gb18030")
+    )
