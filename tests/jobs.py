@@ -1,7 +1,7 @@
 """Many runs of one trainer in one start of several ranks.
 
 A start of torchrun takes seconds and a run of eight steps takes half of one, so most runs share a start: this file,
-started by torchrun as a script, executes the trainer once per job.
+started by torchrun as a script, executes the trainer once per job. Rank R writes its process id to FILE_OF_JOBS.R.
 """
 
 import json
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import forks
-import torch
 
 import ddp
 from groundup.train.log import RunLog
@@ -52,8 +51,6 @@ def run_jobs(script: str, jobs: Jobs) -> None:
     for flags, stops in jobs:  # noqa: B007 (count reads `stops`)
         n_steps = 0
         sys.argv = [script, *flags]
-        if "--compile=True" in flags:
-            torch.compiler.reset()
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as end:
@@ -77,5 +74,6 @@ def drop_labels_of_rank_1() -> None:
 
 
 if __name__ == "__main__":
+    Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(str(os.getpid()), encoding="utf-8")
     drop_labels_of_rank_1()
     run_jobs(sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))

@@ -502,13 +502,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--dropout=0.1"]],
-    ids=["all", "lora"],
-)  # fmt: skip
-def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
+def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save; the reference file is lost, too, and computed again."""
-    common = [*flags, "--max_steps=16", "--save_every=4", "--eval_every=8"]
+    common = ["--dropout=0.1", "--max_steps=9", "--save_every=3", "--eval_every=6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
@@ -519,7 +515,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
     whole, process = start(straight), start(killed)
     while process.poll() is None and not (killed / "latest").exists():
         time.sleep(0.01)
-    time.sleep(random.Random(0).random() * 0.1)
+    time.sleep(random.Random(0).random() * 0.05)
     process.kill()
     process.communicate()
     (killed / "reference.safetensors").unlink(missing_ok=True)
@@ -569,8 +565,7 @@ RANK_CASES = {
     "all": [],
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
     "lora off forward": ["--trainable=lora", "--reference=adapter_off", "--overlap_step=forward"],
-    "backward": ["--overlap_step=backward", "--grad_clip=0"],
-    "orpo": ["--loss=orpo"],
+    "orpo backward": ["--loss=orpo", "--overlap_step=backward", "--grad_clip=0"],
     "kto": ["--loss=kto"],
 }
 
@@ -584,7 +579,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
-    flags = ["--max_steps=8", "--trainable=embed,lm_head"]
+    flags = ["--max_steps=7", "--trainable=embed,lm_head"]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
         run_on_ranks(2, "dpo.py", part, folder)
@@ -601,7 +596,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
         assert theirs == pytest.approx(mine, rel=tolerance), key
     mine, theirs = (means_of(out, "eval", "val_loss") for out in (tmp_path / "out", two_ranks / name))
     assert theirs == pytest.approx(mine, rel=1e-4)
-    if "reference" not in str(flags) and name != "orpo":
+    if "reference" not in str(flags) and "orpo" not in name:
         tables = [load_file(out / "reference.safetensors")["logps"] for out in (tmp_path / "out", two_ranks / name)]
         torch.testing.assert_close(*tables)
 
