@@ -431,15 +431,14 @@ def test_evaluation_equals_a_count_by_hand(run, tmp_path, base):
 
 def test_any_micro_batches_give_the_same_steps(run, tmp_path):
     """The loss is the mean over the pairs of the whole step, not over micro-batches."""
-    for batch_size in (8, 2, 1):
+    for batch_size in (8, 1):
         flags = [f"--batch_size={batch_size}", f"--out_dir={tmp_path / str(batch_size)}", "--loss=ipo", "--beta=2"]
-        assert run("--total_batch_pairs=8", "--max_steps=4", "--nll_weight=0.1", *flags) == 0
+        assert run("--total_batch_pairs=8", "--max_steps=3", "--nll_weight=0.1", *flags) == 0
     for key in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "lengths/rejected", "kl/chosen"):
         one = means_of(tmp_path / "8", "train", key)
         rounding = 1e-5 * max(1, *map(abs, one))  # margins swing from hundreds of nats to near 0
-        for batch_size in (2, 1):
-            other = means_of(tmp_path / str(batch_size), "train", key)
-            assert other == pytest.approx(one, rel=1e-3, abs=rounding), (key, batch_size)
+        other = means_of(tmp_path / "1", "train", key)
+        assert other == pytest.approx(one, rel=1e-3, abs=rounding), key
 
 
 def test_both_kinds_of_reference_give_the_same_run(run, tmp_path):
@@ -476,12 +475,11 @@ def test_the_plan_adds_up(base, tmp_path, monkeypatch, capsys):
     assert float(re.search(r"([\d.]+) GiB", line)[1]) == pytest.approx(sum(parts) / 1024, abs=0.01)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
-    beta = {"sigmoid_norm": 2.0, "simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
-    smoothing = 0.1 if loss in ("cdpo", "robust") else 0.0
-    flags = [f"--loss={loss}", f"--beta={beta}", f"--label_smoothing={smoothing}", "--learning_rate=3e-3"]
-    assert run(*flags, "--max_steps=12", "--batch_size=8", "--eval_steps=0") == 0
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "simpo", "orpo", "kto"])  # trl's gradients above are for all
+def test_every_kind_of_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
+    beta = {"simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
+    flags = [f"--loss={loss}", f"--beta={beta}", "--learning_rate=3e-3"]
+    assert run(*flags, "--max_steps=8", "--batch_size=8", "--eval_steps=0") == 0
     first, last = (tp.events(tmp_path / "out", "eval")[i] for i in (0, -1))
     assert last["val_loss"] < first["val_loss"] and last["rewards/margins"] > first["rewards/margins"]
     assert (tmp_path / "out" / "reference.safetensors").exists() == (loss not in REFERENCE_FREE)

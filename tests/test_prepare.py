@@ -401,7 +401,7 @@ def wait_for(condition, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 MOMENTS = {  # more than so many of these files are in the work directory
