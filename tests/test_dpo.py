@@ -479,7 +479,7 @@ def test_the_plan_adds_up(base, tmp_path, monkeypatch, capsys):
 def test_every_kind_of_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
     beta = {"simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
     flags = [f"--loss={loss}", f"--beta={beta}", "--learning_rate=3e-3"]
-    assert run(*flags, "--max_steps=8", "--batch_size=8", "--eval_steps=0") == 0
+    assert run(*flags, "--max_steps=12", "--batch_size=8", "--eval_steps=0") == 0
     first, last = (tp.events(tmp_path / "out", "eval")[i] for i in (0, -1))
     assert last["val_loss"] < first["val_loss"] and last["rewards/margins"] > first["rewards/margins"]
     assert (tmp_path / "out" / "reference.safetensors").exists() == (loss not in REFERENCE_FREE)

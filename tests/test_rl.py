@@ -418,7 +418,7 @@ def test_rewards_rise(run, base, tmp_path, flags):
 
 @pytest.mark.slow
 def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
-    common = ["--max_steps=8", "--learning_rate=3e-3", "--eval_prompts=0"]
+    common = ["--max_steps=12", "--prompts_per_step=8", "--eval_every=12"]
     for coef in (1e-6, 1.0):
         assert run(*common, f"--kl_coef={coef}", f"--out_dir={tmp_path / str(coef)}") == 0
     free, held = (column(tmp_path / name, "train", "kl_answer")[-1] for name in ("1e-06", "1.0"))
