@@ -230,16 +230,15 @@ def defaults_of(path: str | Path) -> dict:
 def comments_of(path: str | Path) -> dict[str, str]:
     """Return {name: trailing comment} of the assignments at the left margin of a script."""
     source = Path(path).read_text(encoding="utf-8")
-    # The syntax tree has no comments, so they come from the tokens, by line.
-    by_line = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            by_line[token.start[0]] = token.string.lstrip("# ")
-    # A value in brackets has several lines.
+    lines = io.StringIO(source).readlines()
     found = {}
     for name, node in assignments(source).items():
-        lines = range(node.lineno, node.end_lineno + 1)
-        found[name] = " ".join(by_line[line] for line in lines if line in by_line)
+        # The syntax tree has no comments, so they come from the tokens. A value in brackets has
+        # several lines.
+        text = io.StringIO("".join(lines[node.lineno - 1 : node.end_lineno]))
+        tokens = tokenize.generate_tokens(text.readline)
+        comments = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
+        found[name] = " ".join(comments)
     return found
 
 

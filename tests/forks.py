@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STAGES = ("tokenizer", "prepare", "pretrain", "sft", "reward", "dpo", "rl", "sample", "serve", "evaluate")
 LATE = ("torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint", "safetensors.torch")
+LATE += ("torch._dynamo",)  # a GradScaler imports it, which takes as long as torch
 TORCHRUN = "torch.distributed.run"
 STARTER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 ADDRESS = "TESTS_FORKS"  # in the environment of what is forked: where the server listens

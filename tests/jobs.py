@@ -1,7 +1,7 @@
 """Many runs of one trainer in one start of several ranks.
 
 A start of torchrun takes seconds and a run of eight steps takes half of one, so most runs share a start: this file,
-started by torchrun as a script, executes the trainer once per job.
+started by torchrun as a script, executes the trainer once per job. Rank R writes its process id to FILE_OF_JOBS.R.
 """
 
 import json
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import forks
-import torch
 
 import ddp
 from groundup.train.log import RunLog
@@ -52,8 +51,6 @@ def run_jobs(script: str, jobs: Jobs) -> None:
     ddp.MIB = 10_000  # bytes: each block of a tiny model is a bucket of its own
     for flags, stops in jobs:  # noqa: B007 (then_stop reads `stops`)
         sys.argv = [script, *flags]
-        if "--compile=True" in flags:
-            torch.compiler.reset()
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as end:
@@ -77,5 +74,6 @@ def drop_labels_of_rank_1() -> None:
 
 
 if __name__ == "__main__":
+    Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(str(os.getpid()), encoding="utf-8")
     drop_labels_of_rank_1()
     run_jobs(sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))

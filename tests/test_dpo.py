@@ -431,15 +431,14 @@ def test_evaluation_equals_a_count_by_hand(run, tmp_path, base):
 
 def test_any_micro_batches_give_the_same_steps(run, tmp_path):
     """The loss is the mean over the pairs of the whole step, not over micro-batches."""
-    for batch_size in (8, 2, 1):
+    for batch_size in (8, 1):
         flags = [f"--batch_size={batch_size}", f"--out_dir={tmp_path / str(batch_size)}", "--loss=ipo", "--beta=2"]
-        assert run("--total_batch_pairs=8", "--max_steps=4", "--nll_weight=0.1", *flags) == 0
+        assert run("--total_batch_pairs=8", "--max_steps=3", "--nll_weight=0.1", *flags) == 0
     for key in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "lengths/rejected", "kl/chosen"):
         one = means_of(tmp_path / "8", "train", key)
         rounding = 1e-5 * max(1, *map(abs, one))  # margins swing from hundreds of nats to near 0
-        for batch_size in (2, 1):
-            other = means_of(tmp_path / str(batch_size), "train", key)
-            assert other == pytest.approx(one, rel=1e-3, abs=rounding), (key, batch_size)
+        other = means_of(tmp_path / "1", "train", key)
+        assert other == pytest.approx(one, rel=1e-3, abs=rounding), key
 
 
 def test_both_kinds_of_reference_give_the_same_run(run, tmp_path):
@@ -476,11 +475,10 @@ def test_the_plan_adds_up(base, tmp_path, monkeypatch, capsys):
     assert float(re.search(r"([\d.]+) GiB", line)[1]) == pytest.approx(sum(parts) / 1024, abs=0.01)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
-    beta = {"sigmoid_norm": 2.0, "simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
-    smoothing = 0.1 if loss in ("cdpo", "robust") else 0.0
-    flags = [f"--loss={loss}", f"--beta={beta}", f"--label_smoothing={smoothing}", "--learning_rate=3e-3"]
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "simpo", "orpo", "kto"])  # trl's gradients above are for all
+def test_every_kind_of_loss_trains_and_is_right_in_the_end(run, tmp_path, loss):
+    beta = {"simpo": 2.0, "ipo": 0.5}.get(loss, 0.1)
+    flags = [f"--loss={loss}", f"--beta={beta}", "--learning_rate=3e-3"]
     assert run(*flags, "--max_steps=12", "--batch_size=8", "--eval_steps=0") == 0
     first, last = (tp.events(tmp_path / "out", "eval")[i] for i in (0, -1))
     assert last["val_loss"] < first["val_loss"] and last["rewards/margins"] > first["rewards/margins"]
@@ -502,13 +500,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [["--dropout=0.1"], ["--trainable=lora", "--reference=adapter_off", "--dropout=0.1"]],
-    ids=["all", "lora"],
-)  # fmt: skip
-def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
+def test_a_killed_run_continues_to_the_bit(base, tmp_path):
     """kill -9 at a random moment after the first save; the reference file is lost, too, and computed again."""
-    common = [*flags, "--max_steps=16", "--save_every=4", "--eval_every=8"]
+    common = ["--dropout=0.1", "--max_steps=9", "--save_every=3", "--eval_every=6"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen:
@@ -519,7 +513,7 @@ def test_a_killed_run_continues_to_the_bit(base, tmp_path, flags):
     whole, process = start(straight), start(killed)
     while process.poll() is None and not (killed / "latest").exists():
         time.sleep(0.01)
-    time.sleep(random.Random(0).random() * 0.1)
+    time.sleep(random.Random(0).random() * 0.05)
     process.kill()
     process.communicate()
     (killed / "reference.safetensors").unlink(missing_ok=True)
@@ -569,8 +563,7 @@ RANK_CASES = {
     "all": [],
     "lora zero1": ["--trainable=embed,lm_head,lora", "--zero1=True"],
     "lora off forward": ["--trainable=lora", "--reference=adapter_off", "--overlap_step=forward"],
-    "backward": ["--overlap_step=backward", "--grad_clip=0"],
-    "orpo": ["--loss=orpo"],
+    "orpo backward": ["--loss=orpo", "--overlap_step=backward", "--grad_clip=0"],
     "kto": ["--loss=kto"],
 }
 
@@ -584,7 +577,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), ONE_STEP)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
-    flags = ["--max_steps=8", "--trainable=embed,lm_head"]
+    flags = ["--max_steps=7", "--trainable=embed,lm_head"]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
         run_on_ranks(2, "dpo.py", part, folder)
@@ -601,7 +594,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
         assert theirs == pytest.approx(mine, rel=tolerance), key
     mine, theirs = (means_of(out, "eval", "val_loss") for out in (tmp_path / "out", two_ranks / name))
     assert theirs == pytest.approx(mine, rel=1e-4)
-    if "reference" not in str(flags) and name != "orpo":
+    if "reference" not in str(flags) and "orpo" not in name:
         tables = [load_file(out / "reference.safetensors")["logps"] for out in (tmp_path / "out", two_ranks / name)]
         torch.testing.assert_close(*tables)
 

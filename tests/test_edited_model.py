@@ -241,17 +241,17 @@ def script(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Squared, Fused])
-def test_a_run_resumes_to_the_bit_and_every_script_opens_it(script, edit, tmp_path, capsys, cls):
+def test_a_run_resumes_to_the_bit_and_every_script_opens_it(script, edit, tmp_path, capsys):
     """In bfloat16, in which a CPU's own attention gets queries in float32 too."""
-    edit(cls)
+    edit(Squared)
+    edit(Fused)
     straight, cut = tmp_path / "out", tmp_path / "cut"
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
     made = [f"--input={tmp_path / 'text.jsonl'}", f"--out_dir={tmp_path / 'data'}", "--vocab_size=384", "--workers=1"]
     script("prepare.py", *made, "--val_fraction=0.2", "--near=0")
-    sizes = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=128", "--batch_size=2"]
-    steps = ["--total_batch_tokens=256", "--max_steps=4", "--warmup_steps=1", "--save_every=2", "--keep_last=0"]
+    sizes = ["--n_layer=2", "--n_head=4", "--n_embd=32", "--block_size=64", "--batch_size=2"]
+    steps = ["--total_batch_tokens=128", "--max_steps=4", "--warmup_steps=1", "--save_every=2", "--keep_last=0"]
     flags = [f"--data_dir={tmp_path / 'data'}", *sizes, *steps, "--compile=False", "--device=cpu", "--dtype=bfloat16"]
     script("pretrain.py", f"--out_dir={straight}", *flags)
     cut.mkdir()
@@ -266,7 +266,7 @@ def test_a_run_resumes_to_the_bit_and_every_script_opens_it(script, edit, tmp_pa
     for name, data in (("pairs", rows), ("chats", chats)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, data)), encoding="utf-8")
     common = ["--device=cpu", "--dtype=bfloat16"]
-    tuning = [*common, "--max_steps=2", "--compile=False", "--batch_size=2", "--block_size=128", "--val_fraction=0.2"]
+    tuning = [*common, "--max_steps=2", "--compile=False", "--batch_size=2", "--block_size=64", "--val_fraction=0.2"]
     tuned = f"--out_dir={tmp_path / 'tuned'}"
     script("sft.py", f"--init_from={cut}", tuned, f"--data={tmp_path / 'chats.jsonl'}", "--eval_answers=2", *tuning)
     chosen, out = f"--data={tmp_path / 'pairs.jsonl'}", f"--out_dir={tmp_path / 'dpo'}"

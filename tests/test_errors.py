@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -246,7 +247,7 @@ def test_an_error_on_every_rank_ends_each_with_status_1(kind, tmp_path):
     ranks = []
     for rank in "01":
         command, own = [sys.executable, script, kind], env | {"RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
+        ranks.append(forks.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
     for rank in ranks:
         said = rank.communicate(timeout=50)[1]
         assert rank.returncode == 1

@@ -351,12 +351,12 @@ def test_a_source_small_for_its_weight_is_read_again_for_the_tokenizer(tmp_path,
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Some 0.4 MB in lines of one file and in small files, some of it bad, so that there are about 40 units."""
+    """Some 0.2 MB in lines of one file and in small files, some of it bad, so that there are about 25 units."""
     path = tmp_path_factory.mktemp("corpus")
-    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in texts(1200)]
-    lines[700:700] = ["{bad", '{"text": 1}']
+    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in texts(600)]
+    lines[350:350] = ["{bad", '{"text": 1}']
     (path / "many.jsonl").write_text("\n".join(lines), "utf-8")
-    for i, text in enumerate(texts(30, seed=7)):
+    for i, text in enumerate(texts(20, seed=7)):
         (path / f"{i:02d}.txt").write_text(text * 3, "utf-8")
     return path
 
@@ -367,17 +367,17 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
         monkeypatch.setattr(pipeline, name, value)
     recipe = prepare.check_config(KEYS | {"input": str(corpus), "out_dir": "x"})
     assert len(pipeline.plan_units(prepare.find_inputs(recipe.sources, tmp_path / "out", tmp_path), recipe)) > 20
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         status = run(
             tmp_path / str(workers),
             input=corpus,
             tokenizer_dir=tok,
             workers=workers,
             val_fraction=0.1,
-            shard_tokens=40_000,
+            shard_tokens=20_000,
         )
         assert status == 0
-    assert content(tmp_path / "1") == content(tmp_path / "2") == content(tmp_path / "3")
+    assert content(tmp_path / "1") == content(tmp_path / "3")
     assert len(list((tmp_path / "1").glob("train_?????.npy"))) > 2
     assert not leftovers(tmp_path)
 
@@ -411,14 +411,10 @@ def wait_for(condition, seconds: float = 20.0) -> None:
 
 
 MOMENTS = {  # more than so many of these files are in the work directory
-    "at the start": ("*", 0),
-    "when documents come": ("units/*.docs", 0),
     "half-way": ("units/*.json", 15),
     "when they are compared": ("fates.npy", 0),
     "when tokens come": ("units/*.tokenized", 10),
-    "while splits are written": ("out/train_00000.npy.tmp", 0),
     "when a shard is done": ("out/train_00000.npy", 0),
-    "before the manifest": ("out/val_00000.npy", 0),
 }
 # Python imports it first, in workers too. A test that looked from outside would miss moments on a busy machine.
 KILLER = """if True:
@@ -465,7 +461,7 @@ def kill_when(moment: str, arguments: list[str], directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")
 def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
-    settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 40_000}
+    settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 20_000}
     assert run(tmp_path / "whole", workers=1, **settings) == 0
     arguments = command(tmp_path / "out", workers=2, **settings)
     for moment in MOMENTS:
@@ -478,17 +474,17 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
 
 @needs_proc
 @pytest.mark.slow
-def test_killed_four_times_at_random(tmp_path, tok, corpus):
-    settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 40_000}
+def test_killed_twice_at_random(tmp_path, tok, corpus):
+    settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 20_000}
     begin = time.monotonic()
     subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
     seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0
     arguments = command(tmp_path / "out", workers=2, **settings)
-    for _ in range(4):
+    for _ in range(2):
         end = time.monotonic() + rng.uniform(0.1, 0.6) * seconds
         n_killed += kill_at(lambda scratch, end=end: time.monotonic() > end, arguments, tmp_path)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    assert n_killed > 1  # of the others, what the ones before had done left too little to do
+    assert n_killed > 0  # what the first had done may have left the second too little to do
     subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not leftovers(tmp_path)
@@ -894,14 +890,14 @@ def peak_mb(out_dir: Path, path: Path, tok: str, workers: int) -> float:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path, tok):
-    documents = texts(2000)
+    documents = texts(600)
     peaks = []
     for times in (1, 10):
         path = tmp_path / f"{times}.jsonl"
         with open(path, "w", encoding="utf-8") as f:
             f.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for i in range(times) for text in documents)
         peaks.append(peak_mb(tmp_path / str(times), path, tok, workers=2))
-    assert path.stat().st_size > 8e6
+    assert path.stat().st_size > 2.5e6
     assert peaks[1] < peaks[0] + 5, peaks
 
 

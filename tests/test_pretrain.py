@@ -471,7 +471,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 def logged_steps(out: Path) -> int:

@@ -393,16 +393,16 @@ def test_updates_of_the_critic_without_a_finite_gradient_are_counted(run, tmp_pa
 )
 def test_rewards_rise(run, base, tmp_path, flags):
     common = [
-        "--max_steps=25",
+        "--max_steps=15",
         "--prompts_per_step=8",
         "--batch_size=32",
         "--eval_prompts=0",
-        "--eval_every=25",
+        "--eval_every=15",
     ]
     assert (
         run(
             *tp.flags_with_defaults(
-                tuple(flags), [*common, "--learning_rate=3e-3", "--kl_coef=0.001"]
+                tuple(flags), [*common, "--learning_rate=5e-3", "--kl_coef=0.001"]
             )
         )
         == 0
@@ -427,19 +427,17 @@ def test_the_kl_coefficient_holds_the_policy_near_the_reference(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--minibatches=2"], ["--algorithm=ppo", "--epochs_per_step=2"]])
 def test_any_micro_batches_give_the_same_steps(run, tmp_path, flags):
-    for rows in (16, 3, 1):
+    for rows in (16, 3):
         assert (
             run(
-                *flags, "--max_steps=3", f"--batch_size={rows}", f"--out_dir={tmp_path / str(rows)}"
+                *flags, "--max_steps=2", f"--batch_size={rows}", f"--out_dir={tmp_path / str(rows)}"
             )
             == 0
         )
     for key in ("loss", "grad_norm", "reward", "kl", "entropy", "length"):
         one = column(tmp_path / "16", "train", key)
-        for rows in (3, 1):
-            assert column(tmp_path / str(rows), "train", key) == pytest.approx(
-                one, rel=1e-3, abs=1e-5
-            ), (key, rows)
+        other = column(tmp_path / "3", "train", key)
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.slow
@@ -447,7 +445,7 @@ def test_both_kinds_of_reference_give_the_same_run(run, tmp_path):
     """With 'lora' it is the model without its adapters, with any other text a second model."""
     for kind in ("lora", "lora,"):
         flags = [f"--trainable={kind}", f"--out_dir={tmp_path / kind}", "--learning_rate=1e-2"]
-        assert run(*flags, "--max_steps=4", "--kl_coef=0.1") == 0
+        assert run(*flags, "--max_steps=3", "--kl_coef=0.1") == 0
     one, other = (column(tmp_path / kind, "train", "kl") for kind in ("lora", "lora,"))
     assert abs(one[-1]) > 1e-4 and other == pytest.approx(one, rel=1e-3, abs=1e-6)
 
@@ -596,8 +594,13 @@ def test_a_resume_of_something_else_is_refused(run, base, tmp_path):
 STEPS = ["--max_steps=3", "--save_every=2", "--eval_every=3"]
 RANK_CASES = {
     "grpo": ["--minibatches=2", "--epochs_per_step=2", "--scale_rewards=group"],
-    "grpo zero1": ["--minibatches=2", "--zero1=True", "--normalise_rewards=True"],
-    "dr_grpo": ["--grad_clip=0", "--loss=dr_grpo", "--eval_prompts=1"],
+    "dr_grpo zero1": [
+        "--grad_clip=0",
+        "--loss=dr_grpo",
+        "--eval_prompts=1",
+        "--zero1=True",
+        "--normalise_rewards=True",
+    ],
     "mask filter": ["--unfinished=mask", "--filter_groups=1", "--reward=even", "--loss=grpo"],
     "ppo": [
         "--algorithm=ppo",
@@ -618,7 +621,7 @@ def two_ranks(base, tmp_path_factory) -> Path:
         return flags_of(base, folder / name, *tp.flags_with_defaults(tuple(flags), STEPS)), stops
 
     jobs = [job(name, flags, False) for name, flags in RANK_CASES.items()]
-    flags = ["--max_steps=8", *RANK_CASES["ppo"]]
+    flags = ["--max_steps=6", *RANK_CASES["ppo"]]
     jobs += [job("straight", flags, False), job("stopped", flags, True)]
     for part in (jobs, [job("stopped", flags, False)]):
         run_on_ranks(2, "rl.py", part, folder)
@@ -650,7 +653,7 @@ def test_two_ranks_equal_one(two_ranks, run, tmp_path, name):
 def test_throughput_is_that_of_all_ranks(two_ranks, base):
     """Their micro-batches are not equally wide."""
     drawn = first_answers(base)
-    found = tp.events(two_ranks / "dr_grpo", "train")[0]
+    found = tp.events(two_ranks / "dr_grpo zero1", "train")[0]
     positions = n_positions(drawn[:8]) + n_positions(drawn[8:])
     assert found["tokens_per_s"] * found["step_ms"] / 1000 == pytest.approx(positions)
 
@@ -666,15 +669,15 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         two_ranks / "straight",
         tmp_path / "out",
         symlinks=True,
-        ignore=shutil.ignore_patterns("step_000008", "*est*"),
+        ignore=shutil.ignore_patterns("step_000006", "*est*"),
     )
-    flags = ["--max_steps=8", "--resume=must", *RANK_CASES["ppo"]]
+    flags = ["--max_steps=6", "--resume=must", *RANK_CASES["ppo"]]
     assert run(*tp.flags_with_defaults(tuple(flags), STEPS)) == 0
     for key in ("loss", "value_loss", "reward", "kl_answer"):
         mine, theirs = (
             column(out, "train", key) for out in (tmp_path / "out", two_ranks / "straight")
         )
-        assert len(mine) == 8 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
+        assert len(mine) == 6 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

@@ -28,7 +28,11 @@ WITHOUT_TORCH -= {"groundup.demo.debug_model"}
 # torch._dynamo, with sympy, takes as long as all of torch, scipy (behind datasketch) half a second.
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "scipy", "datasketch", "sklearn", "pandas", "pyarrow"}
 SLOW |= {"matplotlib", "tensorboard", "transformers", "tokenizers", "trl", "peft"}
-TUNERS = ("sft", "dpo", "reward", "rl")
+TUNERS = {  # and what makes them short
+    "sft": "--eval_steps=1 --eval_answers=1 --eval_new_tokens=4 --total_batch_tokens=0",
+    "dpo": "--eval_steps=1 --total_batch_pairs=0", "reward": "--eval_steps=1 --total_batch_pairs=0",
+    "rl": "--eval_prompts=2 --prompts_per_step=4 --group_size=2 --max_new_tokens=8",
+}  # fmt: skip
 
 WATCH = """if True:
     import sys, traceback
@@ -87,7 +91,8 @@ def test_an_import_is_found_with_the_line_that_makes_it(tmp_path):
 
 def test_a_run_that_compiles_nothing_imports_nothing_slow(tmp_path):
     """The debug configuration, with its data made anew; in bfloat16 attention.c is called, by an operator of ours."""
-    runs = ["pretrain.py config/debug.py", "pretrain.py config/debug.py --dtype=bfloat16 --out_dir=out/bfloat16"]
+    one = "pretrain.py config/debug.py --eval_steps=1 --total_batch_tokens=0"
+    runs = [one, f"{one} --dtype=bfloat16 --out_dir=out/bfloat16 --sample_prompts="]
     assert slow_imports(RUN, SLOW, *runs, cwd=linked(tmp_path)) == []
     assert (tmp_path / "out/bfloat16").is_dir()
 
@@ -95,7 +100,7 @@ def test_a_run_that_compiles_nothing_imports_nothing_slow(tmp_path):
 @pytest.mark.slow
 def test_nor_does_a_run_that_tunes(tmp_path):
     """All in one process: what one of them imports would be seen as long as none before it did."""
-    runs = [f"{script}.py config/debug_{script}.py" for script in TUNERS]
+    runs = [f"{script}.py config/debug_{script}.py {flags}" for script, flags in TUNERS.items()]
     assert slow_imports(RUN, SLOW, *runs, cwd=linked(tmp_path)) == []
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f"debug_{script}" for script in TUNERS}
 

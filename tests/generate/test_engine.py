@@ -242,15 +242,15 @@ def test_different_prompts_draw_independently():
         net.lm_head.weight.zero_()
     texts = [[i // 96, i % 96] for i in range(200)]
     first = torch.tensor([
-        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=32))]
-        for seed in range(60)
+        [ids for (ids,) in only(generate(net, None, texts, SamplingParams(max_new_tokens=1, seed=seed), batch_size=64))]
+        for seed in range(20)
     ])  # fmt: skip
     pairs = [(row[:, None] == row).float().sum().item() - 200 for row in first]  # of 200 * 199 ordered ones
-    assert sum(pairs) / (60 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
+    assert sum(pairs) / (20 * 200 * 199) == pytest.approx(1 / 96, rel=0.05)
     means = (first < 48).double().mean(dim=1)
-    assert 0.5 < means.var().item() / (0.25 / 200) < 1.6  # of 60 runs: 1 +- 0.18
-    between = (first[:, None] == first).float().mean().item() - 1 / 60  # runs with other seeds
-    assert between == pytest.approx(59 / 60 / 96, rel=0.05)
+    assert 0.3 < means.var().item() / (0.25 / 200) < 2  # of 20 runs: 1 +- 0.3
+    between = (first[:, None] == first).float().mean().item() - 1 / 20  # runs with other seeds
+    assert between == pytest.approx(19 / 20 / 96, rel=0.15)
 
 
 def test_a_prompt_is_read_once_for_all_its_samples(net, monkeypatch):
@@ -648,7 +648,7 @@ def lengths_kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, seqused_k, enab
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+@pytest.mark.parametrize("n_kv_head", [2, 4])
 def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     """For texts that come and go in caches of several lengths, which is a GPU's way."""
     import torch.nn.attention.varlen
@@ -656,8 +656,8 @@ def test_attention_by_length_equals_that_by_mask(n_kv_head, monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda dtype: None)
     monkeypatch.setattr(kv_cache, "MIN_LENGTH", 64)
     net = random_model(tiny_config(n_kv_head=n_kv_head, block_size=400))
-    prompts = [ids for ids, _ in traffic(net, 20)]
-    params, calls = SamplingParams(70, temperature=0.0, logprobs=0), []
+    prompts = [ids for ids, _ in traffic(net, 12)]
+    params, calls = SamplingParams(40, temperature=0.0, logprobs=0), []
     want = generate(net, None, prompts, params, batch_size=7)
     monkeypatch.setattr(kv_cache, "has_varlen_lengths", lambda *args: True)
     kernel = lambda *args, **how: calls.append(len(args[0])) or lengths_kernel(*args, **how)  # noqa: E731
@@ -744,7 +744,7 @@ def test_a_gpu_generates_what_a_cpu_does(compiled):
     assert only(generate(net.cuda(), None, prompts, params, compile=compiled)) == want
 
 
-@pytest.mark.parametrize("n", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [60])
 def test_ids_are_the_same_alone_and_among_others_that_come_and_go(n, monkeypatch):
     """Requests in a shuffled order, at random moments, of which some are cancelled at random moments."""
     monkeypatch.setattr(engine, "CHUNK_TOKENS", 24)  # prompts are read in several pieces, between which others go on

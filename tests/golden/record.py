@@ -41,20 +41,28 @@ DATA = {
 RECORDED = {"train": ("loss", "grad_norm"), "eval": ("val_loss",)}
 
 
-def command(trainer: str, n_ranks: int, out_dir: Path) -> list[str]:
-    """Return the command of a golden run."""
+def command(trainer: str, n_ranks: int, out_dir: Path, n_steps: int) -> list[str]:
+    """Return the command of the first steps of a golden run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}"]
     start = [] if trainer == "pretrain" else ["--init_from=tests/golden/model"]
     flags = [f"--max_steps={STEPS}", "--log_every=1", "--eval_every=25", "--save_every=50"]
     script = [f"{trainer}.py", *DATA[trainer], *start, *flags, "--keep_last=0"]
+    if n_steps < STEPS:
+        script = ["tests/golden/begin.py", str(n_steps), *script]
     return [sys.executable, *(launcher if n_ranks > 1 else []), *script, f"--out_dir={out_dir}"]
 
 
-def run(trainer: str, n_ranks: int, out_dir: Path, run: Callable = subprocess.run) -> list[list]:
+def run(
+    trainer: str,
+    n_ranks: int,
+    out_dir: Path,
+    n_steps: int = STEPS,
+    run: Callable = subprocess.run,
+) -> list[list]:
     """Train, and return `read_losses` of the run. A relative out_dir is one of the repository."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = run(
-        command(trainer, n_ranks, out_dir),
+        command(trainer, n_ranks, out_dir, n_steps),
         cwd=ROOT,
         env=environment,
         capture_output=True,
