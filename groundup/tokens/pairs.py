@@ -146,7 +146,9 @@ class Pairs:
         self.n_rows = len(found)
         self.n_labels = (sizes[:, 1:] - self.given).sum(1)
         self.n_used = self.lengths.sum(1)
-        arrays = (self.tokens, self.offsets, self.margin, self.given.ravel())
+        arrays = [self.tokens, self.offsets, self.margin]
+        if self.given.any():
+            arrays.append(self.given.ravel())
         digests = [sha256_of(array) for array in arrays]
         self.fingerprint = fingerprint_of([*digests, str(block_size)], tokenizer.chat_fingerprint())
 
