@@ -17,7 +17,7 @@ from groundup.files.streams import skip_mark, unix_lines
 MAX_BYTES = 2**26  # of a record; a damaged or hostile file may hold a line of gigabytes
 MAX_CSV_LINES = 10_000  # of a row: more mean a quote that is never closed
 MAX_DEPTH = 100  # of JSON; code that walks a deeper value would exhaust Python's stack
-PIECE_CHARS = 2**22  # a longer text file is read in pieces: each character may take four bytes
+PIECE_CHARS = 2**21  # a longer text file is read in pieces: each character may take four bytes
 LINE_BYTES = 2**22  # a longer line of a text file, too
 MARK = "\ufeff"  # a byte order mark; within a file where several were put together
 
