@@ -23,7 +23,7 @@ from typing import TextIO
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 REQUIREMENTS = {"torch", "numpy", "sentencepiece", "tiktoken", "regex", "datasketch", "tqdm"}
-REQUIREMENTS |= {"safetensors"}
+REQUIREMENTS |= {"safetensors", "charset_normalizer"}
 
 
 class UserError(ValueError):
