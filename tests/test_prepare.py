@@ -375,6 +375,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
             workers=workers,
             val_fraction=0.1,
             shard_tokens=20_000,
+            max_bad_fraction=0.01,
         )
         assert status == 0
     assert content(tmp_path / "1") == content(tmp_path / "3")
@@ -462,6 +463,7 @@ def kill_when(moment: str, arguments: list[str], directory: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")
 def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1, "shard_tokens": 20_000}
+    settings["max_bad_fraction"] = 0.01
     assert run(tmp_path / "whole", workers=1, **settings) == 0
     arguments = command(tmp_path / "out", workers=2, **settings)
     for moment in MOMENTS:
@@ -476,6 +478,7 @@ def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus):
 @pytest.mark.slow
 def test_killed_twice_at_random(tmp_path, tok, corpus):
     settings = {"input": str(corpus), "vocab_size": 512, "near": 0.8, "val_fraction": 0.1, "shard_tokens": 20_000}
+    settings["max_bad_fraction"] = 0.01
     begin = time.monotonic()
     subprocess.run(command(tmp_path / "whole", workers=2, **settings), cwd=ROOT, check=True, capture_output=True)
     seconds, rng, n_killed = time.monotonic() - begin, random.Random(0), 0

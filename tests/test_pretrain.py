@@ -1036,7 +1036,7 @@ def test_step_gradient_equals_the_mean_loss_of_the_whole_batch():
 
 
 def test_architecture_keys_cover_the_model_config():
-    of_checkpoints = ("rope_scaling", "qkv_bias", "model_type", "init_std", "norm_eps")
+    of_checkpoints = ("rope_scaling", "qkv_bias", "model_type", "init_std", "norm_eps", "head_dim")
     source = (ROOT / "pretrain.py").read_text(encoding="utf-8")
     for field in dataclasses.fields(ModelConfig):
         if field.name not in of_checkpoints:
