@@ -337,7 +337,7 @@ def start_agreement(problem: str, where: str, stop: bool = False) -> Callable[[]
         if work is not None:
             with named_errors(operation):
                 work.wait()
-        n_problems, n_stopping = flags.tolist()
+        n_problems, n_stopping = flags.tolist() if work is not None else (problem != "", stop)
         if n_problems:
             problems = gather_objects(problem)
             other = next(i for i, text in enumerate(problems) if text)
