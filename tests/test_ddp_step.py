@@ -496,7 +496,7 @@ def check_bytes_on_the_wire(world: ranks.World) -> None:
         parallel, optimizer = setup(
             None, kind, zero1=zero1, overlap_step=overlap, hook=ddp.Average(wire)
         )
-        want = [("c10d::allreduce_", 8, 0)]  # the flag that all gradients have arrived
+        want = [("c10d::allreduce_", 16, 0)]  # have all gradients arrived, is it to stop
         for bucket in parallel.buckets:
             total, own = bucket.param.numel(), bucket.shard[1] - bucket.shard[0]
             if zero1:
