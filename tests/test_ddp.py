@@ -535,7 +535,7 @@ def assert_launched_in_order(parallel: ddp.DDP, log: WireLog) -> None:
 def check_wire(world: ranks.World) -> None:
     """Nothing is sent while accumulating.
 
-    Each step sends every bucket once, and one flag of 8 bytes.
+    Each step sends every bucket once, and two flags of 8 bytes: a rank has a problem, is to stop.
     """
     model, capture = new_model(0), Capture()
     parallel = ddp.DDP(model, bucket_mb=BLOCK_MB)
@@ -552,7 +552,7 @@ def check_wire(world: ranks.World) -> None:
             model(x, y).backward()
             parallel.step(capture, 0.0)
         if dist.is_initialized():
-            assert [size for _, size in log.events] == [*sizes, 8], log.events
+            assert [size for _, size in log.events] == [*sizes, 16], log.events
             assert_same_on_all_ranks(log.events)
         else:
             assert log.events == []
