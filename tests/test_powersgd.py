@@ -455,7 +455,7 @@ def check_wire_and_memory(world: ranks.World) -> None:
                     0, len(sent) - embedding
                 )  # all but Q4 were launched in backward
                 parallel.step(capture, 0.0)
-            assert [size for _, size in log.events] == sent + [8] * dist.is_initialized(), (
+            assert [size for _, size in log.events] == sent + [16] * dist.is_initialized(), (
                 log.events,
                 order,
             )
