@@ -156,7 +156,8 @@ def test_the_last_answer_is_the_reference(tmp_path):
 
 
 def test_questions_in_gbk_and_in_a_prepared_directory(tmp_path):
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in CHATS)
+    more = chat("小河边有什么？", "河边有一棵老树，树下坐着一位老人，他正在给孩子们讲从前的故事。")
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in [*CHATS, more])
     (tmp_path / "gbk.jsonl").write_bytes(text.encode("gb18030"))
     assert read_questions(str(tmp_path / "gbk.jsonl"))[0][1].reference == "从前有一只猫。"
     source = write(tmp_path / "many.jsonl", [chat(f"Question {i}", f"Answer {i}") for i in range(40)])
