@@ -269,15 +269,15 @@ def test_a_forged_file_is_one_line(forged, monkeypatch, name, content, words):
 
 
 def test_a_template_that_explodes_later_is_stopped(forged, monkeypatch):
-    """It behaves when it is tried on two messages. After the first conversation it is given up."""
+    """It behaves when it is tried on a few messages. After the first conversation it is given up."""
     monkeypatch.setattr(templates, "RENDER_S", 0.3)
-    loop = "{% if messages|length > 2 %}" + "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{% endif %}"
+    loop = "{% if messages|length > 9 %}" + "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{% endif %}"
     path = forged / "tokenizer_config.json"
     path.write_bytes(template(loop)(path.read_bytes()))
     tokenizer = Tokenizer.load(forged)
     tokenizer.render(CONVERSATION)
     for _ in range(100):
-        assert "takes more than 0.3 s" in refusal(lambda: tokenizer.render([*CONVERSATION, CONVERSATION[0]]))
+        assert "takes more than 0.3 s" in refusal(lambda: tokenizer.render(CONVERSATION * 5))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no copy is made elsewhere")
@@ -318,12 +318,12 @@ def test_a_pipe_as_a_log_does_not_wait(tmp_path):
 
 
 def test_a_bomb_is_named_and_stopped(tmp_path, monkeypatch):
-    """What came before is kept; the rest is reported like a file that is cut."""
+    """Nothing of it is kept: a packed file is checked before it is read."""
     monkeypatch.setattr(streams, "BOMB_BYTES", 2**22)
     rows = gzip.compress(b'{"text": "a"}\n' * 10, mtime=0)
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(rows + gzip.compress(bytes(2**24), mtime=0))
+    path.write_bytes(rows + gzip.compress(b"a" * 2**24, mtime=0))
     report = readers.Report()
     found = []
     refusal(lambda: found.extend(readers.read_documents(str(path), report=report)))
-    assert len(found) == 10 and any("bomb" in detail for *_, detail in report.places)
+    assert not found and any("bomb" in detail for *_, detail in report.places)

@@ -12,6 +12,7 @@ import torch
 from test_sample import save_run
 
 import serve
+from groundup import errors
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
@@ -441,6 +442,7 @@ def test_a_seed_of_minus_one_is_none(client):
 
 
 def test_unknown_fields_change_nothing_and_are_named_once(client, alone, capfd):
+    errors.say.cache_clear()  # other tests may have sent the same
     answer = {"role": "assistant", "content": "ok", "id": "m1", "reasoning_content": "why"}
     turns = [ASKED[0] | {"surprise": 1}, answer, *ASKED]
     sent = {"surprise": 1, "user": "u", "metadata": {}, "reasoning_effort": "low"}

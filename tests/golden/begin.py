@@ -1,4 +1,4 @@
-"""python tests/golden/begin.py N SCRIPT FLAGS...: run a trainer, and end it after step N.
+"""python tests/golden/begin.py N SCRIPT FLAGS...: run a trainer, and end it soon after step N.
 
 These steps have the learning rates of the whole run, as --max_steps=N would not.
 """
