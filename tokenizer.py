@@ -51,7 +51,7 @@ out_dir = "data/tokenizer"  # where the trained tokenizer goes
 backend = "bpe"  # bpe | sentencepiece
 pattern = "qwen"  # qwen | gpt4 (not in llama.cpp) | gpt2 | cl100k | zh (Chinese): how bpe splits
 vocab_size = 32_768  # all ids, special ones included; rounded up to a multiple of 128
-max_mb = 256  # megabytes of text to read; more changes a tokenizer little
+max_mb = 256  # megabytes of text to read; more changes a tokenizer little (at least 1)
 extend = ""  # add tokens learned from `input` to this directory's tokenizer, up to vocab_size
 
 SPECIALS = ("<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>")

@@ -318,7 +318,7 @@ def test_a_pipe_as_a_log_does_not_wait(tmp_path):
 
 
 def test_a_bomb_is_named_and_stopped(tmp_path, monkeypatch):
-    """Nothing of it is kept: a packed file is checked before it is read."""
+    """What came before is kept; the rest is reported like a file that is cut."""
     monkeypatch.setattr(streams, "BOMB_BYTES", 2**22)
     rows = gzip.compress(b'{"text": "a"}\n' * 10, mtime=0)
     path = tmp_path / "a.jsonl.gz"
@@ -326,4 +326,4 @@ def test_a_bomb_is_named_and_stopped(tmp_path, monkeypatch):
     report = readers.Report()
     found = []
     refusal(lambda: found.extend(readers.read_documents(str(path), report=report)))
-    assert not found and any("bomb" in detail for *_, detail in report.places)
+    assert len(found) == 10 and any("bomb" in detail for *_, detail in report.places)

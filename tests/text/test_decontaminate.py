@@ -167,9 +167,10 @@ def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
         path.write_bytes(gzip.compress(json.dumps(item).encode() + b"\n"))
         assert first_match(Evals.from_files([str(path)]), " ".join(QUESTION.split()[2:])) == 0, item
     gb = tmp_path / "gb.csv"
-    gb.write_bytes(Path(ceval).read_text(encoding="utf-8").encode("gb18030"))
+    more = "2,河边的老树下坐着一位老人，他正在给孩子们讲什么样的故事？,古代的,现代的,外国的,家里的,A,\n"
+    gb.write_bytes((Path(ceval).read_text(encoding="utf-8").rstrip() + "\n" + more).encode("gb18030"))
     both = Evals.from_files([str(gb), mmlu])
-    assert both.n_items == 3 and first_match(both, CHINESE_QUESTION) == 0
+    assert both.n_items == 4 and first_match(both, CHINESE_QUESTION) == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_evaluation_files_of_all_kinds(tmp_path: Path) -> None:
     [
         ("a.csv", "id,label\n1,2\n", "no question"),
         ("a.csv", "question,A\nwhat,1,2\n", "a.csv:2: bad_csv: 3 fields"),
-        ("a.csv", b"question,A\n\xff\xff,1\n", "decode"),
+        ("a.csv", b"question,A\n\xff\xff,1\n", "bad_encoding"),
         ("a.csv", 'question,A\n"what,1\n', "mend"),
         ("a.jsonl", '{"question": "x"}\n{"question"', "a.jsonl:2: bad_json"),
         ("a.jsonl", '{"answer": "x"}\n', "a.jsonl:1: no question"),
