@@ -595,7 +595,7 @@ def test_rows_that_cannot_be_answered_are_named_and_counted(runs, tmp_path):
         (b'{"prompt": "\xff"}', "utf-8"),
         (b'{"query": "?"}', "give prompt, messages or text"),
         (b"[1]", "must be a text or an object, got [1]"),
-        (b'{"prompt": 3}', "holds int, not text"),
+        (b'{"prompt": 3}', "int, not text"),
         (b'{"messages": "hi"}', "not a list of turns"),
         (b'{"messages": []}', "no turns"),
         (b'{"messages": [{"role": "user", "content": 5}]}', "a turn (user) holds int, not text"),
@@ -810,5 +810,5 @@ def test_every_key_has_a_comment(runs):
     source = (ROOT / "sample.py").read_text(encoding="utf-8").partition("# ---- config")[2].partition("FREE_KEYS")[0]
     keys = {line.partition(" = ")[0]: line.partition("  # ")[2] for line in source.splitlines() if " = " in line}
     assert all(keys.values()) and len(keys) > 25
-    derived = {"eos_ids", "banned_ids"}
+    derived = {"eos_ids", "banned_ids", "json_object"}  # the last: of requests to the server
     assert {field.name for field in dataclasses.fields(SamplingParams)} - derived <= set(keys)
