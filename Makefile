@@ -117,7 +117,7 @@ quick: lint
 browser: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser
 
-# Rooms that are formatted at 100 columns; the others follow when they are redesigned.
+# Files that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
 	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/tokens \
 	groundup/generate groundup/scores groundup/files tools/reading.py \

@@ -5,7 +5,8 @@ computing, so it is hidden behind backward. In the order of this file:
 
 1. Layout. The parameters of a few consecutive blocks are views of one flat tensor, a bucket, and so
    are their gradients: sent without a copy, and for the optimizer one long tensor.
-2. Communication hook. How one bucket travels: `Average` here, PowerSGD in train/powersgd.py.
+2. Communication hook. How one bucket travels: `Average` here, PowerSGD in
+   groundup/train/powersgd.py.
 3. Gradients arrive, buckets leave. Autograd calls us when a gradient is final. A complete bucket is
    sent while backward computes the blocks before it. Buckets leave strictly by index: ranks that
    issue collectives in different orders hang or crash.
@@ -194,6 +195,7 @@ def plan_buckets(model: nn.Module, bucket_bytes: float) -> list[tuple[list[str],
 #
 #     it launches a collective and yields Sent.MORE if a second one follows, else Sent.LAST
 #     DDP resumes it, waiting then: after MORE when the next bucket has left, after LAST in step()
+#     (with ZeRO-1 and overlap_step='backward' earlier, in backward, if it has arrived)
 #     it yields Reduced; DDP sends it found_inf; it ends with the mean in bucket.grad
 #
 # If found_inf is 1 the step is skipped, and the hook must not change its own state.

@@ -263,7 +263,7 @@ if __name__ == "__main__":
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
     computed = computation(model_config)  # by model.py, on this rank
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
-    # None = new; restore() loads it below
+    # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
     # rank 0 reads the weights, DDP sends them to the others

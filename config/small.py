@@ -1,4 +1,4 @@
-r"""26M parameters with the demo's 4,096 ids, 40M with 32,768; 0.5 G tokens.
+r"""26M parameters with 4,096 ids, 40M with 32,768; 0.5 G tokens.
 
     python pretrain.py config/small.py --data_dir=data/mine                     # 1 GPU
     torchrun --standalone --nproc_per_node=4 pretrain.py config/small.py \
