@@ -413,13 +413,15 @@ class Terminal:
             line = [sys.executable, *command(*arguments)]
             os.execve(sys.executable, line, environment(cwd))
         self.seen = b""
+        self.output = select.poll()  # select() takes no file above 1,023
+        self.output.register(self.fd, select.POLLIN)
 
     def until(self, end: str) -> str:
         """What is shown before `end`; all that is left, if it ends without."""
         deadline = time.monotonic() + 120
         while end.encode() not in self.seen:
             assert time.monotonic() < deadline, self.seen
-            if select.select([self.fd], [], [], 0.2)[0]:
+            if self.output.poll(200):
                 try:
                     self.seen += os.read(self.fd, 65536)
                 except OSError:  # the other end is closed
