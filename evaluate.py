@@ -408,9 +408,8 @@ if __name__ == "__main__":
     check_files(config, wanted)
     torch_device = choose_device(device, ranks.described_world().local_rank)
     loaded = load(kind, config, torch_device, choose_dtype(dtype, torch_device))
-    world = ranks.init(
-        torch_device.type, timeout_s=3600
-    )  # a rank may wait for another one's long answers
+    # A rank may wait for another one's long answers
+    world = ranks.init(torch_device.type, timeout_s=3600)
     where = f"{world.world_size} x {hardware(torch_device)}, {loaded.dtype}"
     if world.is_main:
         tell(f"{loaded.directory or judge}: {where}", out)

@@ -291,7 +291,6 @@ if __name__ == "__main__":
             )
     if ranker and ranker.without_reward:
         print(ranker.report(), file=sys.stderr)
-    if as_json and answers.problems == len(
-        answers.lines
-    ):  # some that cannot be answered are named, no failure
+    # Some that cannot be answered are named, no failure
+    if as_json and answers.problems == len(answers.lines):
         raise SystemExit(1)

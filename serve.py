@@ -550,9 +550,8 @@ def check_config(config: dict) -> None:
     if not 0 <= config["port"] < 2**16:
         raise UserError(f"serve: port must be from 0 to 65535, got {config['port']}")
     for origin in origins_of(config["cors_origins"]):
-        if origin != "*" and not re.fullmatch(
-            r"https?://[^/\s]+", origin
-        ):  # a browser sends it without a path
+        # A browser sends it without a path
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
             raise UserError(
                 f"serve: cors_origins must be like https://a.example, without a path, got {origin!r}"
             )

@@ -24,10 +24,12 @@ from groundup.files.records import Record
 from groundup.files.row_formats import document_of
 from groundup.files.text_keys import columns_of
 
+# Files that tell a directory that prepare.py made, also without its manifest
 PREPARED = {
     "report.md",
     "dropped.tsv",
-}  # files that tell a directory that prepare.py made, also without its manifest
+}
+# Or of these packed
 DATA_SUFFIXES = (
     ".txt",
     ".text",
@@ -37,7 +39,7 @@ DATA_SUFFIXES = (
     ".csv",
     ".tsv",
     ".parquet",
-)  # or of these packed
+)
 LINE_KINDS = ("jsonl", "line", "blank")  # see `container`: files that may be read in parts
 
 
@@ -70,11 +72,12 @@ def find_files(input: str) -> list[str]:
 
 def list_directory(top: str) -> list[str]:
     """Return the data files of a directory; print how many others it has, and the names of the first."""
+    # A link to a folder above would never end
     files, others, seen = (
         [],
         [],
         {os.path.realpath(top)},
-    )  # a link to a folder above would never end
+    )
     for folder, folders, names in os.walk(top, followlinks=True):
         if PREPARED.issubset(names):
             folders.clear()

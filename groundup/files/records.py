@@ -554,9 +554,8 @@ class JsonStream:
             self.offset += len(used.encode())
         except UnicodeEncodeError:
             n_undecoded = len(self.UNDECODED.findall(used))
-            self.offset += (
-                len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
-            )  # these are one byte
+            # These are one byte
+            self.offset += len(used.encode("utf-8", "surrogatepass")) - 2 * n_undecoded
         return n_undecoded
 
     def rest(self) -> bool:

@@ -34,12 +34,13 @@ ROLE_KEYS = ("role", "from")
 CONTENT_KEYS = ("content", "value", "text")
 CALL_KEYS = ("tool_calls", "function_call")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# OpenAI, Llama 3.1, LangChain, Anthropic
 ARGUMENT_KEYS = (
     "arguments",
     "parameters",
     "args",
     "input",
-)  # OpenAI, Llama 3.1, LangChain, Anthropic
+)
 # A question and its answer in one turn: Firefly's, Capybara's.
 EXCHANGES = (("human", "assistant"), ("input", "output"))
 TURN_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS, *WEIGHTS, "train_detail"}

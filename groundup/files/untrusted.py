@@ -21,9 +21,8 @@ from typing import Any
 
 from groundup.errors import UserError
 
-MOST_BYTES = (
-    2**26
-)  # of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
+# Of a JSON file; the largest tokenizer.json that is published, Gemma 3's, has half
+MOST_BYTES = 2**26
 OWNERS = {
     "config.json": "model", "adapter_config.json": "model", "manifest.json": "directory of prepared data",
     "log.jsonl": "run",

@@ -28,11 +28,12 @@ from groundup.generate.sampling import SamplingParams
 from model import Transformer
 from tokenizer import Tokenizer
 
+# What an answer has beside the fields of its prompt
 OWN_KEYS = (
     "index",
     "completions",
     "prompt_logprobs",
-)  # what an answer has beside the fields of its prompt
+)
 
 # (prompt, whether it is a text to continue) -> ids
 Encode = Callable[[str | list[dict], bool], list[int]]

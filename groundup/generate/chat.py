@@ -84,9 +84,8 @@ def converse(chat: Chat) -> None:
     """Read messages and print answers until /exit, the end of the input or a Ctrl-C between
     answers."""
     terminal = sys.stdin.isatty()
-    sys.stdin.reconfigure(
-        encoding=None if terminal else "utf-8", errors="replace"
-    )  # None: as the terminal has it
+    # None: as the terminal has it
+    sys.stdin.reconfigure(encoding=None if terminal else "utf-8", errors="replace")
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing in input)

@@ -28,9 +28,8 @@ class Completion(NamedTuple):
     ids: list[int]  # including the stop id, if one ended it
     finish_reason: str  # stop | length
     stop_reason: int | str | None  # the stop id or stop string
-    logprobs: (
-        list[dict[int, float]] | None
-    )  # at each token: its own and the highest, before any processor
+    # At each token: its own and the highest, before any processor
+    logprobs: list[dict[int, float]] | None
     cumulative_logprob: float  # sum over all tokens; beam search: after the processors
     reward: float | None = None  # of a reward model, see best_of.py
 

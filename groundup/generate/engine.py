@@ -354,9 +354,8 @@ class Engine:
         texts that begin so."""
         (self.running if sample in self.running else self.reading).remove(sample)
         row = sample.row
-        if (
-            row is None or row.cache is None or row not in row.cache.texts
-        ):  # the last two: Ctrl-C while it was placed
+        # The last two: Ctrl-C while it was placed
+        if row is None or row.cache is None or row not in row.cache.texts:
             return
         if not any(text.cached_ids[: len(row.cached_ids)] == row.cached_ids for text in self.kept):
             self.kept = [
@@ -394,9 +393,8 @@ class Engine:
         processed = sampling.process(
             logits, self.params, self.seen, [len(sample.ids) for sample in samples]
         )
-        tokens = sampling.choose(
-            processed, self.params, [sample.generator for sample in samples]
-        )  # (R,)
+        # (R,)
+        tokens = sampling.choose(processed, self.params, [sample.generator for sample in samples])
         for row, sample in enumerate(samples):
             if sample.json:
                 tokens[row] = self.json_token(sample, tokens[row].item(), processed[row : row + 1])
@@ -450,9 +448,8 @@ class Engine:
         if self.compile and self.device.type != "cuda":
             for *_, span in parts:
                 torch._dynamo.maybe_mark_dynamic(span, 0)  # one compiled step for all widths
-        lean = (
-            nullcontext() if self.compile else torch.inference_mode()
-        )  # a tenth less time per call than no_grad
+        # A tenth less time per call than no_grad
+        lean = nullcontext() if self.compile else torch.inference_mode()
         with lean, self.autocast():
             return self.decode(self.model, torch.as_tensor(tokens, device=self.device), parts)
 

@@ -85,9 +85,8 @@ class KVCache:
         """Tell torch.compile how a step uses the cache."""
         self.compiled = True
         for layer in self.layers if self.keys[0].is_cpu else ():
-            torch._dynamo.maybe_mark_dynamic(
-                layer, 2
-            )  # one compiled step for caches of all lengths
+            # One compiled step for caches of all lengths
+            torch._dynamo.maybe_mark_dynamic(layer, 2)
 
     def resize(self, rows: int) -> None:
         """Keep the first rows, as many as there are then."""
@@ -151,16 +150,14 @@ class CacheStep:
         self.parts = parts
         self.sizes = [lengths.shape[0] for _, _, lengths, _ in parts]
         self.rows = [torch.arange(n, device=parts[0][2].device) for n in self.sizes]
-        at = [
-            lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts
-        ]  # (n, 1)
+        # (n, 1)
+        at = [lengths.clamp(max=span.shape[0] - 1).unsqueeze(1) for _, _, lengths, span in parts]
         self.where: list[
             Callable
         ] = []  # of each cache: q, keys, values -> attention of each row to its own positions
         for (keys, _, _, span), n in zip(parts, at, strict=True):
-            if keys[0].stride(1) <= keys[0].stride(
-                2
-            ):  # see `empty`; to ask the device would break a compiled graph
+            # See `empty`; to ask the device would break a compiled graph
+            if keys[0].stride(1) <= keys[0].stride(2):
                 starts = (
                     torch.arange(len(n) + 1, device=n.device, dtype=torch.int32) * keys[0].shape[2]
                 )

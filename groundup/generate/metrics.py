@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+# Buckets of the time to the first token
 TTFT_SECONDS = (
     0.05,
     0.1,
@@ -13,7 +14,7 @@ TTFT_SECONDS = (
     10,
     30,
     60,
-)  # buckets of the time to the first token
+)
 
 
 class Metrics:
@@ -23,9 +24,8 @@ class Metrics:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.tokens: Counter[str] = Counter()  # prompt | generated
         self.samples = 0  # that wait or are generated
-        self.waits: list[int] = [0] * (
-            len(TTFT_SECONDS) + 1
-        )  # requests whose first token came within the bucket
+        # Requests whose first token came within the bucket
+        self.waits: list[int] = [0] * (len(TTFT_SECONDS) + 1)
         self.wait_s = 0.0
 
     def first_token(self, seconds: float) -> None:

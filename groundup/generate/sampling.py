@@ -179,9 +179,8 @@ class RowParams:
                 raise UserError(
                     f"sample: banned_ids and the stop ids leave none of the {vocab_size} ids of the model"
                 )
-        banned = [
-            row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids
-        ]  # never, in (B * V,)
+        # Never, in (B * V,)
+        banned = [row * vocab_size + i for row, p in enumerate(params) for i in p.banned_ids]
         self.banned = torch.tensor(banned, device=device) if banned else None
         self.masked_ids = self._mask(masked, vocab_size)  # not before min_new_tokens
         self.draws = [p.temperature > 0 for p in params]
@@ -256,13 +255,11 @@ def process(logits: Tensor, rows: RowParams, seen: Seen | None, n_out: list[int]
     Penalties as in arXiv:1909.05858 (repetition) and the OpenAI API (frequency, presence)."""
     x = logits.float()
     if rows.banned is not None:
-        x = (
-            x.flatten().index_fill(0, rows.banned, -INF).view_as(x)
-        )  # on a CPU a tenth of masked_fill's time
+        # On a CPU a tenth of masked_fill's time
+        x = x.flatten().index_fill(0, rows.banned, -INF).view_as(x)
     if rows.masked_ids is not None and rows.min_new_tokens is not None:
-        n_out = torch.as_tensor(n_out, device=x.device).view(
-            -1, 1
-        )  # not always: the copy waits for a GPU
+        # Not always: the copy waits for a GPU
+        n_out = torch.as_tensor(n_out, device=x.device).view(-1, 1)
         x = x.masked_fill(rows.masked_ids & (n_out < rows.min_new_tokens), -INF)
     if rows.repetition is not None:
         penalized = torch.where(x < 0, x * rows.repetition, x / rows.repetition)
@@ -307,9 +304,8 @@ def confine(x: Tensor, tail: Tensor | None, min_p: Tensor | None) -> Tensor:
 def outside_nucleus(logits: Tensor, tail: Tensor) -> Tensor:
     """Return (B, V) bool: the least likely ids of a row, with a total probability of at most
     tail (B, 1); never all."""
-    if (
-        logits.device.type == "cpu"
-    ):  # where numpy sorts values 35 times as fast as torch sorts values and indices
+    # Where numpy sorts values 35 times as fast as torch sorts values and indices
+    if logits.device.type == "cpu":
         ascending = torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1))
         n_out = (ascending.softmax(dim=-1).cumsum(dim=-1) <= tail).sum(dim=-1, keepdim=True)
         n_out = n_out.clamp(max=logits.shape[-1] - 1)
@@ -462,9 +458,8 @@ class Beams:
                 beam = Beam([*self.running[parent].ids, token], total / divisor, total)
                 self.finished.append(beam) if ends else go_on.append((parent, beam))
         self.finished = sorted(self.finished, key=lambda beam: beam.score, reverse=True)[:K]
-        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (
-            K - len(go_on)
-        )  # where there are no more texts
+        # Where there are no more texts
+        go_on += [(0, Beam([0] * self.n_out, -INF, -INF))] * (K - len(go_on))
         self.running = [beam for _, beam in go_on]
         self.ended = self.n_out == self.limit or self._no_better()
         tokens = torch.tensor([beam.ids[-1] for beam in self.running], device=logits.device)

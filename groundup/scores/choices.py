@@ -194,9 +194,8 @@ def answer_rows(
     after the context belongs to the answer."""
     first = len(begin_prompt(tokenizer, context.rstrip()))
     rows = [begin_prompt(tokenizer, f"{context} {answer}") for answer in answers]
-    return [
-        (ids, min(first, len(ids) - 1)) for ids in rows
-    ]  # a merge over the border may leave the answer no token
+    # A merge over the border may leave the answer no token
+    return [(ids, min(first, len(ids) - 1)) for ids in rows]
 
 
 def read_task(task: str, path: str, shots: int) -> tuple[list[Subject], list[str]]:
@@ -238,9 +237,8 @@ def read_questions(
     accuracy over the others would be another benchmark's."""
     exam = task.removesuffix("_text")
     columns, questions, encodings = COLUMNS[exam], [], set()
-    for row in readers.read_records(
-        str(file), names=columns if exam == "mmlu" else ()
-    ):  # its files name no columns
+    # Its files name no columns
+    for row in readers.read_records(str(file), names=columns if exam == "mmlu" else ()):
         where = f"{file}:{row.line}"
         if row.problem:
             raise UserError(f"choices: {where}: {row.problem}: {' '.join(row.detail.split())}")

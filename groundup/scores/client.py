@@ -127,17 +127,15 @@ def post(endpoint: Endpoint, body: bytes) -> Reply:
     call = urllib.request.Request(endpoint.base_url.rstrip("/") + "/chat/completions", body)
     call.add_header("Content-Type", "application/json")
     if endpoint.key:
-        call.add_unredirected_header(
-            "Authorization", f"Bearer {endpoint.key}"
-        )  # never to another host
+        # Never to another host
+        call.add_unredirected_header("Authorization", f"Bearer {endpoint.key}")
     try:
         with urllib.request.urlopen(call, timeout=endpoint.timeout) as response:
             values = json.loads(response.read())
         choice, usage = values["choices"][0], values.get("usage") or {}
         text = "" + (choice["message"].get("content") or "")  # a list of parts raises TypeError
-        text = text.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )  # half an emoji of a cut reply
+        # Half an emoji of a cut reply
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return Reply(
             text, str(choice.get("finish_reason") or ""), int(usage.get("total_tokens") or 0)
         )

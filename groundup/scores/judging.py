@@ -38,10 +38,11 @@ from tokenizer import Tokenizer
 
 Z95 = 1.959964  # of the normal distribution, for 95 %
 EQUAL, CUT = "equal answers", "unfinished"  # reasons of verdicts that no judge was asked for
+# Of a request; max_tokens includes what a model thinks first
 FIELDS = {
     "temperature": 0.0,
     "max_tokens": 2048,
-}  # of a request; max_tokens includes what a model thinks first
+}
 INSTRUCTION = """\
 Two assistants have answered the last message of the same conversation. Decide which answer serves the user better: \
 whether it is correct, does all that was asked and nothing against it, is clear, honest, and in the language that the \

@@ -292,9 +292,8 @@ def write_rewards(
 
     problems, part = add_scores(talks, score, source, out, key, ROWS * batch_size, "reward_problem")
     if out not in map(Path, paths):
-        answer_files.settings_path(out).unlink(
-            missing_ok=True
-        )  # first: they must never describe other answers
+        # First: they must never describe other answers
+        answer_files.settings_path(out).unlink(missing_ok=True)
     os.replace(part, out)
     if settings:
         answer_files.write_settings(out, settings)

@@ -26,9 +26,8 @@ from groundup.tokens.row_reader import read_source
 from model import Transformer
 from tokenizer import Tokenizer
 
-WORDS = re.compile(
-    f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+"
-)  # words, and single characters of Chinese
+# Words, and single characters of Chinese
+WORDS = re.compile(f"[{cleaning.HAN}]|[^\\W_{cleaning.HAN}]+")
 NO_PROMPT = "no prompt before the answer"
 TOO_LONG = "prompt longer than the context"
 

@@ -44,9 +44,8 @@ class RowReader:
         self.dropped: Counter[str] = Counter()  # rows by the reason why they cannot be used
         self.places: list[str] = []  # "file:line: reason" of the first few for each reason
         self.said: Counter[str] = Counter()  # rows by what is wrong, in full
-        self.unread: Counter[str] = (
-            Counter()
-        )  # rows by their keys that hold content and are not read
+        # Rows by their keys that hold content and are not read
+        self.unread: Counter[str] = Counter()
         self.n_read = 0
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
