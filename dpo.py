@@ -304,7 +304,7 @@ if __name__ == "__main__":
         made_of = preference.describe_reference(source, corpus, torch_dtype)
         # a resumed run must be compared with the same weights
         data_record["reference_weights"] = made_of["checkpoint"]
-    computed = computation(model_config)  # by model.py, on this rank
+    computed = computation(model_config)  # fingerprint of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)

@@ -278,7 +278,7 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_tokens": tokens_per_step}
     data_record |= {"max_epochs": max_epochs} | corpus.record()
-    computed = computation(model_config)  # by model.py, on this rank
+    computed = computation(model_config)  # fingerprint of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     huggingface.check_saves(model_config, tokenizer)
     # None = a new run; load_resumed() loads its weights, restore() the rest

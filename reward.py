@@ -261,7 +261,7 @@ if __name__ == "__main__":
     # ---- find the checkpoint to continue, or load the weights to start from
     data_record = {"seed": seed, "block_size": block_size, "total_batch_pairs": pairs_per_step}
     data_record |= {"val_fraction": val_fraction, "max_epochs": max_epochs} | corpus.record()
-    computed = computation(model_config)  # by model.py, on this rank
+    computed = computation(model_config)  # fingerprint of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)

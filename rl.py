@@ -268,7 +268,7 @@ if __name__ == "__main__":
         data_record["reference_weights"] = huggingface.shared_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
-    computed = computation(model_config)  # by model.py, on this rank
+    computed = computation(model_config)  # fingerprint of what model.py computes here
     ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
