@@ -15,6 +15,7 @@ import serve
 from groundup import errors
 from groundup.errors import UserError
 from groundup.files.row_formats import messages_of
+from groundup.generate import openai_format
 from groundup.generate.completion import Request, Sample, never_sampled, prompt_ids
 from groundup.generate.connections import bounded_protocol
 from groundup.generate.engine import generate
@@ -442,7 +443,8 @@ def test_a_seed_of_minus_one_is_none(client):
 
 
 def test_unknown_fields_change_nothing_and_are_named_once(client, alone, capfd):
-    errors.say.cache_clear()  # other tests may have sent the same
+    openai_format.logged.clear()  # other tests may have sent the same
+    errors.say.cache_clear()
     answer = {"role": "assistant", "content": "ok", "id": "m1", "reasoning_content": "why"}
     turns = [ASKED[0] | {"surprise": 1}, answer, *ASKED]
     sent = {"surprise": 1, "user": "u", "metadata": {}, "reasoning_effort": "low"}
