@@ -12,7 +12,7 @@
 #                  before a commit; make browser: the page in Debian's chromium; make lint: ruff alone
 # make clean       remove what the others made, but .venv
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(OMP_NUM_THREADS) --dist=loadfile --no-loadscope-reorder
 QUESTION := What does the method list.append do?
