@@ -75,7 +75,7 @@ epochs = 3.0  # passes over the rows of all sources, if max_steps is 0 (from 0 t
 max_steps = 0  # 0 = as many as epochs takes (at least 0)
 max_epochs = ""  # most epochs of each source: '4' or 'data/a=2,data/b=8'
 # distillation: learn from a larger model's distributions too (docs/distillation.md)
-teacher = ""  # "" = none; a run, a checkpoint or a Hugging Face directory with the same tokens
+teacher = ""  # learn from this model too: a run, a checkpoint or a Hugging Face directory
 distill_weight = 0.5  # of the divergence from the teacher; the labels have the rest (from 0 to 1)
 distill_beta = 0.0  # 0 = forward KL, 1 = reverse KL, between = Jensen-Shannon (from 0 to 1)
 distill_temperature = 1.0  # divides the logits of both (from 0.01 to 100)
@@ -295,8 +295,17 @@ if __name__ == "__main__":
         print(*corpus.report(), sep="\n")
         settings = config | {"max_steps": max_steps}
         n_tokens = tokens_per_step * max_steps
+        others = {"teacher": plan.teacher_bytes(teacher, torch_dtype)} if teacher else {}
         text = plan.describe(
-            model, settings, batch_line, n_tokens, world_size, torch_device, torch_dtype, peak
+            model,
+            settings,
+            batch_line,
+            n_tokens,
+            world_size,
+            torch_device,
+            torch_dtype,
+            peak,
+            others,
         )
         print(text, *warnings, sep="\n", flush=True)
     if plan_only:
