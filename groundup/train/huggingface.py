@@ -410,6 +410,15 @@ def count_known_ids(source: Path, tokenizer: Tokenizer, whose: str) -> int:
     raise UserError(f"config: {what}; rerun prepare.py with --tokenizer_dir={source}")
 
 
+def check_teacher(teacher: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the token ids of the model to learn from mean other text."""
+    other = Tokenizer.load(tokenizer_dir(teacher))
+    if other.fingerprint() != tokenizer.fingerprint():
+        sizes = f"{other.vocab_size:,} and {tokenizer.vocab_size:,} token ids"
+        what = f"{teacher} and the student have different tokenizers ({sizes})"
+        raise UserError(f"config: teacher: {what}; a teacher needs the student's")
+
+
 def check_trainable(trainable: str, source: Path | None, n_new: int) -> None:
     """Raise UserError if `trainable` does not suit weights for which n_new token ids are new."""
     parts = lora.split_parts(trainable)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groundup.kernels.cross_entropy import chunk_rows
-from groundup.train import ranks
+from groundup.train import checkpoint, huggingface, ranks
 from groundup.train.device import memory_limit
 from groundup.train.log import clock
 from model import ModelConfig, Transformer
@@ -121,6 +121,14 @@ def memory(
     if device.type == "cpu":
         parts["interpreter"] = PROCESS
     return parts
+
+
+def teacher_bytes(teacher: str, dtype: torch.dtype) -> float:
+    """Return what the weights of a frozen model take, computing in dtype."""
+    with torch.device("meta"):
+        model = Transformer(huggingface.load_config(checkpoint.resolve(teacher)))
+    each = 2 if dtype == torch.bfloat16 else 4
+    return float(each * parameter_table(model)["total"])
 
 
 def activations(cfg: ModelConfig, N: int, recompute: bool, dtype: torch.dtype) -> float:
