@@ -369,7 +369,7 @@ class DDP:
         self._arrived.add(p)
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            self._launch_next()
+            self._launch_next_bucket()
 
     def _check_use(self, bucket: Bucket, i: int) -> None:
         """Raise UserError if this gradient cannot be right."""
@@ -388,7 +388,7 @@ class DDP:
             raise UserError(f"ddp: {moved([name])}")
 
     @torch.no_grad()
-    def _launch_next(self) -> None:
+    def _launch_next_bucket(self) -> None:
         """Launch the next bucket, then advance the earlier ones.
 
         With two collectives P and Q per bucket the order is P0, P1 Q0, P2 Q1, ... on every rank.
@@ -398,7 +398,7 @@ class DDP:
         bucket.state, bucket.step = State.IN_FLIGHT, self.n_steps
         bucket.transfer = self.hook(bucket)
         self._resume_hook(bucket)
-        self._launch_second_collectives(before=bucket.index)
+        self._launch_further_collectives(before=bucket.index)
         if self._expected or bucket.sharded:
             # Finish what has arrived: update it, or with ZeRO-1 free what was received. This
             # launches nothing, so it may depend on timing.
@@ -407,7 +407,7 @@ class DDP:
                 if in_flight and earlier.has_arrived():
                     self._finish_bucket(earlier)
 
-    def _launch_second_collectives(self, before: int) -> bool:
+    def _launch_further_collectives(self, before: int) -> bool:
         """Launch the next collective of the buckets that have one; return False if none has."""
         unfinished = [bucket for bucket in self.buckets[:before] if bucket.more]
         for bucket in reversed(unfinished):
@@ -503,8 +503,8 @@ class DDP:
             self._refresh(bucket, ahead=0)
         while self._next < len(self.buckets):
             # Incomplete: an error below, but the other ranks wait for this collective
-            self._launch_next()
-        while self._launch_second_collectives(before=len(self.buckets)):
+            self._launch_next_bucket()
+        while self._launch_further_collectives(before=len(self.buckets)):
             pass  # until every hook has launched its last one
         # The agreement travels while the norms are computed, each while later buckets travel
         agree = ranks.start_agreement(self._problem(), f"step {self.n_steps + 1}", stop)

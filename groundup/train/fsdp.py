@@ -196,7 +196,7 @@ def same_forwards(
     all of them in every forward.
     """
     for batch in chain(batches, repeat(None)):
-        stopping = stop_signal is not None and stop_signal.received > 0
+        stopping = stop_signal is not None and stop_signal()
         flags = torch.tensor([batch is not None, stopping]).int()
         n_left, n_stopping = ranks.all_reduce_sum(flags, "evaluation").tolist()
         if n_stopping or not n_left:

@@ -25,7 +25,7 @@ from groundup.errors import UserError, say
 from groundup.files.untrusted import crc32_of, read_json
 from groundup.train import lora, ranks
 from groundup.train.config_json import from_hf_config, is_as_saved, to_hf_config, write_json
-from groundup.train.device import Undrawn
+from groundup.train.device import SkipInit
 from groundup.train.lora import LoRAConfig, lora_config_of
 from groundup.train.tensor_files import (
     PREFIX,
@@ -258,7 +258,7 @@ def build(kind: type[Transformer], cfg: ModelConfig, dtype: torch.dtype) -> Tran
 
     bfloat16 halves the memory of its matrices."""
     # A GPU computes float16 from float32 weights. Vectors (norms, biases) are always float32.
-    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), Undrawn():
+    with lora.weights_in(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32), SkipInit():
         model = kind(cfg)
     for p in model.parameters():
         if p.ndim < 2:

@@ -405,8 +405,9 @@ class StopSignal:
     # Before `begin` a signal ends the process at once, and so does a second Ctrl-C. (A save that is
     # being written is completed.)
     def __init__(self) -> None:
-        self.received = 0  # number of the signal
-        self.begun = False
+        self.begun = self.received = False
+        # As a shell says: 128 + the signal's number. SIGTERM: only another rank received one.
+        self.exit_code = 128 + signal.SIGTERM
         self._received_at = 0.0
         for name in self.NAMES:
             number = getattr(signal, name, None)
@@ -415,6 +416,10 @@ class StopSignal:
             # nohup ignores SIGHUP, and so it stays.
             if name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
+
+    def __call__(self) -> bool:
+        """Return whether this rank has received a signal."""
+        return self.received
 
     def begin(self) -> None:
         """Let signals wait for a step to end, from now on."""
@@ -426,16 +431,7 @@ class StopSignal:
         # A terminal sends Ctrl-C to every process and torchrun sends it again, so a second one
         # counts only after two seconds.
         if not self.received:
-            self.received = number
+            self.received, self.exit_code = True, 128 + number
             self._received_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._received_at > 2:
             raise KeyboardInterrupt
-
-    def __call__(self) -> bool:
-        """Return whether this rank has received a signal."""
-        return self.received > 0
-
-    @property
-    def exit_code(self) -> int:
-        """Return 128 + the signal's number, as a shell does."""
-        return 128 + (self.received or signal.SIGTERM)  # 0: only another rank received it

@@ -119,7 +119,7 @@ def test_kill_at_every_moment_from_an_evaluation_to_its_links(tmp_path: Path, un
         behind = saved.open_saver(run, tc.TOKENIZER, keep_last=1, first_step=3)
         if 3 not in behind.log.val_losses():  # as a trainer that starts here
             behind.log.write("eval", 3, {"val_loss": 0.5})
-            behind.update_best()
+            behind.tidy()
         behind.close()
 
     moment, killed = 1, True
