@@ -131,6 +131,25 @@ def test_a_port_where_another_program_listens_is_one_line(monkeypatch):
         assert time.monotonic() - begin < 5
 
 
+def test_gloo_takes_the_interface_that_leads_to_the_first_machine(monkeypatch):
+    """/etc/hosts gives this machine's name a loopback address."""
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    addresses = {"first": "127.0.0.1", socket.gethostname(): "127.0.1.1"}
+    monkeypatch.setattr(ranks, "address_of", addresses.get)
+    monkeypatch.setattr(ranks, "interface_to", {"10.1.2.3": "eth7", "10.9.9.9": ""}.get)
+    for first in ("127.0.0.1", "10.9.9.9"):
+        addresses["first"] = first
+        ranks.name_interface()
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    addresses["first"] = "10.1.2.3"
+    ranks.name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")  # of the user
+    ranks.name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 def test_replicas_may_differ_by_rounding_only(monkeypatch):
     """By another learning rate in one step, say, they differ by more."""
     torch.manual_seed(0)
