@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 from ddp import sum_of_squares
 from groundup.errors import UserError, listed
 from groundup.train import ranks
-from groundup.train.tensor_files import own_rows, put
+from groundup.train.huggingface import own_rows, put
 from model import ModelConfig, Transformer, rope_tables
 
 # device_mesh, fsdp and tensor are imported where they are used: that takes long, and every trainer

@@ -5,8 +5,8 @@ memory. A thread writes the copy.
 
     saver = Saver(out_dir, keep_last, tokenizer, log, config, data)
     saver.save(step, model, ddp, opt, scaler)
-    saver.tidy()    # after an evaluation
-    saver.close()          # saver.saved tells whether the last save succeeded
+    saver.tidy()     # after an evaluation
+    saver.close()    # saver.saved tells whether the last save succeeded
 """
 
 import gc
@@ -100,14 +100,32 @@ class Saver:
         # The copy before this one must be written: its memory is used again.
         self.wait()
         ranks.check_replicas([bucket.param for bucket in getattr(ddp, "buckets", [])])
-        is_main = ranks.rank() == 0
         # Training on would write into a directory that nobody looks at.
-        if ranks.any_rank(is_main and not is_ours(self.out_dir)):
+        if ranks.any_rank(ranks.rank() == 0 and not is_ours(self.out_dir)):
             where = f"out_dir={str(self.out_dir)!r}"
             raise UserError(f"train: {where} was removed or moved while the run was in it")
 
+        # From here on training may change all tensors: the thread writes the copies, and reads of
+        # the model only its architecture.
+        copied = self.memory.copy(self._content(step, model, ddp, opt, scaler, extra or {}))
+        self.pending.append(self.pool.submit(self._write, step, model, copied))
+        # A run that cannot save ends now, not at its second save.
+        if not self.newest_step:
+            self.wait()
+
+    def _content(
+        self,
+        step: int,
+        model: Transformer,
+        ddp: Any,
+        opt: Any,
+        scaler: torch.amp.GradScaler,
+        extra: dict,
+    ) -> dict[str, dict]:
+        """Return what this rank saves, not copied: weights, state (on rank 0), rank_state."""
         # Rank 0 writes the model and the training state. With FSDP and ZeRO-1 the others send it
         # their parts, so all ranks make these calls.
+        is_main = ranks.rank() == 0
         content: dict[str, dict] = {}
         sharded = isinstance(ddp, fsdp.FSDP)
         weights = ddp.whole_weights() if sharded else self.model_format.stored_weights(model)
@@ -122,21 +140,14 @@ class Saver:
                 "skipped": ddp.skipped.tolist(),
                 "optimizer": optimizer,
                 "scaler": scaler.state_dict(),
-                **(extra or {}),
+                **extra,
             }
         # Each rank has its own generators and compression errors.
         content["rank_state"] = {"rng": rng_state(next(model.parameters()).device)}
         hook = getattr(ddp, "hook", None)
         if isinstance(hook, PowerSGD):
             content["rank_state"]["powersgd"] = hook.state_dict()
-
-        # From here on training may change all tensors: the thread writes the copies, and reads of
-        # the model only its architecture.
-        copied = self.memory.copy(content)
-        self.pending.append(self.pool.submit(self._write, step, model, copied))
-        # A run that cannot save ends now, not at its second save.
-        if not self.newest_step:
-            self.wait()
+        return content
 
     def tidy(self) -> None:
         """Update links and remove steps by the evaluations in the log. Call after an evaluation."""
