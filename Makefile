@@ -121,7 +121,7 @@ browser: $(VENV)/tests
 
 # Files that are formatted at 100 columns; the others follow when they are redesigned.
 FORMATTED := pretrain.py sft.py dpo.py reward.py rl.py model.py ddp.py configurator.py groundup/errors.py \
-	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/tokens \
+	serve.py sample.py evaluate.py tools/to_gguf.py groundup/train groundup/kernels groundup/align groundup/tokens \
 	groundup/generate groundup/scores groundup/files tools/reading.py \
 	tests/files/test_containers.py tests/files/test_text_sample.py tests/golden tests/test_golden.py
 

@@ -33,9 +33,9 @@ from groundup.errors import UserError, refuse
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.row_corpus import steps_of
 from groundup.train import checkpoint, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     check_compiler,
     choose_device,
     choose_dtype,
@@ -177,7 +177,7 @@ def evaluate(
     seeds = [rollouts.seed_of(seed, 0, 0, number) for number in mine]  # no step has number 0
     drawn = sampler.draw([prompts[number] for number in mine], seeds, n=1)
     own_table = rewards.table(drawn)
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}, []
     table, lengths = rollouts.gather(own_table, drawn)
     figures = rollouts.describe_answers(table, lengths, rewards.names, config)
@@ -270,7 +270,7 @@ if __name__ == "__main__":
     # ---- model
     seed_everything(seed)  # of new weights
     place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-    with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+    with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
         model = Transformer(model_config)
     set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha))
     if world.is_main:
@@ -294,8 +294,8 @@ if __name__ == "__main__":
         data_record["reference_weights"] = huggingface.shared_fingerprint(source)
     if is_ppo and trainable != "all":  # a checkpoint holds only what the critic trains
         data_record["critic_weights"] = huggingface.shared_fingerprint(critic_source)
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
@@ -326,7 +326,7 @@ if __name__ == "__main__":
     # ---- the critic
     if is_ppo:
         critic_config = huggingface.tuned_config(critic_source, n_ids, block_size, dropout=0.0)
-        with Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             critic = RewardModel(critic_config)
         set_trainable(critic, trainable, LoRAConfig(lora_rank, lora_alpha))
         critic.score.requires_grad_(True)
@@ -384,7 +384,7 @@ if __name__ == "__main__":
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores, lines = evaluate(sampler, rewards, corpus, config, guide)
         report(log, steps_done, scores, lines)
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     stopping, saving = False, True  # saving: the last step has a checkpoint
     log.begin()
@@ -402,7 +402,7 @@ if __name__ == "__main__":
         table = rewards.table(drawn)  # (1 + parts, answers): the weighted sum, then each part
         n_redrawn = 0
         for attempt in range(1, filter_groups + 1):
-            if stop_signal.received:
+            if stop_signal():
                 break
             # Equal rewards teach nothing: answer other prompts instead (arXiv:2503.14476, 3.2).
             learned_rewards, learned = rollouts.learned_rewards(table[0], config)
@@ -412,7 +412,7 @@ if __name__ == "__main__":
             redrawn = draw(sampler, corpus, step, [own_prompts[k] for k in flat], attempt)
             rollouts.replace_groups(drawn, table, flat, redrawn, rewards.table(redrawn))
             n_redrawn += len(flat)
-        stopping = ranks.any_rank(stop_signal.received)
+        stopping = ranks.any_rank(stop_signal())
         if stopping:  # answers may be missing: save the step before this one
             step -= 1
             break
@@ -496,7 +496,7 @@ if __name__ == "__main__":
                     ratio_max = torch.cat((ratios, ratio_max.view(1))).max()
 
                 # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-                grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+                grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
                 # <<< optimizer step
                 if is_ppo:
                     value_norm = critic_ddp.step(
@@ -545,22 +545,22 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                other = state_beside_policy(warmup, reward_sums, learner)
-                saver.save(step, model, ddp, opt, scaler, other)
+                extra_state = state_beside_policy(warmup, reward_sums, learner)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 scores, lines = evaluate(sampler, rewards, corpus, config, guide)
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores, lines)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
     # ---- the end
     if stopping and not saving:
         ddp.flush()
-        other = state_beside_policy(warmup, reward_sums, learner)
-        saver.save(step, model, ddp, opt, scaler, other)
+        extra_state = state_beside_policy(warmup, reward_sums, learner)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

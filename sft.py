@@ -33,9 +33,9 @@ from groundup.tokens.batches import Batches
 from groundup.tokens.conversations import Batch, ChatCorpus
 from groundup.tokens.row_corpus import paths_of, steps_of
 from groundup.train import checkpoint, fsdp, huggingface, plan, ranks
-from groundup.train.config_json import computation
+from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
-    Undrawn,
+    SkipInit,
     autocast,
     check_compiler,
     choose_device,
@@ -155,7 +155,7 @@ def evaluate(
                 [n_nats, n_labels, n_correct, n_bytes], dtype=torch.float64
             )
     model.train()
-    if ranks.any_rank(stop_signal.received):
+    if ranks.any_rank(stop_signal()):
         return {}
     ranks.all_reduce_sum(sums)
 
@@ -288,7 +288,7 @@ if __name__ == "__main__":
         model = fsdp.build(Transformer, model_config, torch_device, torch_dtype, new=False)
     else:
         place = torch.device("meta" if plan_only else "cpu")  # meta: shapes without memory
-        with place, Undrawn(), weights_in(frozen_dtype(trainable, torch_dtype)):
+        with place, SkipInit(), weights_in(frozen_dtype(trainable, torch_dtype)):
             model = Transformer(model_config)
         set_trainable(model, trainable, LoRAConfig(lora_rank, lora_alpha, dropout))
     if world.is_main:
@@ -319,8 +319,8 @@ if __name__ == "__main__":
         data_record |= {"teacher_weights": huggingface.shared_fingerprint(teacher_source)}
         data_record |= {"distill_weight": distill_weight, "distill_beta": distill_beta}
         data_record |= {"distill_temperature": distill_temperature}
-    computed = computation(model_config)  # fingerprint of what model.py computes here
-    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": computed})
+    fingerprint = model_fingerprint(model_config)  # of what model.py computes here
+    ranks.check_equal(config | data_record | {"dtype": str(torch_dtype), "model.py": fingerprint})
     # None = a new run; load_resumed() loads its weights, restore() the rest
     resumed = checkpoint.find(config, model_config, data_record, max_steps)
     warmup = checkpoint.warmup_of(config, max_steps, resumed)  # steps
@@ -380,14 +380,14 @@ if __name__ == "__main__":
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
     questions = [ids for ids, _ in corpus.prompts(eval_answers)]
     prompts = [prompt for prompt in sample_prompts.split("|") if prompt]
-    other = {"warmup_steps": warmup}  # part of each checkpoint
+    extra_state = {"warmup_steps": warmup}  # part of each checkpoint
 
     # ---- the loop
     if ranks.any_rank(log.lacks_evaluation(eval_every)):
         scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
         scores["self_stop"] = share_that_stops(model, tokenizer, questions)
         report(log, steps_done, scores, sample(model, tokenizer, prompts))
-        saver.update_best()
+        saver.tidy()
     stop_signal.begin()
     log.begin()
     stopping = False
@@ -421,7 +421,7 @@ if __name__ == "__main__":
             loss_sum += loss.detach()
 
         # >>> optimizer step: identical in all trainers (tests/test_repo.py)
-        grad_norm = ddp.step(opt, lr=lr, clip=grad_clip, scaler=scaler, stop=stop_signal())
+        grad_norm = ddp.step(opt, lr, grad_clip, scaler, stop_signal())
         # <<< optimizer step
         log.advance()
 
@@ -453,16 +453,16 @@ if __name__ == "__main__":
             if saving or evaluating:
                 ddp.flush()  # apply the updates that wait for the next forward
             if saving:
-                saver.save(step, model, ddp, opt, scaler, other)
+                saver.save(step, model, ddp, opt, scaler, extra_state)
             if evaluating:
                 scores = evaluate(model, corpus, token_bytes, torch_device, torch_dtype)
                 if scores:  # else a signal came, on this rank or another
                     scores["self_stop"] = share_that_stops(model, tokenizer, questions)
                 texts = sample(model, tokenizer, prompts)
-                stopping = ranks.any_rank(stop_signal.received)
+                stopping = ranks.any_rank(stop_signal())
                 if not stopping:  # else it was left early: a resumed run does it again
                     report(log, step, scores, texts)
-                    saver.update_best()
+                    saver.tidy()
         if stopping:
             break
 
@@ -470,7 +470,7 @@ if __name__ == "__main__":
     batches.close()
     if stopping and not saving:
         ddp.flush()
-        saver.save(step, model, ddp, opt, scaler, other)
+        saver.save(step, model, ddp, opt, scaler, extra_state)
     saver.close()
     config = config | {"max_steps": max_steps}
     next_command = f"python sample.py --init_from={out_dir}"

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import forks
 import pytest
@@ -202,7 +201,7 @@ def test_a_micro_batch_without_labels_gives_zero_and_finite_gradients(base):
 
 
 def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
-    monkeypatch.setattr(sft, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     token_bytes = torch.from_numpy(corpus.tokenizer.token_byte_lengths())
     scores = []
@@ -215,7 +214,7 @@ def test_evaluation_needs_no_float64_on_the_device(base, monkeypatch):
 def test_evaluation_equals_a_count_by_hand(base, monkeypatch):
     monkeypatch.setattr(sft, "batch_size", 3)
     monkeypatch.setattr(sft, "eval_steps", 0)
-    monkeypatch.setattr(sft, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(sft, "stop_signal", lambda: False, raising=False)
     model, corpus = huggingface.load_model(base / "model").eval(), corpus_of(base, pack=True)
     tokenizer = corpus.tokenizer
     token_bytes = torch.from_numpy(tokenizer.token_byte_lengths())
