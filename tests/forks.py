@@ -74,8 +74,8 @@ def stands_for(command: list[str], env: dict[str, str] | None) -> list[str]:
     same = same and all(theirs[key] == own[key] for key in theirs if key != "PYTHONPATH")
     if words[0] != sys.executable or not same or os.environ.get("OMP_NUM_THREADS") != "1" or sys.platform != "linux":
         return []
-    words = words[2:] if words[1] == "-u" else words[1:]
-    while words[0].startswith("-X"):  # multiprocessing hands on how this interpreter was started
+    words = words[1:]
+    while words[0] in ("-u", "-B"):
         words = words[1:]
     return words if words[0].endswith(".py") or words[0] == "-c" or words[:2] == ["-m", TORCHRUN] else []
 
