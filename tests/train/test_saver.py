@@ -961,7 +961,7 @@ def test_machines_need_no_shared_disk_to_save_but_each_the_checkpoint_to_resume(
         for name, mine in hook.state_dict().items() if compress == "powersgd" else ():
             mine["error"].fill_(len(name) + world.rank)
         torch.manual_seed(world.rank)
-        behind.save(1, model, parallel, *saved.training(1)[1:], other={"data": tc.DATA})
+        behind.save(1, model, parallel, *saved.training(1)[1:], extra={"data": tc.DATA})
         behind.close()
         assert behind.saved
 
