@@ -118,6 +118,7 @@ def command(out_dir: Path, small: bool = True, **settings) -> list[str]:
 def make_small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "UNIT_BYTES", 2**14)
     monkeypatch.setattr(unit, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
 
 
 def leftovers(directory: Path) -> list[str]:
@@ -371,7 +372,6 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch):
     make_small_units(monkeypatch)
-    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
     recipe = prepare.check_config(KEYS | {"input": str(corpus), "out_dir": "x"})
     assert len(unit.plan_units(prepare.find_inputs(recipe.sources, tmp_path / "out", tmp_path))) > 20
     for workers in (1, 3):
@@ -391,6 +391,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, tok, corpus, monkeypatch
 
 @pytest.mark.slow
 def test_units_do_not_change_the_order(tmp_path, tok, corpus, monkeypatch):
+    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
     run(tmp_path / "whole", input=corpus, tokenizer_dir=tok)
     make_small_units(monkeypatch)
     run(tmp_path / "cut", input=corpus, tokenizer_dir=tok)
@@ -469,7 +470,7 @@ def kill_when(moment: str, arguments: list[str], directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs kill -9")
 def test_killed_at_any_moment_then_run_again(tmp_path, tok, corpus, monkeypatch):
-    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
+    make_small_units(monkeypatch)
     settings = {"input": str(corpus), "tokenizer_dir": tok, "val_fraction": 0.1}
     settings["max_bad_fraction"] = 0.01
     assert run(tmp_path / "whole", workers=1, **settings) == 0
@@ -554,7 +555,7 @@ def test_killed_while_replacing_keeps_the_old_directory(tmp_path, tok, corpus):
 @pytest.mark.slow
 @needs_proc
 def test_killed_worker_is_an_error_and_the_next_run_goes_on(tmp_path, tok, corpus, monkeypatch):
-    monkeypatch.setattr(select, "SHARD_TOKENS", 20_000)
+    make_small_units(monkeypatch)
     settings = {"input": str(corpus), "tokenizer_dir": tok, "max_bad_fraction": 0.01}
     run(tmp_path / "whole", **settings)
     arguments = command(tmp_path / "out", workers=2, **settings)
