@@ -6,18 +6,16 @@ import gzip
 import importlib.util
 import json
 import random
-import shutil
 from pathlib import Path
 
 import cluster
-import numpy as np
 import pytest
 
 import prepare
 from configurator import is_key
-from groundup.errors import UserError
-from groundup.text import pipeline
-from groundup.tokens.token_files import TokenData
+from groundup.text import inputs
+from groundup.text import select as selection
+from groundup.text import unit as units
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
 
@@ -61,8 +59,8 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    monkeypatch.setattr(pipeline, "UNIT_BYTES", 2**13)
-    monkeypatch.setattr(pipeline, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(inputs, "UNIT_BYTES", 2**13)
+    monkeypatch.setattr(units, "GROUP_BYTES", 2**12)
 
 
 def settings(corpus: Path, out: Path, **own) -> dict:
@@ -86,7 +84,9 @@ def arrays(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def prepared(corpus, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SHARD_TOKENS", 3000)
+        assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
     return out
 
 
