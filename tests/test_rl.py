@@ -97,6 +97,9 @@ def base(tmp_path_factory) -> Path:
         (folder / name).mkdir()
     huggingface.write_model(folder / "model", model, tokenizer)
     reward_model.write_model(folder / "judge", judge, tokenizer)
+    (folder / "teacher").mkdir()
+    torch.manual_seed(1)
+    huggingface.write_model(folder / "teacher", Transformer(cfg), tokenizer)
     rows = [{"prompt": f"第{i}个问题: what is {i} plus {i}?", "number": i % 7} for i in range(40)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "rules.py").write_text(RULES, encoding="utf-8")
@@ -680,6 +683,30 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         assert len(mine) == 6 and mine[-2:] == pytest.approx(theirs[-2:], rel=2e-3, abs=1e-5), key
 
 
+# ---- a teacher -----------------------------------------------------------------------------------
+
+TAUGHT = ["--reward=", "--unfinished_reward=0", "--kl_coef=1", "--learning_rate=1e-2"]
+
+
+@pytest.mark.parametrize("lora", (False, True))
+def test_a_student_comes_close_to_its_teacher_without_a_reward(run, base, tmp_path, lora):
+    """With a teacher of even probabilities the divergence is log(V) minus the entropy."""
+    flags = [*TAUGHT, f"--teacher={base / 'teacher'}", "--max_steps=12", "--eval_every=12"]
+    flags += ["--schedule=constant", "--prompts_per_step=8"]
+    flags += ["--trainable=lora", "--learning_rate=1e-1"] if lora else []
+    assert run(*flags) == 0  # of two equal flags the last counts
+    first, last = column(tmp_path / "out", "eval", "kl_teacher")
+    assert 0 < last < 0.9 * first
+    assert column(tmp_path / "out", "eval", "val_loss") == pytest.approx([first, last])
+    assert not any(column(tmp_path / "out", "train", "reward"))
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(run, base, tmp_path):
+    assert run(*TAUGHT, f"--teacher={base / 'model'}", "--max_steps=2") == 0
+    assert column(tmp_path / "out", "train", "kl")[0] == pytest.approx(0, abs=1e-5)
+    assert column(tmp_path / "out", "train", "grad_norm")[0] == pytest.approx(0, abs=1e-4)
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -693,7 +720,11 @@ def test_one_rank_continues_what_two_began(two_ranks, run, tmp_path):
         (["--group_size=1"], "group_size must be at least 2"),
         (["--temperature=0"], "temperature must be from 0.01 to 100"),
         (["--minibatches=3"], "minibatches=3 must divide"),
-        (["--clip_low=2"], "clip_low must be from 0 to 1"),
+        (["--clip_high=-2"], "clip_high must be at least 0"),
+        (["--reward="], "reward='' is for a run with a teacher"),
+        (["--reward=", "--teacher=out/sft"], "give unfinished_reward=0"),
+        (["--teacher=out/sft", "--kl_coef=0"], "kl_coef is the weight of the teacher"),
+        (["--teacher=nowhere"], "nowhere"),
         (["--unfinished_reward=1e999"], "unfinished_reward must be from -1e9 to 1e9"),
         (["--algorithm=ppo", "--filter_groups=1"], "filter_groups"),
         (["--critic_from=out/reward"], "critic_from"),

@@ -106,6 +106,8 @@ class Rewards:
 def parse_reward(spec: str) -> dict[str, float]:
     """Return {part: weight}: 'out/reward,a.py:f=-0.1' -> {'out/reward': 1.0, 'a.py:f': -0.1}."""
     weights: dict[str, float] = {}
+    if not spec:
+        return weights
     for part in map(str.strip, spec.split(",")):
         name, equals, number = part.rpartition("=")
         name = name.strip() if equals else part

@@ -301,6 +301,23 @@ def measure_logps(
     return found
 
 
+def measure_divergence(
+    model: Transformer,
+    reference: Transformer,
+    answers: Rollouts,
+    batch_size: int,
+    temperature: float,
+    dtype: torch.dtype,
+) -> float:
+    """Return the mean of log p(model) - log p(reference) over the tokens of all ranks' answers.
+
+    It estimates the KL divergence of the model from the reference, per token. All ranks call it."""
+    gaps = measure_logps(model, answers, batch_size, temperature, dtype)
+    gaps = gaps - measure_logps(reference, answers, batch_size, temperature, dtype)
+    total, n = ranks.all_reduce_sum(torch.tensor([gaps.sum(), len(gaps)], dtype=torch.float64))
+    return (total / n.clamp(min=1)).item()
+
+
 # ---- figures for the log -------------------------------------------------------------------------
 
 
@@ -404,7 +421,9 @@ def describe_plan(
         "cache": float(cache),
         "copy to draw with": float(dtype.itemsize * total),
     }
-    if config["kl_coef"] and config["trainable"] != "lora":
+    if config["teacher"]:
+        others["teacher"] = plan.teacher_bytes(config["teacher"], dtype)
+    elif config["kl_coef"] and config["trainable"] != "lora":
         others["reference"] = 4.0 * total
     if config["algorithm"] == "ppo":  # weights; gradients and two moments; on a CPU a copy to save
         others["critic"] = 4.0 * total + (24.0 if device.type == "cpu" else 12.0) * trained
