@@ -14,6 +14,7 @@ starts, like those of raw files.
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 
 from groundup.files import row_formats, usable
 from groundup.files.splits import dialogue_text
-from groundup.tokens.row_reader import STRANGE, RowReader, SourceRows, Unusable, read_source
+from groundup.tokens.row_reader import STRANGE, Items, RowReader, SourceRows, Unusable, read_source
 from groundup.tokens.token_files import (
     AGAIN,
     check_shape,
@@ -74,16 +75,54 @@ def make_conversations(
     return Conversations(tokens, mask, offsets, pad_id, fingerprint)
 
 
-def in_memory(
-    rendered: Sequence[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer
-) -> Conversations:
-    """Return the Conversations of what `tokenize` returned."""
-    no_ids = np.zeros(0, token_dtype(tokenizer.vocab_size))
-    tokens = np.concatenate([no_ids, *(ids for ids, _ in rendered)])
-    mask = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in rendered)])
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in rendered)], dtype=np.int64)
-    arrays = [tokens, mask, offsets]
-    return make_conversations(arrays, [sha256_of(array) for array in arrays], tokenizer)
+class InMemory:
+    """Conversations as they are read: ids and masks grow in place, so that memory holds them once.
+
+    lengths: ids of each conversation."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.ids, self.mask, self.lengths = bytearray(), bytearray(), array("q")
+
+    def append(self, item: tuple[np.ndarray, np.ndarray]) -> None:
+        """Append what `tokenize` returned."""
+        ids, mask = item
+        assert ids.dtype == self.dtype and mask.dtype == np.uint8, f"{ids.dtype=} {mask.dtype=}"
+        self.ids += ids.tobytes()
+        self.mask += mask.tobytes()
+        self.lengths.append(len(ids))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def without(self, held_out: np.ndarray) -> "InMemory":
+        """Take out the conversations that held_out (n,) bool marks, and return them."""
+        others, kept = InMemory(self.tokenizer), array("q")
+        begins = np.cumsum([0, *self.lengths])
+        ids = np.frombuffer(self.ids, self.dtype)
+        mask = np.frombuffer(self.mask, np.uint8)
+        end = 0  # of what is kept, which moves to the front
+        for i, (begin, n) in enumerate(zip(begins.tolist(), self.lengths, strict=False)):
+            if held_out[i]:
+                others.append((ids[begin : begin + n], mask[begin : begin + n]))
+            else:
+                ids[end : end + n] = ids[begin : begin + n]
+                mask[end : end + n] = mask[begin : begin + n]
+                kept.append(n)
+                end += n
+        del ids, mask  # a bytearray with a view cannot shrink
+        del self.ids[end * self.dtype.itemsize :], self.mask[end:]
+        self.lengths = kept
+        return others
+
+    def conversations(self) -> Conversations:
+        tokens = np.frombuffer(self.ids, self.dtype)
+        mask = np.frombuffer(self.mask, np.uint8)
+        offsets = np.cumsum([0, *self.lengths], dtype=np.int64)
+        arrays = [tokens, mask, offsets]
+        digests = [sha256_of(array) for array in arrays]
+        return make_conversations(arrays, digests, self.tokenizer)
 
 
 def sha256_of(array: np.ndarray) -> str:
@@ -148,6 +187,9 @@ class ChatReader(RowReader):
 
     An item is (ids, mask), or the messages if the reader has no tokenizer."""
 
+    def new_store(self) -> "Items | InMemory":
+        return InMemory(self.tokenizer) if self.tokenizer else Items()
+
     def item(
         self, row: object, place: str
     ) -> tuple[str, list[dict] | tuple[np.ndarray, np.ndarray]]:
@@ -181,14 +223,13 @@ def read_chat(path: str, tokenizer: Tokenizer, val_fraction: float) -> SourceRow
             why = "its token files are another tokenizer's; its rows are tokenized again"
             reader.places.append(f"{directory}: {why}")
     rows = read_source(path, reader, val_fraction)
-    train, val = in_memory(rows.train, tokenizer), in_memory(rows.val, tokenizer)
-    return SourceRows(train, val, reader)
+    return SourceRows(rows.train.conversations(), rows.val.conversations(), reader)
 
 
 def map_split(directory: Path, manifest: dict, split: str, tokenizer: Tokenizer) -> Conversations:
     """Return the Conversations in the token files of a split; none if there is no such split."""
     if split not in manifest["splits"]:
-        return in_memory([], tokenizer)
+        return InMemory(tokenizer).conversations()
     check_shape(directory / "manifest.json", manifest["splits"][split], {"tokens": dict}, AGAIN)
     entry = manifest["splits"][split]["tokens"]
     arrays = map_tokens(directory, entry, token_dtype(tokenizer.vocab_size).name)

@@ -31,6 +31,8 @@ from groundup.tokens.row_corpus import RowCorpus
 from groundup.tokens.row_reader import SourceRows
 from tokenizer import Tokenizer
 
+COUNTED = 1000  # conversations whose labels are counted at once
+
 # ---- rows ------------------------------------------------------------------------------------
 
 
@@ -92,8 +94,11 @@ class Rows:
         talks, limit = self.conversations, self.block_size + 1
         lengths = np.diff(talks.offsets)
         labels = np.zeros_like(lengths)
-        if len(talks):
-            labels = np.add.reduceat(talks.mask, talks.offsets[:-1], dtype=np.int64)
+        for first in range(0, len(talks), COUNTED):  # reduceat makes int64 of the mask
+            borders = talks.offsets[first : first + COUNTED + 1]
+            mask = talks.mask[borders[0] : borders[-1]]
+            found = np.add.reduceat(mask, borders[:-1] - borders[0], dtype=np.int64)
+            labels[first : first + COUNTED] = found
         counts: Counter[str] = Counter()
         counts["left out: no answer"] = int((labels == 0).sum())
         for i in np.flatnonzero((lengths > limit) & (labels > 0)).tolist():

@@ -30,7 +30,7 @@ from groundup.tokens.row_reader import STRANGE, RowReader, Unusable
 from groundup.tokens.token_files import token_dtype
 from tokenizer import Tokenizer, split_answer
 
-WINDOW = 64  # batches of the seeded order within which pairs are sorted by length
+SORTED_STEPS = 64  # consecutive steps whose pairs are sorted by length
 PROBLEMS = {  # of row_formats.pair_of, and how they are counted; with others a row is STRANGE
     "empty answer": "empty answer",
     "chosen and rejected are the same": "equal answers",
@@ -222,31 +222,31 @@ def load_pairs(
 class LengthSampler(Sampler):
     """A Sampler that brings pairs of similar length together, so that batches need less padding.
 
-    An epoch is cut into windows of WINDOW batches. Within a window the pairs are sorted by T (eight
-    values) and cut into batches, which come in a seeded order, so that long and short ones
-    alternate. Every epoch has each pair once, in other batches. With one source these are the
-    batches of the steps.
+    An epoch is cut into stretches of SORTED_STEPS steps. Within a stretch the pairs are sorted by T
+    (eight values) and cut into steps, which come in a seeded order, so that long and short ones
+    alternate. Every epoch has each pair once, in other steps. With several sources a step takes a
+    part of its pairs from each.
 
-    columns: (n,) int64, T of each pair. batch: pairs per step.
+    columns: (n,) int64, T of each pair.
     """
 
-    def __init__(self, columns: np.ndarray, batch: int, seed: int, source: int) -> None:
+    def __init__(self, columns: np.ndarray, pairs_per_step: int, seed: int, source: int) -> None:
         super().__init__(len(columns), seed, source)
         self.columns = columns
-        self.batch = batch
-        self.number = source
-        # two threads ask for the same windows many times
+        self.pairs_per_step = pairs_per_step
+        self.source_number = source
+        # two threads ask for the same stretches many times
         self.sorted = lru_cache(maxsize=8)(self._sorted)
 
-    def start(self, numbers: np.ndarray) -> np.ndarray:
+    def starts_of(self, numbers: np.ndarray) -> np.ndarray:
         numbers = np.asarray(numbers, dtype=np.int64)
         epoch_begin = numbers - numbers % self.per_epoch
-        # windows begin with a step, and none holds two epochs
-        size = WINDOW * self.batch
-        aligned = epoch_begin - epoch_begin % self.batch
-        window = aligned + (numbers - aligned) // size * size
-        begins = np.maximum(epoch_begin, window)
-        ends = np.minimum(epoch_begin + self.per_epoch, window + size)
+        # stretches begin with a step, and none holds two epochs
+        size = SORTED_STEPS * self.pairs_per_step
+        aligned = epoch_begin - epoch_begin % self.pairs_per_step
+        stretch = aligned + (numbers - aligned) // size * size
+        begins = np.maximum(epoch_begin, stretch)
+        ends = np.minimum(epoch_begin + self.per_epoch, stretch + size)
         rows = np.empty_like(numbers)
         for begin in np.unique(begins):
             now = begins == begin
@@ -255,16 +255,16 @@ class LengthSampler(Sampler):
         return rows
 
     def _sorted(self, begin: int, end: int) -> np.ndarray:
-        """Return the rows for the numbers of a window, (end - begin,) int64."""
-        rows = super().start(np.arange(begin, end))
+        """Return the rows for the numbers of a stretch, (end - begin,) int64."""
+        rows = super().starts_of(np.arange(begin, end))
         rows = rows[np.argsort(self.columns[rows], kind="stable")]
-        step = begin - begin % self.batch
-        borders = np.arange(step, end + self.batch, self.batch).clip(begin, end)
-        sizes = np.diff(borders)
-        keys = hash_words(8, "lengths", self.seed, self.number, begin)
+        first = begin - begin % self.pairs_per_step  # of the step that it begins with
+        borders = np.arange(first, end + self.pairs_per_step, self.pairs_per_step)
+        sizes = np.diff(borders.clip(begin, end))
+        keys = hash_words(8, "lengths", self.seed, self.source_number, begin)
         order = permute(np.arange(len(sizes)), len(sizes), keys)
-        batches = np.split(rows, np.cumsum(sizes[order])[:-1])
-        return np.concatenate([batches[k] for k in np.argsort(order)])
+        steps = np.split(rows, np.cumsum(sizes[order])[:-1])
+        return np.concatenate([steps[k] for k in np.argsort(order)])
 
 
 # ---- the sources of a run --------------------------------------------------------------------

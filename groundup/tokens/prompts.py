@@ -122,6 +122,6 @@ class PromptCorpus(RowCorpus):
 
     def take(self, order: Mixture, samples: np.ndarray) -> list[Prompt]:
         """Return the prompts of these samples (n,)."""
-        sources, rows = order.start(samples)
+        sources, rows = order.starts_of(samples)
         places = zip(sources.tolist(), rows.tolist(), strict=True)
         return [self.train[source].prompts[row] for source, row in places]

@@ -66,6 +66,11 @@ class RowCorpus(Corpus):
         for name, weight in zip(names, weights.values(), strict=True):
             if name in self.val:
                 self.val_weights[name] = weight or float(self.val[name].n_labels.sum())
+        # laid out, the items are there a second time
+        self.found = [rows._replace(train=(), val=()) for rows in self.found]
+        self.val_found = {
+            name: rows._replace(train=(), val=()) for name, rows in self.val_found.items()
+        }
 
     def need_validation(self, val_fraction: float) -> None:
         """Raise UserError if no row is held out, with what was left out and why."""

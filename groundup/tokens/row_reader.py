@@ -4,6 +4,7 @@ Count what is left out, and why. A raw file has no validation split of its own: 
 decides which rows are held out, as in prepare.py.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,16 @@ class Unusable(Exception):
         self.detail = detail
 
 
+class Items(list):
+    """Items as they are read."""
+
+    def without(self, held_out: np.ndarray) -> "Items":
+        """Take out the items that held_out (n,) bool marks, and return them."""
+        pairs = list(zip(self, held_out.tolist(), strict=True))
+        self[:] = [item for item, marked in pairs if not marked]
+        return Items(item for item, marked in pairs if marked)
+
+
 class RowReader:
     """Reads the items of one kind (conversations, pairs, prompts) and counts the rows left out."""
 
@@ -49,6 +60,10 @@ class RowReader:
         self.n_read = 0
         self.trimmed = 0  # conversations that lost turns after the assistant's last one
         self.left_out: Counter[str] = Counter()  # parts of rows that the chat template left out
+
+    def new_store(self) -> Any:
+        """Return an empty store with `append` and `without`, for the items of a split."""
+        return Items()
 
     def item(self, row: object, place: str) -> tuple[str, Any]:
         """Return (the text whose hash decides the split, the item) of a row. Raise Unusable."""
@@ -117,25 +132,23 @@ def read_source(path: str, reader: RowReader, val_fraction: float) -> SourceRows
     """Return the items of a raw file, a glob, a directory of raw files, or one of prepare.py.
 
     The last has its own splits; of the others val_fraction is held out."""
-    train: list[Any] = []
-    val: list[Any] = []
+    train, val = reader.new_store(), reader.new_store()
     if Path(path, "manifest.json").exists():
         splits = read_manifest(path, reader.kind)["splits"]
         for split, items in (("train", train), ("val", val)):
             if split in splits:
                 file = Path(path, splits[split]["file"])
                 verify_sha256(file, splits[split]["sha256"])
-                items += [item for _, item in reader.read(str(file))]
+                for _, item in reader.read(str(file)):
+                    items.append(item)
     else:
-        items, positions = [], []
+        positions = array("Q")
         for file in readers.find_files(path):
             for text, item in reader.read(file):
-                items.append(item)
+                train.append(item)
                 positions.append(split_position(text.encode()))
         by_prompt = reader.split_by_prompt
-        positions = np.array(positions, np.uint64)
-        split_of, _ = assign(positions, val_fraction, by_prompt=by_prompt)
-        for item, split in zip(items, split_of, strict=True):
-            (val if split else train).append(item)
+        split_of, _ = assign(np.array(positions, np.uint64), val_fraction, by_prompt=by_prompt)
+        val = train.without(split_of != 0)
     reader.check(path, len(train) + len(val))
     return SourceRows(train, val, reader)

@@ -43,6 +43,27 @@ NOT_WRITTEN = {
 OUR_CHARACTERS = re.compile("[\ufdd0-\ufdd5]")
 RENDER_S = 4  # at most, for one conversation; thousands of messages take less than one
 TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CALLING = {"name": "f", "arguments": {"x": 1}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+PROBED = (  # (messages, tools, add_generation_prompt) that every template is tried on
+    (TRIAL, None, False),
+    (TRIAL[:1], None, True),
+    ([{"role": "system", "content": "c"}, *TRIAL, TRIAL[0]], TOOLS, True),
+    (
+        [
+            TRIAL[0],
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "id": "call00000", "function": CALLING}],
+            },
+            {"role": "tool", "content": "r", "tool_call_id": "call00000"},
+            {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"},
+        ],
+        TOOLS,
+        False,
+    ),
+)
 # what a template may read that is no setting
 GIVEN = {"messages", "tools", "add_generation_prompt", "documents", "loop"}
 # A block of thoughts that a prompt opens for the model, closed or not
@@ -114,6 +135,7 @@ class ChatTemplate:
             RecursionError,
             MemoryError,
         )
+        self.others: tuple = ()  # what stood around the last answer that was looked for
         self.too_slow = ""  # the error, once a conversation has taken too long
         self._find_markers(source, list(specials), list(words), strips or {})
         self.closing = self._find_closing()
@@ -274,14 +296,18 @@ class ChatTemplate:
 
         It begins with what the template opens for the model (with a block of thoughts that the
         model does not write itself) and ends with the markers that end the turn."""
-        asked = self.text(messages[:i], tools, True) if i else ""
-        words = {"role": "assistant", "content": BEGIN}
-        try:
-            other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
-        except UserError:
-            if span := self.call(text, messages, i, tools, prompt):
-                return span
-            raise
+        others = (messages[:i], messages[i + 1 :], tools, prompt)
+        if others != self.others:  # those of a pair's two answers are the same
+            asked = self.text(messages[:i], tools, True) if i else ""
+            words = {"role": "assistant", "content": BEGIN}
+            try:
+                other = self.text([*messages[:i], words, *messages[i + 1 :]], tools, prompt)
+            except UserError:
+                if span := self.call(text, messages, i, tools, prompt):
+                    return span
+                raise
+            self.others, self.around = others, (asked, other)
+        asked, other = self.around
         before, found, after = other.partition(BEGIN)
         # If this answer has another block of thoughts than the one that the prompt opens, the model
         # writes the whole block.
@@ -384,10 +410,21 @@ def learned_spans(spans: list[Span], messages: Sequence[dict]) -> list[Span]:
 
 @cache
 def on_trial(source: str, variables: tuple[tuple[str, Any], ...]) -> str:
-    """Return why a template cannot be used, "" if it writes a short conversation within bounds."""
+    """Return why a template cannot be used, "" if it writes short conversations within bounds.
+
+    They reach most of its branches, in a copy of this process that has little time and memory. What
+    is left, a loop over what a row says, is stopped by the time limit of `ChatTemplate.text`."""
 
     def render() -> None:
-        environment().from_string(source).render(messages=TRIAL, **dict(variables))
+        template = environment().from_string(source)
+        for messages, tools, prompt in PROBED:
+            given = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+            try:
+                template.render(**given, **dict(variables))
+            except MemoryError:
+                raise
+            except Exception:  # it may refuse some of them
+                continue
 
     return why_unusable(render)
 
@@ -479,6 +516,7 @@ def objects(lines: list[str]) -> list[dict] | None:
 def environment() -> Any:
     """Return Jinja's sandbox with what transformers adds to it."""
     from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -504,8 +542,34 @@ def environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    class NothingComputed(CodeGenerator):
+        """Compiles only what is written out: 'a' * 4000000000 would be computed here."""
+
+        def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+            if not isinstance(node, nodes.TemplateData | nodes.Const):
+                raise nodes.Impossible
+            return super()._output_child_to_const(node, frame, finalize)
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """The sandbox, quicker at what templates do most: read a message, ask a text."""
+
+        code_generator_class = NothingComputed
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+                return obj[attribute]
+            return super().getattr(obj, attribute)
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            if type(obj) is str:
+                return not attr.startswith("_")
+            return super().is_safe_attribute(obj, attr, value)
+
+    made = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
+        optimized=False,
     )
     made.filters["tojson"] = to_json
     # each ChatTemplate has a date of its own

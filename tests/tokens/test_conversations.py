@@ -14,7 +14,7 @@ from configurator import is_key
 from groundup.demo import python_docs as corpora
 from groundup.errors import UserError
 from groundup.tokens.batches import Batches
-from groundup.tokens.chat_files import in_memory, read_chat, tokenize
+from groundup.tokens.chat_files import InMemory, read_chat, tokenize
 from groundup.tokens.conversations import ChatCorpus, Rows, fit, load_rows
 from groundup.tokens.corpus import changed_entry
 from groundup.tokens.training import train
@@ -40,6 +40,9 @@ class Toy:
     IDS |= {"1": [17], "+": [18], "2": [19], "b": [20]}
     im_start_id, im_end_id, turn_end_id, pad_id, vocab_size, foreign_template = 1, 2, 2, 0, 64, False
     render = Tokenizer.render
+
+    def recent_ids(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         role, newline, rest = text.partition("\n")
@@ -98,7 +101,10 @@ def write_talks(path: Path, found: list[list[dict]]) -> str:
 
 
 def rows_of(found: list[list[dict]], tokenizer, block_size: int, pack: bool, seed: int = 1) -> Rows:
-    return Rows(in_memory([tokenize(talk, tokenizer) for talk in found], tokenizer), block_size, pack, seed, "x")
+    store = InMemory(tokenizer)
+    for talk in found:
+        store.append(tokenize(talk, tokenizer))
+    return Rows(store.conversations(), block_size, pack, seed, "x")
 
 
 def everything(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -300,7 +306,7 @@ def test_shares_stages_and_epochs(tok, two_files, tmp_path):
         corpus.order(1, 4, 10, max_epochs="c.jsonl=2")
     staged = ChatCorpus(f"0: {a}=1; 10: {a}=1,{b}=1", tok, 256, True, 7)
     order = staged.order(1, 4, 20)
-    assert order.start(np.arange(40))[0].max() == 0 and 0.2 < order.start(np.arange(40, 400))[0].mean() < 0.8
+    assert order.starts_of(np.arange(40))[0].max() == 0 and 0.2 < order.starts_of(np.arange(40, 400))[0].mean() < 0.8
     assert staged.val_shares() == [0.5, 0.5] and list(staged.val) == ["a.jsonl", "b.jsonl"]
     assert changed_entry(corpus.record(), corpus.record(), 5) == ""
     assert changed_entry(corpus.record(), staged.record(), 5) == "stages"
@@ -415,7 +421,7 @@ def test_raw_files_rows_and_token_files_give_the_same_samples(tok, tok_dir, tmp_
     assert make(tmp_path / "rows", path) == make(tmp_path / "tokens", path, tokenizer_dir=tok_dir) == 0
     from_rows, from_tokens = (ChatCorpus(str(tmp_path / name), tok, 256, True, 5) for name in ("rows", "tokens"))
     assert isinstance(from_tokens.train[0].conversations.tokens.base, np.memmap)
-    assert from_rows.train[0].conversations.tokens.base is None
+    assert not isinstance(from_rows.train[0].conversations.tokens.base, np.memmap)
     raw = ChatCorpus(path, tok, 256, True, 5, val_fraction=0.2)
     assert same(from_rows, from_tokens) and same(raw, from_tokens) and len(raw.val["a.jsonl"].conversations) > 2
     # what numpy reads from the files is what the renderer makes of the lines
