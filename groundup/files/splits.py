@@ -39,18 +39,11 @@ def cut_places(length: int, val_fraction: float, test_fraction: float) -> tuple[
     return int(length * (1 - test_fraction - val_fraction)), int(length * (1 - test_fraction))
 
 
-def assign(
-    positions: np.ndarray,
-    val_fraction: float,
-    test_fraction: float = 0.0,
-    fold: str = "",
-    by_prompt: bool = False,
-) -> tuple[np.ndarray, bool]:
-    """Return the index in SPLITS of each document, from their positions (n,) uint64, and whether val was empty and got
-    one. Test is in front, then val, or val is the fold 'i/k'; the rest is train. A single document, or with by_prompt a
-    single prompt, is for training."""
-    if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
-        return np.zeros(len(positions), np.uint8), False
+def split_of(
+    positions: np.ndarray, val_fraction: float, test_fraction: float = 0.0, fold: str = ""
+) -> np.ndarray:
+    """Return the index in SPLITS (n,) uint8 of each document, from its position (n,) uint64 alone. Test is in front,
+    then val, or val is the fold 'i/k'; the rest is train."""
     test_end = int(test_fraction * 2**64)
     ends = test_end, test_end, int((test_fraction + val_fraction) * 2**64)
     if fold:
@@ -59,8 +52,22 @@ def assign(
     in_test, before_val, before_train = (
         (positions <= np.uint64(max(end, 1) - 1)) & (end > 0) for end in ends
     )
-    splits = np.where(in_test, 2, before_train & ~before_val).astype(np.uint8)
-    moved = ends[2] > ends[1] and len(positions) > 0 and not (splits == 1).any()
+    return np.where(in_test, 2, before_train & ~before_val).astype(np.uint8)
+
+
+def assign(
+    positions: np.ndarray,
+    val_fraction: float,
+    test_fraction: float = 0.0,
+    fold: str = "",
+    by_prompt: bool = False,
+) -> tuple[np.ndarray, bool]:
+    """Return `split_of` the documents, and whether val was empty and got one. A single document, or with by_prompt a
+    single prompt, is for training."""
+    if len(positions) == 1 or (by_prompt and len(np.unique(positions)) == 1):
+        return np.zeros(len(positions), np.uint8), False
+    splits = split_of(positions, val_fraction, test_fraction, fold)
+    moved = bool(val_fraction or fold) and len(positions) > 0 and not (splits == 1).any()
     if moved:
         others = positions[splits == 0] if (splits == 0).any() else positions
         splits[positions == others.min()] = 1  # with its copies: no text is in two splits

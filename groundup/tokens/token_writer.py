@@ -79,7 +79,9 @@ class ShardWriter:
         eot_id: int,
         shard_tokens: int = SHARD_TOKENS,
         source: str = "",
+        first: int = 0,
     ) -> None:
+        """first: number of the first shard; another writer has written those before it."""
         assert 0 <= eot_id < vocab_size, f"{eot_id=} {vocab_size=}"
         assert source == Path(source).name, f"{source=} must be a plain directory name"
         self.dir = Path(data_dir)
@@ -88,6 +90,7 @@ class ShardWriter:
         self.vocab_size = vocab_size
         self.eot_id = eot_id
         self.shard_tokens = shard_tokens
+        self.first = first
         self.shards: list[dict] = []  # manifest entries of the complete shards
         self.file: NpyWriter | None = None  # the shard being written
 
@@ -110,15 +113,17 @@ class ShardWriter:
         self.file.add(ids)
         self.n_bytes += n_bytes
 
-    def close(self) -> list[dict]:
-        """Finish the split. Return its shards' entries for `write_manifest`, if there are any."""
+    def close(self, last: bool = True) -> list[dict]:
+        """Return the shards' entries for `write_manifest`, if there are any.
+
+        last: the split ends here, not with the shards of another writer."""
         if self.file:
-            self._finish_shard(closing=[self.eot_id])
+            self._finish_shard(closing=[self.eot_id] * last)
         return self.shards
 
     def _begin_shard(self) -> None:
         (self.dir / self.source).mkdir(parents=True, exist_ok=True)
-        self.name = f"{self.source}/{self.split}_{len(self.shards):05d}".lstrip("/")
+        self.name = f"{self.source}/{self.split}_{self.first + len(self.shards):05d}".lstrip("/")
         self.file = NpyWriter(self.dir / f"{self.name}.npy", token_dtype(self.vocab_size))
         self.n_bytes = 0
         self.starts: list[int] = []  # of the documents
