@@ -31,7 +31,7 @@ from groundup.align.rewards import Rewards, Rollout
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError, refuse
 from groundup.tokens.prompts import PromptCorpus
-from groundup.tokens.row_corpus import steps_of
+from groundup.tokens.rows import steps_of
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (

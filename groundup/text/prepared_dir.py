@@ -11,9 +11,16 @@ from groundup.errors import UserError, naming
 from groundup.files.disk import free_name, lock_directory
 from groundup.text.pipeline import UNIT_BYTES, WorkerLost, wait_for_workers
 from groundup.text.recipe import read_json
-from groundup.tokens.chat_files import map_tokens
 from groundup.tokens.text_tokenizer import FILES
-from groundup.tokens.token_files import FORMAT, ROWS_FORMAT, PackedData, TokenData, read_manifest, token_dtype
+from groundup.tokens.token_files import (
+    FORMAT,
+    ROWS_FORMAT,
+    PackedData,
+    TokenData,
+    map_tokens,
+    read_manifest,
+    token_dtype,
+)  # fmt: skip
 from groundup.tokens.token_writer import verify, verify_sha256
 from tokenizer import Tokenizer
 

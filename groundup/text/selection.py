@@ -18,9 +18,8 @@ from groundup.files.splits import FEW, SPLITS, assign, cut_places
 from groundup.files.text_mix import MAX_DOC_CHARS, mix_texts
 from groundup.text import dedup
 from groundup.text.recipe import EXACT, KEPT, NEAR, ROW, SCORE, Recipe, Source, Unit, parse_score
-from groundup.tokens.chat_files import ConversationWriter
 from groundup.tokens.token_files import file_sha256, token_dtype
-from groundup.tokens.token_writer import ShardWriter
+from groundup.tokens.token_writer import ConversationWriter, ShardWriter
 from tokenizer import Tokenizer
 
 MAX_TIMES = 8  # that a tokenizer reads a small source; its rarest words would fill the vocabulary

@@ -18,8 +18,7 @@ import numpy as np
 from groundup.files.answer_files import NoPair, conversation_of
 from groundup.files.splits import dialogue_text
 from groundup.tokens.mixture import Mixture
-from groundup.tokens.row_corpus import RowCorpus
-from groundup.tokens.row_reader import RowReader, Unusable
+from groundup.tokens.rows import RowCorpus, RowReader, Unusable
 from tokenizer import Tokenizer
 
 REDRAW = 1_000_003  # between the seeds of two orders
