@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the slow imports: from here on Ctrl-C print
     end_in_one_line()
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,8 +31,10 @@ from groundup.align.reward_model import RewardModel
 from groundup.align.rewards import Rewards, Rollout
 from groundup.align.rollouts import AnswerSampler
 from groundup.errors import UserError, refuse
+from groundup.generate.tools import Tools, check_template
 from groundup.tokens.prompts import PromptCorpus
 from groundup.tokens.rows import steps_of
+from groundup.tokens.token_files import file_sha256
 from groundup.train import checkpoint, huggingface, plan, ranks
 from groundup.train.config_json import model_fingerprint
 from groundup.train.device import (
@@ -74,7 +77,8 @@ unfinished_reward = -1.0  # not normalised: with normalise_rewards at most -1 (f
 # answers
 group_size = 8  # answers to a prompt (at least 1)
 prompts_per_step = 32  # over all ranks (at least 1)
-max_new_tokens = 256  # most tokens of an answer (at least 1)
+max_new_tokens = 256  # most tokens of an answer, with what its tools say (at least 1)
+tools = ""  # Python file of functions that answers may call; see docs/tools.md
 temperature = 1.0  # of the distribution that is sampled and trained (from 0.01 to 100)
 filter_groups = 0  # grpo: replace groups with equal rewards at most this many times (at least 0)
 draw_batch_size = 0  # answers drawn at a time per rank; 0 = all, 32 suits CPUs (at least 0)
@@ -82,7 +86,6 @@ draw_batch_size = 0  # answers drawn at a time per rank; 0 = all, 32 suits CPUs 
 algorithm = "grpo"  # grpo (arXiv:2402.03300) | ppo (arXiv:1707.06347)
 loss = "dapo"  # dapo (mean over tokens) | grpo (over answers' means) | dr_grpo (by length)
 scale_rewards = "none"  # none | group (grpo: divide advantages by the group's standard deviation)
-clip_high = 0.2  # clip the ratio of new to old probability at 1 + clip_high (at least 0)
 epochs_per_step = 1  # passes over the answers of a step; 2 to 4 is usual for ppo (at least 1)
 minibatches = 1  # updates per epoch (at least 1)
 kl_coef = 0.04  # weight of the KL divergence from start or teacher; 0 = off (from 0 to 100)
@@ -116,7 +119,8 @@ track = "none"  # none | tensorboard | trackio | wandb (offline; also what log.j
 save_every = 100  # steps; also after the last step (at least 1)
 keep_last = 2  # newest checkpoints to keep besides the two best; 0 = all (at least 0)
 
-CLIP_LOW = 0.2  # and at 1 - CLIP_LOW; only the upper bound is raised for exploration
+CLIP_LOW, CLIP_HIGH = 0.2, 0.2  # clip the ratio of new to old probability beyond 1 -+ these
+MAX_TURNS = 6  # of an answer that calls tools, the last one included
 LAMBDA = 0.95  # ppo: of advantage estimation; 1 = whole returns, 0 = one token ahead
 GAMMA = 1.0  # ppo: no discount, an answer is short and has one reward at its end
 VALUE_CLIP = 0.2  # ppo: clip the change of a value within a step to this
@@ -181,6 +185,8 @@ def evaluate(
         return {}, []
     table, lengths = rollouts.gather(own_table, drawn)
     figures = rollouts.describe_answers(table, lengths, rewards.names, config)
+    if tools:
+        figures |= rollouts.describe_calls(drawn)
     lines = rollouts.show(drawn[:N_SHOWN], own_table[0].tolist())
     # The best checkpoints are those with the lowest val_loss.
     val_loss = -figures["reward"]
@@ -261,7 +267,11 @@ if __name__ == "__main__":
     longest = min(block_size, rewards.block_size or block_size) - max_new_tokens  # prompt
     reads = f"reward={reward!r} reads {rewards.block_size} tokens"
     refuse(longest < 1, f"{reads}, {max_new_tokens=} leaves no room for a prompt")
-    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction)
+    toolbox = Tools(tools) if tools else None  # a process in which they run
+    schemas = toolbox.schemas if toolbox else []
+    if toolbox:
+        check_template(tokenizer, toolbox)
+    corpus = PromptCorpus(data, tokenizer, longest, seed, val_data, val_fraction, schemas)
     corpus.need_validation(val_fraction)
     settings = config | {"world_size": world_size}
     max_steps = steps_of(settings, corpus.n_train, prompts_per_step, "prompts_per_step", "prompts")
@@ -288,6 +298,7 @@ if __name__ == "__main__":
     data_record |= {"max_new_tokens": max_new_tokens, "prompts_per_step": prompts_per_step}
     data_record |= {"val_fraction": val_fraction, "trainable": trainable}
     data_record |= {"reward": rewards.record()} | corpus.record()
+    data_record["tools"] = file_sha256(Path(tools)) if tools else ""
     if teacher:
         data_record["teacher_weights"] = huggingface.shared_fingerprint(teacher_source)
     elif trainable != "lora":  # a resumed run must measure its KL divergence to the same weights
@@ -377,7 +388,16 @@ if __name__ == "__main__":
     order = corpus.redrawn_order(prompts_per_step)
     guide = reference if teacher else None
     sampler = AnswerSampler(
-        model, tokenizer, draw_rows, max_new_tokens, temperature, torch_dtype, compile, stop_signal
+        model,
+        tokenizer,
+        draw_rows,
+        max_new_tokens,
+        temperature,
+        torch_dtype,
+        compile,
+        stop_signal,
+        toolbox,
+        MAX_TURNS,
     )
 
     # ---- the loop
@@ -419,6 +439,8 @@ if __name__ == "__main__":
         table, lengths = rollouts.gather(table, drawn)  # now of all ranks: (1 + parts, R), (R,)
         figures = rollouts.describe_answers(table, lengths, rewards.names, config)
         figures |= rollouts.describe_drawing(sampler, n_redrawn)
+        if tools:
+            figures |= rollouts.describe_calls(drawn)
         if normalise_rewards:
             finished = ~table[0].isnan()
             reward_sums += pg.power_sums(table[0][finished])
@@ -468,7 +490,7 @@ if __name__ == "__main__":
                     )
                     before = logps.detach() if old is None else old[batch.token]
                     losses, ratios, clipped = pg.policy_losses(
-                        logps, before, advantages[batch.token], CLIP_LOW, clip_high
+                        logps, before, advantages[batch.token], CLIP_LOW, CLIP_HIGH
                     )
                     if kl_coef:
                         ref = of_reference[batch.token]

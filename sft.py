@@ -106,9 +106,7 @@ plan_only = False  # print the plan and stop; WORLD_SIZE=8 before the command pl
 # evaluation, log, checkpoints
 eval_every = 100  # steps; also before the first and after the last step (at least 1)
 eval_steps = 50  # batches over all ranks; 0 = the whole validation split (at least 0)
-eval_answers = (
-    16  # validation questions to answer, to see if answers stop on their own (at least 0)
-)
+eval_answers = 16  # validation questions to answer: do answers stop on their own? (at least 0)
 eval_new_tokens = 128  # most tokens of such an answer (at least 1)
 sample_prompts = ""  # questions that are answered at each evaluation; several separated by |
 log_every = 10  # steps (at least 1)

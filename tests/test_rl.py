@@ -707,6 +707,54 @@ def test_a_teacher_that_is_the_student_teaches_nothing(run, base, tmp_path):
     assert column(tmp_path / "out", "train", "grad_norm")[0] == pytest.approx(0, abs=1e-4)
 
 
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--minibatches=2"], ["--algorithm=ppo", "--trainable=lora"]],
+    ids=["grpo", "ppo-lora"],
+)
+def test_a_run_with_tools_goes_on_to_the_bit(run, base, tmp_path, monkeypatch, flags):
+    """Half of what the random model writes is taken for a call."""
+
+    def read(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, list[dict]]:
+        calls = [{"name": "double", "arguments": {"n": len(ids)}}] * (sum(ids) % 2)
+        return tokenizer.decode(ids), calls
+
+    monkeypatch.setattr(rollouts, "read_calls", read)
+    (tmp_path / "own.py").write_text(
+        'def double(n: int) -> int:\n    """Double.\n\n    Args:\n        n: a number\n    """\n'
+        "    return 2 * n\n"
+    )
+    flags = [*flags, f"--tools={tmp_path / 'own.py'}", "--block_size=640", "--max_new_tokens=60"]
+    flags += ["--save_every=2", "--max_steps=4", "--group_size=2", "--prompts_per_step=2"]
+    assert run(*flags) == 0
+    out = tmp_path / "out"
+    for key in ("calls", "turns"):
+        assert all(value > 0 for value in column(out, "train", key)), key
+    assert all(1 <= turns for turns in column(out, "train", "turns"))
+    want = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
+    shutil.rmtree(out / "step_000004")
+    assert run(*flags) == 0
+    found = column(out, "train", "loss"), column(out, "train", "calls"), load_train_state(out / "latest", 0)[0]
+    assert found[0][-2:] == want[0][-2:] and found[1][-2:] == want[1][-2:]
+    assert plain(found[2]) == plain(want[2])
+
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n")
+    with pytest.raises(UserError, match="tools"):
+        run(*flags, "--max_steps=5")
+
+
+def plain(value: object) -> object:
+    """Tensors as lists, so that states compare."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
@@ -720,7 +768,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(run, base, tmp_path):
         (["--group_size=1"], "group_size must be at least 2"),
         (["--temperature=0"], "temperature must be from 0.01 to 100"),
         (["--minibatches=3"], "minibatches=3 must divide"),
-        (["--clip_high=-2"], "clip_high must be at least 0"),
+        (["--tools=nowhere.py"], "no such Python file"),
         (["--reward="], "reward='' is for a run with a teacher"),
         (["--reward=", "--teacher=out/sft"], "give unfinished_reward=0"),
         (["--teacher=out/sft", "--kl_coef=0"], "kl_coef is the weight of the teacher"),

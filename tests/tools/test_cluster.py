@@ -13,7 +13,9 @@ import pytest
 
 import prepare
 from configurator import is_key
-from groundup.text import pipeline
+from groundup.text import inputs
+from groundup.text import select as selection
+from groundup.text import unit as units
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
 
@@ -57,8 +59,8 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    monkeypatch.setattr(pipeline, "UNIT_BYTES", 2**13)
-    monkeypatch.setattr(pipeline, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(inputs, "UNIT_BYTES", 2**13)
+    monkeypatch.setattr(units, "GROUP_BYTES", 2**12)
 
 
 def settings(corpus: Path, out: Path, **own) -> dict:
@@ -82,7 +84,9 @@ def arrays(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def prepared(corpus, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SHARD_TOKENS", 3000)
+        assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
     return out
 
 
