@@ -365,7 +365,8 @@ def cut(job: Job, rank: int, tasks: int) -> None:
     """Decide which texts each shard holds: as many as fit into shard_tokens, as ShardWriter does."""
     for name, n in sum((Counter(one["records"]) for one in counted(job)), Counter()).items():
         if 0 < n <= FEW:  # prepare.py cuts each of them into the splits
-            raise UserError(f"cluster: {n} documents {name} are few; use prepare.py for these")
+            of = f" of source {name}" if name else ""
+            raise UserError(f"cluster: {n} documents{of} are few; use prepare.py for these")
     shards: dict[tuple[int, int], list[list]] = {}  # by source and split: [unit, begin, end] of each shard
     room: Counter[tuple[int, int]] = Counter()  # for tokens in the last shard
     for unit in job.units:
@@ -376,7 +377,7 @@ def cut(job: Job, rank: int, tasks: int) -> None:
             while begin < len(own):
                 used = own[begin - 1] if begin else 0
                 end = int(np.searchsorted(own, used + room[of], side="right"))
-                if end == begin:  # no more fits in; a text of any length begins a shard
+                if end <= begin:  # no more fits in; a text of any length begins a shard
                     shards.setdefault(of, []).append([])
                     end, room[of] = begin + 1, job.recipe.shard_tokens
                 shards[of][-1].append([unit.number, begin, end])
@@ -420,7 +421,7 @@ def finish(job: Job, rank: int, tasks: int) -> None:
     done = (inspect_unit(unit, job.recipe, prepare.VERSION, job.work) for unit in job.units)
     counts = sum(done, Counts())
     report.write_problems(job.inputs, [], counts, job.units, job.work)
-    shards = [read_json(file) for file in sorted((job.work / "shards").iterdir())]
+    shards = [read_json(file) for file in sorted((job.work / "shards").glob("*.json"))]
     info = {"key": job.key, "recipe": job.recipe.settings()} | what_became(job, counts)
     weights = {source.name: source.weight for source in job.recipe.sources if source.weight}
     ids = tokenizer.vocab_size, tokenizer.eot_id, tokenizer.fingerprint()
@@ -460,7 +461,7 @@ def what_became(job: Job, counts: Counts) -> dict:
 
 
 def counted(job: Job) -> list[dict]:
-    return [read_json(file) for file in sorted((job.work / "counts").iterdir())]
+    return [read_json(file) for file in sorted((job.work / "counts").glob("*.json"))]
 
 
 STAGES = (inspect, equal, sign, link, join, compare, tokenize, cut, write, finish)
@@ -533,8 +534,8 @@ class Step(PipelineStep):
         STAGES[self.name](job, rank, world_size)
 
 
-def executors(job: Job) -> list:
-    """Return an executor of datatrove for each stage."""
+def executors(job: Job, exported: dict[str, str]) -> list:
+    """Return an executor of datatrove for each stage. exported: environment of the tasks."""
     from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 
     config, made = job.config, []
@@ -552,7 +553,7 @@ def executors(job: Job) -> list:
             made.append(SlurmPipelineExecutor(
                 **settings, **memory, time=str(round(config["hours"] * 60)),
                 partition=config["partition"], qos="", job_name=f"{job.out_dir.name}-{name}",
-                env_command="\n".join(f"export {key}={value}" for key, value in environment().items()),
+                env_command="export " + " ".join(f"{key}={value}" for key, value in exported.items()),
                 sbatch_args=dict(option.split("=") for option in config["sbatch"].split(",") if option),
                 depends=made[-1] if made else None,
             ))  # fmt: skip
@@ -598,8 +599,9 @@ def main(config: dict) -> int:
     start, out_dir = time.perf_counter(), Path(config["out_dir"])
     job = make_plan(config)
     if not out_dir.exists():
-        os.environ |= environment()
-        made = executors(job)
+        exported = environment()
+        os.environ |= exported
+        made = executors(job, exported)
         if config["executor"] == "slurm":
             made[-1].run()  # submits the others before it
             print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
@@ -607,7 +609,7 @@ def main(config: dict) -> int:
         if config["executor"] == "ray":
             import ray
 
-            ray.init(runtime_env={"env_vars": environment()})
+            ray.init(runtime_env={"env_vars": exported})
         for (name, tasks), one in zip(job.stages, made, strict=True):
             run_local(one, config["workers"]) if config["executor"] == "local" else one.run()
             if missing := one.get_incomplete_ranks(skip_completed=True):
@@ -615,11 +617,11 @@ def main(config: dict) -> int:
                 what = f"{len(missing)} of {tasks} tasks of {name} did not finish"
                 raise UserError(f"cluster: {what}, see {log}; the same command runs only these again")
             print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+    shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
         raise UserError(f"cluster: {out_dir} holds something else; remove it, or use another out_dir")
     report.print_report(manifest, time.perf_counter() - start)
-    shutil.rmtree(job.work)
     return report.exit_status(manifest["info"], len(job.inputs), config["max_bad_fraction"])
 
 
