@@ -40,6 +40,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
 from itertools import groupby, pairwise
+from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +56,8 @@ from groundup.errors import UserError
 from groundup.files import paths, readers
 from groundup.files.splits import FEW, SPLITS, split_of
 from groundup.text import dedup, recipe, report
-from groundup.text.pipeline import inspect_unit, plan_units, tokenize_unit
-from groundup.text.prepared_dir import read_prepared
+from groundup.text.pipeline import inspect_unit, plan_units, start_worker, tokenize_unit
+from groundup.text.prepared_dir import lock, read_prepared
 from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, ROW, Counts, Input, Part, Recipe, find_inputs, read_json
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import ShardWriter, write_json, write_manifest
@@ -151,6 +152,11 @@ class Job(NamedTuple):
 # ---- the plan, made where the command is given -----------------------------------------------
 
 
+def work_path(out_dir: str) -> Path:
+    out = Path(out_dir).absolute()
+    return out.parent / f".{out.name}.cluster.tmp"
+
+
 def make_plan(config: dict) -> Job:
     """Write job.pickle. Remove what another plan left, but its units: these are used again if they are the same."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
@@ -160,8 +166,7 @@ def make_plan(config: dict) -> Job:
     if tokenizer is None:
         hint = "make one with prepare.py on a part of the text"
         raise UserError(f"cluster: no tokenizer in tokenizer_dir={config['tokenizer_dir']!r}; {hint}")
-    out_dir = Path(config["out_dir"]).absolute()
-    work = out_dir.parent / f".{out_dir.name}.cluster.tmp"
+    out_dir, work = Path(config["out_dir"]).absolute(), work_path(config["out_dir"])
     (work / "units").mkdir(parents=True, exist_ok=True)
     inputs = list_inputs(checked, out_dir, work)
     if problem := next((file for file in inputs if file.problem), None):
@@ -567,22 +572,24 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": ":".join(filter(None, packages)), "PATH": ":".join(programs), "OMP_NUM_THREADS": "1"}
 
 
-def run_local(executor: object, workers: int) -> None:
-    """Run the tasks that are missing, each in a process of its own. datatrove's pool would wait forever for a worker
-    that was killed."""
+def run_local(executor: object, workers: int, work: Path) -> None:
+    """Run the tasks that are missing, each in a process of its own, which ends with this one. datatrove's pool would
+    wait forever for a worker that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster"])  # so that the imports are done once
+    watched, lifeline = context.Pipe(duplex=False)
 
     def run_one(rank: int) -> None:
-        process = context.Process(target=run_task, args=(executor, rank))
+        process = context.Process(target=run_task, args=(executor, rank, watched, work))
         process.start()
         process.join()
 
-    with ThreadPool(workers or os.cpu_count() or 1) as threads:
+    with lifeline, ThreadPool(workers or os.cpu_count() or 1) as threads:
         threads.map(run_one, executor.get_incomplete_ranks(), chunksize=1)
 
 
-def run_task(executor: object, rank: int) -> None:
+def run_task(executor: object, rank: int, watched: Connection, work: Path) -> None:
+    start_worker(watched, work)
     try:
         with redirect_stderr(io.StringIO()):  # datatrove's log has a file, too
             executor._run_for_rank(rank)
@@ -593,30 +600,45 @@ def run_task(executor: object, rank: int) -> None:
 def main(config: dict) -> int:
     """Run all stages, or submit them. Return the exit status: 1 if more than max_bad_fraction is lost."""
     if PipelineStep is object:
-        raise UserError("cluster: datatrove is not installed; run: pip install -r requirements-cluster.txt")
-    if config["executor"] == "slurm" and not config["partition"]:
-        raise UserError("config: executor=slurm needs partition; the command sinfo lists them")
-    start, out_dir = time.perf_counter(), Path(config["out_dir"])
-    job = make_plan(config)
-    if not out_dir.exists():
-        exported = environment()
-        os.environ |= exported
-        made = executors(job, exported)
-        if config["executor"] == "slurm":
-            made[-1].run()  # submits the others before it
-            print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
-            return 0
-        if config["executor"] == "ray":
-            import ray
+        hint = "run: pip install -r requirements-cluster.txt"
+        raise UserError(f"cluster: datatrove is not installed; {hint}")
+    if not config["out_dir"]:
+        raise UserError("config: out_dir is empty; give --out_dir=...")
+    if config["executor"] == "slurm":
+        if not config["partition"]:
+            raise UserError("config: executor=slurm needs partition; the command sinfo lists them")
+        return run(config)  # its jobs go on when this process ends
+    handle = lock(work_path(config["out_dir"]), Path(config["out_dir"]))
+    try:
+        return run(config)
+    finally:
+        os.close(handle)
 
-            ray.init(runtime_env={"env_vars": exported})
-        for (name, tasks), one in zip(job.stages, made, strict=True):
-            run_local(one, config["workers"]) if config["executor"] == "local" else one.run()
-            if missing := one.get_incomplete_ranks(skip_completed=True):
-                log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
-                what = f"{len(missing)} of {tasks} tasks of {name} did not finish"
-                raise UserError(f"cluster: {what}, see {log}; the same command runs only these again")
-            print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
+
+def run(config: dict) -> int:
+    start, out_dir, job = time.perf_counter(), Path(config["out_dir"]), make_plan(config)
+    exported = environment()
+    os.environ |= exported
+    stages = [] if out_dir.exists() else zip(job.stages, executors(job, exported), strict=True)
+    if stages and config["executor"] == "slurm":
+        *_, (_, last) = stages
+        last.run()  # submits the others before it
+        print(f"cluster: submitted; {out_dir} appears at the end; logs are in {job.work}/log")
+        return 0
+    if stages and config["executor"] == "ray":
+        import ray
+
+        ray.init(runtime_env={"env_vars": exported})
+    for (name, tasks), one in stages:
+        if config["executor"] == "local":
+            run_local(one, config["workers"], job.work)
+        else:
+            one.run()
+        if missing := one.get_incomplete_ranks(skip_completed=True):
+            log = f"{job.work}/log/{name}/logs/task_{missing[0]:05d}.log"
+            what = f"{len(missing)} of {tasks} tasks of {name} did not finish, see {log}"
+            raise UserError(f"cluster: {what}; the same command runs only these again")
+        print(f"cluster: {name}: {tasks} tasks, {time.perf_counter() - start:.1f} s", flush=True)
     shutil.rmtree(job.work)
     manifest = read_prepared(out_dir)
     if manifest["info"].get("key") != job.key:
