@@ -12,11 +12,11 @@ directory beside it lie on a file system that all machines share.
 
 stage     tasks   reads                             writes (in .NAME.cluster.tmp beside out_dir)
 inspect   tasks   its units of the input            units/ (recipe.py), keys/: of each text, sorted
-equal     16      keys/, a 16th of the hash values  exact/: copies, each with the first equal text
+equal     parts   keys/, a range of hashes          exact/: copies, each with the first equal text
 sign      tasks   units/*.sigs, exact/              bands/: a hash per band and text, sorted
 link      bands   bands/ of one band                links/: pairs of texts with the same hash
-join      1       links/                            groups/: texts that links connect, in 16 parts
-compare   16      groups/, units/*.sigs             near/: copies, each with the most similar text kept
+join      1       links/                            groups/: texts that links connect
+compare   parts   groups/, units/*.sigs             near/: copies, each with the most similar text kept
 tokenize  tasks   units/*.docs, exact/, near/       units/: ids and splits of the texts that are kept
 cut       1       units/*.lengths, *.splits         shards.json: which texts each shard holds
 write     tasks   shards.json, units/*.tokens       out/: shards
@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby, pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
@@ -75,10 +76,11 @@ tokenizer_dir = ""  # tokenizer to use; prepare.py trains one on a part of the t
 # where it runs
 executor = "local"  # local | slurm | ray
 tasks = 4  # of the stages that work on parts of the input, at least 1
+parts = 16  # tasks of equal and compare; more of them hold less each, at least 1
 workers = 0  # tasks at once; 0 = one per core, with slurm and ray no limit
 hours = 24.0  # limit of a task of slurm or ray
 memory_gb = 4  # of a task of slurm or ray, at least 1
-large_gb = 16  # of a task of link, join, compare and cut, at least 1
+large_gb = 16  # of a task of equal, link, join, compare and cut, at least 1
 partition = ""  # slurm: partition
 sbatch = ""  # slurm: more options, such as 'account=x,constraint=icelake'
 # which documents are kept, and what is written: see prepare.py
@@ -103,8 +105,7 @@ max_bad_fraction = 0.0  # exit status 1 if a larger share of bytes or records is
 
 ROOT = Path(__file__).absolute().parent.parent
 ROOT = Path(__file__).absolute().parent.parent
-PARTS = 16  # of the hash values, and of the groups: tasks of `equal` and `compare`
-LARGE = ("link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
+LARGE = ("equal", "link", "join", "compare", "cut")  # stages whose tasks hold columns of many texts
 # A text that passed the rules has the number unit * 2**32 + its place among those of its unit.
 KEY = np.dtype([("hash", "<u8"), ("rest", "<u8"), ("id", "<u8")])
 BAND = np.dtype([("hash", "<u8"), ("id", "<u8")])
@@ -136,9 +137,9 @@ class Job(NamedTuple):
     @property
     def stages(self) -> list[tuple[str, int]]:
         """(name, number of tasks) of each stage, in order."""
-        n = self.config["tasks"]
-        exact = [("equal", PARTS)] if self.recipe.exact else []
-        near = [("sign", n), ("link", self.recipe.near_bands), ("join", 1), ("compare", PARTS)]
+        n, parts = self.config["tasks"], self.config["parts"]
+        exact = [("equal", parts)] if self.recipe.exact else []
+        near = [("sign", n), ("link", self.recipe.near_bands), ("join", 1), ("compare", parts)]
         near = near if self.recipe.near else []
         last = [("tokenize", n), ("cut", 1), ("write", n), ("finish", 1)]
         return [("inspect", n), *exact, *near, *last]
@@ -266,7 +267,7 @@ def near_by(unit: Unit, job: Job) -> Iterator[Unit]:
 
 def equal(job: Job, rank: int, tasks: int) -> None:
     """Find the texts that are equal to an earlier one, among those in a range of hashes."""
-    keys = select(job.work / "keys", "hash", *hash_range(rank))
+    keys = select(job.work / "keys", "hash", *hash_range(rank, tasks))
     keys = keys[np.argsort(keys["id"])]
     first = dedup.first_copies(np.stack([keys["hash"], keys["rest"]], axis=1))
     later = np.flatnonzero(first != np.arange(len(keys)))
@@ -293,9 +294,9 @@ def sign(job: Job, rank: int, tasks: int) -> None:
 
 def link(job: Job, band: int, tasks: int) -> None:
     """Link each text to the one before it that has the same hash in this band."""
-    links = []
-    for part in range(PARTS):  # so that only a sixteenth of the band is in memory
-        found = select(job.work / "bands" / f"{band:03d}", "hash", *hash_range(part))
+    links, parts = [], job.config["parts"]
+    for part in range(parts):  # so that only one of them is in memory
+        found = select(job.work / "bands" / f"{band:03d}", "hash", *hash_range(part, parts))
         found = found[np.lexsort((found["id"], found["hash"]))]
         same = np.flatnonzero(found["hash"][1:] == found["hash"][:-1])
         links.append(np.stack([found["id"][same], found["id"][same + 1]], axis=1))
@@ -308,16 +309,16 @@ def join(job: Job, rank: int, tasks: int) -> None:
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
-    files = sorted((job.work / "links").iterdir())
-    ids = np.unique(np.concatenate([np.unique(np.load(file)) for file in files]))
+    files, parts = sorted((job.work / "links").iterdir()), job.config["parts"]
+    ids = reduce(np.union1d, map(np.load, files))
     group = np.arange(len(ids))
     for file in files:  # one by one: each has up to one link per text
         one, other = group[np.searchsorted(ids, np.load(file))].T
         graph = coo_matrix((np.ones(len(one), bool), (one, other)), shape=(len(ids), len(ids)))
         group = connected_components(graph, directed=False)[1][group]
     sizes = np.bincount(group)
-    part = (np.cumsum(sizes) - sizes) * PARTS // max(1, len(ids))  # whole groups, about equally many texts
-    for number in range(PARTS):
+    part = (np.cumsum(sizes) - sizes) * parts // max(1, len(ids))  # whole groups
+    for number in range(parts):
         save(job.work / "groups" / f"{number:05d}.npy", ids[part[group] == number])
 
 
@@ -508,8 +509,8 @@ def select(folder: Path, by: str, begin: int, end: int) -> np.ndarray:
     return np.concatenate(found) if found else np.empty(0, COPY)
 
 
-def hash_range(part: int) -> tuple[int, int]:
-    return part * 2**64 // PARTS, (part + 1) * 2**64 // PARTS
+def hash_range(part: int, parts: int) -> tuple[int, int]:
+    return part * 2**64 // parts, (part + 1) * 2**64 // parts
 
 
 def copies_of(unit: Unit, job: Job, kind: str) -> np.ndarray:
