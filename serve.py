@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = True  # on a GPU: a compiled decoding step with CUDA graphs; the start takes 20 s longer
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+LIBRARIES = ("starlette", "uvicorn", "markdown_it", "mdit_py_plugins", "latex2mathml", "nh3")
 BODY_SECONDS = 20  # for a client to send its body
 HERE = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -131,6 +133,7 @@ class Model(threading.Thread):
             what = f"{directory} is a reward model, which writes no text"
             raise UserError(f"serve: {what}; give another init_from")
         self.created = int(time.time())
+        self.examples = page.examples(directory)
         files = huggingface.tokenizer_dir(directory)
         self.tokenizer = Tokenizer.load(files).with_template_settings(template_settings)
         # A foreign template may loop for ever, so it runs in a process that can be ended.
@@ -268,6 +271,7 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/preferences", self.prefer, methods=["POST"]),
+            Route("/v1/render", self.render, methods=["POST"]),
         ]
         handlers = {Refused: refused, HTTPException: refused, Exception: refused}
         inner = Starlette(routes=routes, exception_handlers=handlers)
@@ -321,6 +325,7 @@ class Server:
             "owned_by": "groundup",
             "max_model_len": self.models[name].cfg.block_size,
             "defaults": self.defaults,
+            "examples": self.models[name].examples,
         }
 
     def named(self, name: str) -> Model:
@@ -349,6 +354,13 @@ class Server:
         except OSError as error:
             raise Refused(500, f"cannot write {path}: {error.strerror or error}") from None
         return JSONResponse({"path": str(path), "unused": unused})
+
+    async def render(self, http: Any) -> Any:
+        """Return the HTML of the Markdown of an answer."""
+        from starlette.responses import JSONResponse
+
+        raw = await self.read_body(http)
+        return JSONResponse(await asyncio.to_thread(page.render, raw))
 
     async def answer(self, http: Any, chat: bool) -> Any:
         """Answer a request for text, in one piece or as a stream."""
@@ -578,13 +590,12 @@ def bind(host: str, port: int) -> socket.socket:
 if __name__ == "__main__":
     config = configure(globals())
     check_config(config)
-    try:
-        import starlette  # noqa: F401  (Server.app imports it)
-        import uvicorn
-    except ImportError:
-        raise UserError(
-            "serve: this needs two libraries; pip install -r requirements-serve.txt"
-        ) from None
+    for library in LIBRARIES:
+        if not find_spec(library):
+            words = f"serve: {library} is missing; pip install -r requirements-serve.txt"
+            raise UserError(words)
+    import uvicorn
+
     listening = bind(host, port)
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(dtype, torch_device)

@@ -281,7 +281,7 @@ def test_evaluation_equals_scores_of_one_answer_at_a_time(base, monkeypatch):
     model, tokenizer = random_model(base), Tokenizer.load(base / "model")
     corpus = PairCorpus(str(base / "pairs.jsonl"), tokenizer, 128, seed=1, val_fraction=0.3)
     monkeypatch.setattr(reward, "batch_size", 4)
-    monkeypatch.setattr(reward, "stop_signal", SimpleNamespace(received=0), raising=False)
+    monkeypatch.setattr(reward, "stop_signal", lambda: False, raising=False)
     found = reward.evaluate(model, corpus, *CPU)
     (val,) = corpus.val.values()
     sides = [[[*prompt, *answer] for answer in answers] for prompt, *answers in map(val.ids, range(val.n_rows))]

@@ -11,7 +11,7 @@ that fsspec knows (s3://, hf://); a task copies one of these to its own disk whi
 directory beside it lie on a file system that all machines share.
 
 stage     tasks   reads                             writes (in .NAME.cluster.tmp beside out_dir)
-inspect   tasks   its units of the input            units/ (recipe.py), keys/: of each text, sorted
+inspect   tasks   its units of the input            units/ (unit.py), keys/: of each text, sorted
 equal     parts   keys/, a range of hashes          exact/: copies, each with the first equal text
 sign      tasks   units/*.sigs, exact/              bands/: a hash per band and text, sorted
 link      bands   bands/ of one band                links/: pairs of texts with the same hash
@@ -56,10 +56,26 @@ from configurator import configure, is_key, write_config
 from groundup.errors import UserError
 from groundup.files import paths, readers
 from groundup.files.splits import FEW, SPLITS, split_of
-from groundup.text import dedup, recipe, report
-from groundup.text.pipeline import inspect_unit, plan_units, start_worker, tokenize_unit
+from groundup.text import dedup, report
+from groundup.text import unit as text_unit
+from groundup.text.inputs import Input, find_inputs
 from groundup.text.prepared_dir import lock, read_prepared
-from groundup.text.recipe import EXACT, KEPT, NEAR, REASONS, ROW, Counts, Input, Part, Recipe, find_inputs, read_json
+from groundup.text.quality import parse_rules
+from groundup.text.recipe import Recipe
+from groundup.text.unit import (
+    EXACT,
+    KEPT,
+    NEAR,
+    REASONS,
+    ROW,
+    Counts,
+    Part,
+    inspect_unit,
+    plan_units,
+    read_json,
+    tokenize_unit,
+)
+from groundup.text.workers import start_worker
 from groundup.tokens.token_files import token_dtype
 from groundup.tokens.token_writer import ShardWriter, write_json, write_manifest
 from tokenizer import Tokenizer
@@ -87,17 +103,10 @@ sbatch = ""  # slurm: more options, such as 'account=x,constraint=icelake'
 text_key = ""  # field of the text: 'text', 'a.b', 'title,body'; "" = found
 txt_split = "file"  # file | blank | line: what a document is in plain text
 encoding = ""  # of lines that are not UTF-8; "" = found for each file
-punctuation = False  # Chinese text: make punctuation full-width and remove repeated marks
 quality = "curated"  # curated | web
-rules_off = ""  # rules to switch off, comma-separated
-rules_on = ""  # rules to switch on
-min_chars = 0  # shortest document to keep; 0 = the rule's own
-max_chars = 0  # longest document to keep; 0 = the rule's own
-keep = ""  # 'file.py:function' of your own
-exact = True  # drop texts equal to an earlier one apart from case and white space
-near = 0.8  # drop texts with this similarity to an earlier one, or more; 0 = off
-decontaminate = ""  # evaluation files to keep out of training
-decontaminate_action = "drop"  # drop | cut
+rules = ""  # 'length=30..5000, stop_words=off, keep=my.py:good, punctuation=on'
+near = 0.8  # drop texts this similar to an earlier one; 0 = exact copies only, -1 = keep all copies
+decontaminate = ""  # evaluation files to keep out of training; 'cut: files' cuts them out
 val_fraction = 0.01  # of the documents
 test_fraction = 0.0  # of the documents
 shard_tokens = 134_217_728  # tokens per file, at least 1
@@ -112,7 +121,7 @@ BAND = np.dtype([("hash", "<u8"), ("id", "<u8")])
 COPY = np.dtype([("id", "<u8"), ("like", "<u8"), ("similarity", "<f4")])
 
 
-class Unit(recipe.Unit):
+class Unit(text_unit.Unit):
     @property
     def first(self) -> int:
         """The number of the first text that passed; all are below that of the next unit."""
@@ -138,9 +147,9 @@ class Job(NamedTuple):
     def stages(self) -> list[tuple[str, int]]:
         """(name, number of tasks) of each stage, in order."""
         n, parts = self.config["tasks"], self.config["parts"]
-        exact = [("equal", parts)] if self.recipe.exact else []
+        exact = [("equal", parts)] if self.recipe.near >= 0 else []
         near = [("sign", n), ("link", self.recipe.near_bands), ("join", 1), ("compare", parts)]
-        near = near if self.recipe.near else []
+        near = near if self.recipe.near > 0 else []
         last = [("tokenize", n), ("cut", 1), ("write", n), ("finish", 1)]
         return [("inspect", n), *exact, *near, *last]
 
@@ -161,7 +170,9 @@ def work_path(out_dir: str) -> Path:
 def make_plan(config: dict) -> Job:
     """Write job.pickle. Remove what another plan left, but its units: these are used again if they are the same."""
     settings = {key: value for key, value in vars(prepare).items() if is_key(key, value)}
-    settings |= config | {"keep": config["keep"] and os.path.abspath(config["keep"])}
+    keep = parse_rules(config["rules"]).keep  # tasks run elsewhere
+    rules = config["rules"].replace(keep, os.path.abspath(keep)) if keep else config["rules"]
+    settings |= config | {"rules": rules}
     checked = prepare.check_config(settings)
     tokenizer = prepare.existing_tokenizer(config["tokenizer_dir"], "text")
     if tokenizer is None:
@@ -178,7 +189,7 @@ def make_plan(config: dict) -> Job:
     units: list[Unit] = []
     for far, group in groupby(inputs, is_far):
         files = list(group)
-        found = map(far_unit, files) if far else plan_units(files, checked)
+        found = map(far_unit, files) if far else plan_units(files)
         units += [Unit(len(units) + k, *unit[1:]) for k, unit in enumerate(found)]
     job = Job(work, out_dir, key, checked, inputs, units, config)
     saved = work / "job.pickle"
@@ -280,7 +291,8 @@ def sign(job: Job, rank: int, tasks: int) -> None:
     bands, rows = job.recipe.near_bands, job.recipe.near_rows
     of_band: list[list[np.ndarray]] = [[] for _ in range(bands)]
     for unit in job.part(rank, tasks):
-        signatures = np.fromfile(unit.file(job.work, "sigs"), "<u4").reshape(-1, bands, rows)
+        signatures = np.fromfile(unit.file(job.work, "sigs"), "<u4").reshape(-1, dedup.N_PERM)
+        signatures = signatures[:, : bands * rows].reshape(-1, bands, rows)
         compared = (signatures != dedup.NO_UNITS).any(axis=(1, 2))
         compared[copies_of(unit, job, "exact")] = False
         hashes = np.zeros((compared.sum(), bands), np.uint64)
@@ -332,7 +344,7 @@ def compare(job: Job, rank: int, tasks: int) -> None:
         for number, (begin, end) in zip(of_unit, pairwise([*begins, len(ids)]), strict=True):
             places = ids[begin:end] & np.uint64(2**32 - 1)
             signatures = np.memmap(job.units[number].file(job.work, "sigs"), "<u4", "r")
-            out.write(signatures.reshape(-1, bands * rows)[places].tobytes())
+            out.write(signatures.reshape(-1, dedup.N_PERM)[places, : bands * rows].tobytes())
     signatures = np.memmap(path, "<u4", "r") if len(ids) else np.empty(0, np.uint32)
     signatures = signatures.reshape(len(ids), bands * rows)
     found = dedup.near_duplicates(signatures, job.recipe.near, bands, rows)
@@ -359,8 +371,8 @@ def tokenize(job: Job, rank: int, tasks: int) -> None:
         kept = rows[fates == KEPT]
         splits = split_of(kept["position"], job.recipe.val_fraction, job.recipe.test_fraction)
         splits.tofile(unit.file(job.work, "splits"))
-        documents += np.bincount(fates, minlength=len(REASONS))
-        n_bytes += np.bincount(fates, rows["n_bytes"], len(REASONS)).astype(np.int64)
+        documents += report.by_fate(fates)
+        n_bytes += report.by_fate(fates, rows["n_bytes"])
         records[job.recipe.sources[unit.source].name] += len(np.unique(kept[["part", "offset"]]))
     counts = {"documents": documents.tolist(), "bytes": n_bytes.tolist(), "records": records}
     (job.work / "counts").mkdir(exist_ok=True)
@@ -385,7 +397,7 @@ def cut(job: Job, rank: int, tasks: int) -> None:
                 end = int(np.searchsorted(own, used + room[of], side="right"))
                 if end <= begin:  # no more fits in; a text of any length begins a shard
                     shards.setdefault(of, []).append([])
-                    end, room[of] = begin + 1, job.recipe.shard_tokens
+                    end, room[of] = begin + 1, job.config["shard_tokens"]
                 shards[of][-1].append([unit.number, begin, end])
                 room[of] -= own[end - 1] - used
                 begin = end
@@ -401,7 +413,7 @@ def cut(job: Job, rank: int, tasks: int) -> None:
 def write(job: Job, rank: int, tasks: int) -> None:
     """Copy the ids of texts into shards."""
     tokenizer, out = Tokenizer.load(job.work / "out"), job.work / "out"
-    ids = tokenizer.vocab_size, tokenizer.eot_id, job.recipe.shard_tokens
+    ids = tokenizer.vocab_size, tokenizer.eot_id, job.config["shard_tokens"]
     (job.work / "shards").mkdir(exist_ok=True)
     plan = json.loads((job.work / "shards.json").read_text(encoding="utf-8"))["shards"]
     for number in range(rank, len(plan), tasks):
@@ -424,8 +436,9 @@ def write(job: Job, rank: int, tasks: int) -> None:
 def finish(job: Job, rank: int, tasks: int) -> None:
     """Write the manifest with what was counted, and rename the directory."""
     out, tokenizer = job.work / "out", Tokenizer.load(job.work / "out")
-    done = (inspect_unit(unit, job.recipe, prepare.VERSION, job.work) for unit in job.units)
-    counts = sum(done, Counts())
+    counts = Counts()
+    for unit in job.units:
+        counts.add(inspect_unit(unit, job.recipe, prepare.VERSION, job.work))
     report.write_problems(job.inputs, [], counts, job.units, job.work)
     shards = [read_json(file) for file in sorted((job.work / "shards").glob("*.json"))]
     info = {"key": job.key, "recipe": job.recipe.settings()} | what_became(job, counts)
@@ -438,32 +451,15 @@ def finish(job: Job, rank: int, tasks: int) -> None:
 
 
 def what_became(job: Job, counts: Counts) -> dict:
-    """Return the entries that prepare.py's manifest has, after a check of read = kept + dropped + lost."""
-    documents, n_bytes = (
-        dict(zip(REASONS, np.sum([one[what] for one in counted(job)], axis=0).tolist(), strict=True))
-        for what in ("documents", "bytes")
-    )
-    kept, kept_bytes = documents.pop("kept"), n_bytes.pop("kept")
-    documents = {reason: n for reason, n in documents.items() if n}
-    dropped = dict(counts.unusable) | documents
-    dropped_bytes = {reason: n_bytes[reason] for reason in documents}
-    n_read = counts.records + counts.mended["split_huge"]
-    assert n_read == kept + sum(dropped.values()) + counts.lost.total(), f"{counts=} {documents=}"
-    removed = sum(dropped_bytes.values()) + counts.bytes_cleaned + counts.bytes_cut
-    assert counts.bytes_read == kept_bytes + removed, f"{counts=} {n_bytes=}"
-    lost = min(counts.lost_bytes.total(), counts.input_bytes)
-    files = dict(counts.lost_bytes.most_common(report.SHOWN_FILES))
+    """Return the entries that prepare.py's manifest has, after the same check."""
+    sums = (np.sum([one[what] for one in counted(job)], axis=0) for what in ("documents", "bytes"))
     capped = [read_json(file)["not_compared"] for file in (job.work / "near").glob("*.json")]
-    return {
-        "documents": {"read": n_read, "kept": kept, "dropped": dropped, "lost": dict(counts.lost),
-                      "mended": dict(+counts.mended)},
-        "bytes": {"read": counts.bytes_read, "kept": kept_bytes, "cleaned": counts.bytes_cleaned,
-                  "cut": counts.bytes_cut, "dropped": dropped_bytes},
-        "input": {"bytes": counts.input_bytes, "documents": counts.input_bytes - lost, "lost": lost,
-                  "files_with_losses": len(counts.lost_bytes), "files": files},
-        "near": {"not_compared": sum(capped)}, "marked": counts.marked, "unread": dict(counts.unread),
+    return report.balance(counts, *sums) | {
+        "near": {"not_compared": sum(capped)},
+        "marked": counts.marked,
+        "unread": dict(counts.unread),
         "failed": sorted(name for name in counts.bad if not counts.passed[name]),
-    }  # fmt: skip
+    }
 
 
 def counted(job: Job) -> list[dict]:

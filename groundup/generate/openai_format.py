@@ -89,6 +89,7 @@ class ParsedRequest:
     limited: bool  # whether the body says how many tokens there may be
     scores_only: bool  # max_tokens=0 with echo: the prompt's log-probabilities, no new token
     tools: list[dict]  # that a chat's answer may call
+    proceeds: bool  # the last message is the beginning of the answer
     template_settings: dict = field(default_factory=dict)  # of the model's chat template
 
 
@@ -105,10 +106,11 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
 
     # What is asked.
     model = take(body, "model", str, "")
-    tools, settings, echo = [], {}, False
+    tools, settings, echo, proceeds = [], {}, False, False
     if chat:
         prompts = [conversation(body.pop("messages", None))]
         tools = called_tools(body)
+        proceeds = begun_answer(body, prompts[0])
         settings = take(body, "chat_template_kwargs", dict, {})
         if "reasoning_effort" in body:
             settings = {"reasoning_effort": take(body, "reasoning_effort", str, "")} | settings
@@ -157,6 +159,7 @@ def parse(raw: bytes, chat: bool, defaults: dict, seed: int) -> ParsedRequest:
         bool(limits),
         scores_only,
         tools,
+        proceeds,
         settings,
     )
 
@@ -180,6 +183,18 @@ def called_tools(body: dict) -> list[dict]:
         what = "tools must be functions with a name, and tool_choice auto or none"
         raise Refused(400, what, "tools")
     return tools if choice == "auto" else []
+
+
+def begun_answer(body: dict, messages: list[dict]) -> bool:
+    """Return whether the answer is to continue the last message, as vLLM does. Raise Refused."""
+    proceeds = take(body, "continue_final_message", bool, False)
+    if take(body, "add_generation_prompt", bool, not proceeds) == proceeds:
+        what = "either continue_final_message or add_generation_prompt must be true"
+        raise Refused(400, what, "continue_final_message")
+    if proceeds and (messages[-1]["role"] != "assistant" or len(messages) < 2):
+        what = "continue_final_message needs a last message of the assistant"
+        raise Refused(400, what, "continue_final_message")
+    return proceeds
 
 
 def likeliest(body: dict, chat: bool) -> int:
@@ -299,10 +314,16 @@ def encode(
             return [begin_prompt(tokenizer, p) if isinstance(p, str) else p for p in asked.prompts]
         messages = with_tools(asked.prompts[0], system, asked.tools)
         messages = begin_with(system, messages)
+        begun = ""
+        if asked.proceeds:
+            *messages, last = messages
+            begun = last["content"]
         settings = template_settings(tokenizer, asked.template_settings)
         if renderer:
-            return [renderer.render(messages, settings)]
-        return [tokenizer.render(messages, add_generation_prompt=True)[0]]
+            ids = renderer.render(messages, settings)
+        else:
+            ids = tokenizer.render(messages, add_generation_prompt=True)[0]
+        return [ids + tokenizer.encode(begun)]
     except UserError as error:
         where = "messages" if asked.chat else "prompt"
         raise Refused(400, str(error).partition(": ")[2], where) from None

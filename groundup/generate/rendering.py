@@ -74,7 +74,7 @@ def serve(directory: str, seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when this ends
     templates.RENDER_S = seconds
     tokenizer = Tokenizer.load(directory)
-    limit_memory()
+    limit_memory(MEMORY_MB)
     kept = {}
     for line in sys.stdin:
         print(json.dumps(answer(line, tokenizer, kept)), flush=True)
@@ -105,13 +105,14 @@ def with_settings(tokenizer: Tokenizer, settings: dict) -> Tokenizer:
     return own
 
 
-def limit_memory() -> None:
+def limit_memory(megabytes: int) -> None:
+    """Let this process take so much more memory than it has now, where the system can do that."""
     if sys.platform != "linux":
         return
     import resource
 
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + MEMORY_MB * 10**6
+    most = pages * resource.getpagesize() + megabytes * 10**6
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

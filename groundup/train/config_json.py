@@ -229,7 +229,7 @@ def fixed_logits(kind: str) -> tuple[float, ...]:
     return tuple(round(x, 4) for x in logits.tolist())
 
 
-def computation(cfg: ModelConfig) -> str:
+def model_fingerprint(cfg: ModelConfig) -> str:
     """Return what model.py computes for this architecture, equal on all machines with this file."""
     # Rounded, because float32 differs between processors.
     kind = cfg.model_type

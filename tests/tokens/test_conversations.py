@@ -398,7 +398,7 @@ def test_several_containers_and_shapes_in_one_glob(tok, tmp_path):
 
 
 def make(out: Path, path: str, **settings) -> int:
-    plain = {"workers": 1, "near": 0.0, "exact": False, "kind": "chat", "val_fraction": 0.2, "min_chars": 1}
+    plain = {"workers": 1, "near": -1, "kind": "chat", "val_fraction": 0.2, "rules": "length=1.."}
     return prepare.main(KEYS | plain | {"out_dir": str(out), "input": path} | settings)
 
 
@@ -439,7 +439,7 @@ def test_token_files_do_not_depend_on_the_number_of_workers(tok_dir, tmp_path, m
     found = talks(200)
     for k in range(4):
         write_talks(tmp_path / f"in{k}.jsonl", found[50 * k : 50 * k + 50])
-    monkeypatch.setattr("groundup.text.pipeline.GROUP_BYTES", 2**13)  # several units
+    monkeypatch.setattr("groundup.text.unit.GROUP_BYTES", 2**13)  # several units
     for workers in (1, 2):
         make(tmp_path / f"out{workers}", str(tmp_path / "in*.jsonl"), tokenizer_dir=tok_dir, workers=workers)
     names = {path.name for path in (tmp_path / "out1").iterdir()} - {"config.py", "manifest.json"}

@@ -318,7 +318,7 @@ def test_parquet(tok, tmp_path):
 
 
 def make(out: Path, path: str, **settings) -> int:
-    plain = {"workers": 1, "near": 0.0, "exact": False, "kind": "preference", "val_fraction": 0.2, "min_chars": 1}
+    plain = {"workers": 1, "near": -1, "kind": "preference", "val_fraction": 0.2, "rules": "length=1.."}
     return prepare.main(KEYS | plain | {"out_dir": str(out), "input": path} | settings)
 
 

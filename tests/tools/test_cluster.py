@@ -15,7 +15,9 @@ import pytest
 import prepare
 from configurator import is_key
 from groundup.errors import UserError
-from groundup.text import pipeline
+from groundup.text import inputs
+from groundup.text import select as selection
+from groundup.text import unit as units
 from groundup.tokens.token_files import TokenData
 from groundup.tokens.token_writer import verify
 from groundup.tokens.training import train
@@ -60,8 +62,8 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
-    monkeypatch.setattr(pipeline, "UNIT_BYTES", 2**13)
-    monkeypatch.setattr(pipeline, "GROUP_BYTES", 2**12)
+    monkeypatch.setattr(inputs, "UNIT_BYTES", 2**13)
+    monkeypatch.setattr(units, "GROUP_BYTES", 2**12)
 
 
 def settings(corpus: Path, out: Path, **own) -> dict:
@@ -82,11 +84,17 @@ def arrays(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*.npy"))}
 
 
+def run_prepare(config: dict) -> Path:
+    config = dict(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SHARD_TOKENS", config.pop("shard_tokens"))
+        assert prepare.main(PREPARE | {"workers": 1} | config) == 0
+    return Path(config["out_dir"])
+
+
 @pytest.fixture(scope="module")
 def prepared(corpus, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("prepared") / "out"
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, out)) == 0
-    return out
+    return run_prepare(settings(corpus, tmp_path_factory.mktemp("prepared") / "out"))
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
@@ -108,7 +116,7 @@ def test_named_sources_keep_their_weights(corpus, tmp_path):
     raw = f"{corpus}/raw"
     sources = f"one: {raw}/a.jsonl, {raw}/c.txt, weight=0.7; two: {raw}/d.jsonl, weight=0.3"
     own = {"input": sources, "val_fraction": 0.2, "test_fraction": 0.2}
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, tmp_path / "whole", **own)) == 0
+    run_prepare(settings(corpus, tmp_path / "whole", **own))
     manifest = run_stages(settings(corpus, tmp_path / "parts", **own, tasks=2))
     assert arrays(tmp_path / "parts") == arrays(tmp_path / "whole")
     expected = verify(tmp_path / "whole")
@@ -130,8 +138,8 @@ def test_files_elsewhere_give_the_same_result(corpus, prepared, tmp_path):
 
 
 def test_nothing_is_compared_if_nothing_is_to_be_dropped(corpus, tmp_path):
-    own = {"exact": False, "near": 0.0}
-    assert prepare.main(PREPARE | {"workers": 1} | settings(corpus, tmp_path / "whole", **own)) == 0
+    own = {"near": -1.0}
+    run_prepare(settings(corpus, tmp_path / "whole", **own))
     run_stages(settings(corpus, tmp_path / "parts", **own, tasks=2))
     assert arrays(tmp_path / "parts") == arrays(tmp_path / "whole")
 
@@ -154,9 +162,9 @@ def test_a_plan_with_other_settings_starts_again_and_the_same_one_goes_on(corpus
     "own, message",
     [
         ({"tokenizer_dir": "none"}, "no tokenizer in tokenizer_dir='none'; make one with prepare.py"),
-        ({"near": 2.0}, "near from 0 (off) to 1, got 2.0"),
-        ({"min_chars": 10**6}, "no document is kept"),
-        ({"min_chars": 2000}, "1 documents are few"),
+        ({"near": 2.0}, "got 2.0"),
+        ({"rules": "length=1000000.."}, "no document is kept"),
+        ({"rules": "length=2000.."}, "1 documents are few"),
     ],
 )
 def test_what_cannot_be_prepared_is_said_in_one_line(corpus, tmp_path, own, message):
@@ -189,7 +197,7 @@ def keep(text):
 @pytest.mark.slow
 def test_a_killed_task_is_started_again_alone(corpus, prepared, tmp_path, capsys):
     (tmp_path / "own.py").write_text(KEEP, encoding="utf-8")
-    config = KEYS | settings(corpus, tmp_path / "out", tasks=2, workers=2, keep=f"{tmp_path}/own.py:keep")
+    config = KEYS | settings(corpus, tmp_path / "out", tasks=2, workers=2, rules=f"keep={tmp_path}/own.py:keep")
     with pytest.raises(UserError, match="1 of 2 tasks of inspect did not finish"):
         cluster.main(config)
     (done,) = (tmp_path / ".out.cluster.tmp" / "log" / "inspect" / "completions").iterdir()

@@ -21,9 +21,9 @@ from groundup.generate.matrices import for_inference
 from groundup.generate.sampling import SamplingParams
 from groundup.tokens.training import train
 from groundup.train import huggingface, lora, ranks
+from groundup.train.huggingface import PREFIX, hf_name
 from groundup.train.lora import LoRAConfig, LoRALinear
 from groundup.train.optim import Optimizer
-from groundup.train.tensor_files import PREFIX, hf_name
 from model import ModelConfig, Transformer
 
 V = 40
